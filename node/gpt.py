@@ -1,0 +1,76 @@
+"""A small GPT over bytes in plain PyTorch: pre-norm, learned positions, no dropout, untied head.
+
+Legend of the shape comments: B batch, T time (positions), C width, H heads, D = C // H width of a head, V = 256 bytes.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, T, C) to (B, T, C)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each position with those before it."""
+        b, t, c = x.shape
+        qkv = self.qkv(x).view(b, t, 3, self.heads, c // self.heads)  # (B, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))  # (B, T, C)
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then a GELU layer of four times the width, each on a normalised copy and added back."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = x + self.attention(self.norm1(x))
+        hidden = F.gelu(self.up(self.norm2(x)), approximate="tanh")  # (B, T, 4C)
+        out: Tensor = x + self.down(hidden)
+        return out
+
+
+class GPT(nn.Module):
+    """Predicts each next byte; 135,808 parameters at layers=2, width=64, context=64."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for name, parameter in self.named_parameters():
+            # What is added to the residual stream 2 * layers times must not make it grow with depth.
+            if name.endswith(("out.weight", "down.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map ``tokens`` (B, T) int64, T at most the context, to logits (B, T, V)."""
+        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits

@@ -1,0 +1,54 @@
+"""What a user writes to train something of his own: a class with these six methods (``examples/custom_model.py``).
+
+A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the data this node trains on: part ``index`` (from 0) of ``of`` parts, drawn with ``seed``."""
+
+    index: int
+    of: int
+    seed: int
+
+
+class Task:
+    """One model, its data and its loss. The same class with the same options runs on every peer."""
+
+    def model(self) -> torch.nn.Module:
+        """Return the fresh model, on the CPU. The global torch seed is set before, so all peers begin equal."""
+        raise NotImplementedError("a task needs model()")
+
+    def batches(self, shard: Shard) -> Iterator[Any]:
+        """Yield batches without end: CPU tensors in any nesting of tuples, lists and dicts.
+
+        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was.
+        """
+        raise NotImplementedError("a task needs batches(shard)")
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Return the training loss of one batch, a scalar; ``batch`` is already on the model's device."""
+        raise NotImplementedError("a task needs loss(model, batch)")
+
+    def evaluate(self, model: torch.nn.Module) -> float:
+        """Return the loss in nats on held-out data: the same data on every peer, which nobody trains on."""
+        raise NotImplementedError("a task needs evaluate(model)")
+
+    def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""
+        return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.99))
+
+    def lr_scheduler(
+        self, optimizer: torch.optim.Optimizer, steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end). Default: none."""
+        return None
