@@ -59,13 +59,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-        for name, parameter in self.named_parameters():
-            # What is added to the residual stream 2 * layers times must not make it grow with depth.
-            if name.endswith(("out.weight", "down.weight")):
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
+        # Torch's own start for the rest, and smaller embeddings than its N(0, 1): of the starts tried this one
+        # alone stands a learning rate of 1.2e-2. (GPT-2's 0.02 throughout ends 0.4 nats worse there.)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map ``tokens`` (B, T) int64, T at most the context, to logits (B, T, V)."""
