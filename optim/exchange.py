@@ -1,0 +1,94 @@
+"""What an outer optimizer asks of a network: hand in tensors for a round, get the weighted mean with some peers, or nothing.
+
+Three implementations pass one test-suite: ``Alone`` and ``Simulation`` (here, in one process), ``swarm.exchange.SwarmExchange``
+(libp2p). An exchange never raises because of a peer, never hangs and never returns a partly averaged tensor: if nobody answered
+in time, or the pair could not both commit, the result is ``None`` and the rule goes on with the own contribution alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from optim.codec import FLOAT32, Codec
+
+
+@dataclass(frozen=True, order=True)
+class RoundKey:
+    """Names one exchange. Two peers average only contributions with equal keys, so nothing depends on arrival order."""
+
+    run: str
+    round: int
+    fragment: int = 0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The outcome of an exchange."""
+
+    tensors: list[Tensor]
+    """Weighted mean, float32 on the CPU, same shapes as handed in."""
+    weight: float
+    """Sum of the members' weights."""
+    members: tuple[str, ...]
+    """Sorted peer ids whose contributions are in the mean, the own one included."""
+
+
+class Handle(Protocol):
+    """One exchange in flight."""
+
+    def done(self) -> bool:
+        """True once ``result`` would return without waiting."""
+        ...
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        """Wait at most ``deadline`` seconds (None: the exchange's own limit). ``None``: go on alone; the exchange is then over."""
+        ...
+
+
+class Exchange(Protocol):
+    """A way to average tensors with other peers."""
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        """Begin an exchange. The tensors are copied before this returns; the caller may change them at once."""
+        ...
+
+
+def weighted_mean(contributions: Sequence[tuple[str, float, Sequence[Tensor]]]) -> Mean:
+    """Weighted mean of (peer id, weight, tensors), computed in place of the first peer's tensors (in order of peer id).
+
+    The order of additions depends only on the peer ids, so every member gets the same bits. With two equal weights each
+    product is exact, and the result is the correctly rounded mean.
+    """
+    ordered = sorted(contributions, key=lambda item: item[0])
+    total = sum(weight for _, weight, _ in ordered)
+    _, first_weight, result = ordered[0]
+    for tensor in result:
+        tensor.mul_(first_weight / total)
+    for _, weight, tensors in ordered[1:]:
+        for accumulated, tensor in zip(result, tensors, strict=True):
+            accumulated.add_(tensor, alpha=weight / total)
+    return Mean(list(result), total, tuple(peer for peer, _, _ in ordered))
+
+
+class Alone:
+    """An exchange in which nobody ever answers: local training, and the baseline of every comparison."""
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        """Begin and end at once."""
+        return Nobody()
+
+
+class Nobody:
+    """The handle of an exchange that is over without a partner."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        """Nobody answered."""
+        return None

@@ -1,0 +1,45 @@
+"""Who averages with whom, without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
+
+Peers that see the same membership compute the same groups, and no message is needed to agree. Peers that see different
+memberships disagree about some pairs only; ``candidates`` is the order in which such a peer tries the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+
+def rank(seed: int, round: int, peer: str) -> bytes:
+    """The 32 bytes by which a peer is placed in a round; uniform and fresh each round."""
+    return hashlib.sha256(f"shoal/pairing/1:{seed}:{round}:{peer}".encode()).digest()
+
+
+def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
+    """All peers in the order of the round."""
+    return sorted(set(peers), key=lambda peer: rank(seed, round, peer))
+
+
+def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[tuple[str, ...]]:
+    """Consecutive groups of ``size``; the last one may be smaller (with pairs: one peer goes alone when the number is odd)."""
+    if size < 1:
+        raise ValueError(f"a group needs at least one peer, got size {size}")
+    ordered = order(seed, round, peers)
+    return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
+
+
+def mate(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
+    """My partner of the round, or None when I am the odd one out."""
+    for group in groups(seed, round, {*peers, me}):
+        if me in group:
+            return next((peer for peer in group if peer != me), None)
+    return None
+
+
+def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
+    """My mate first, then every other peer in the order of the round, starting behind me and wrapping around."""
+    ordered = order(seed, round, {*peers, me})
+    here = ordered.index(me)
+    behind = ordered[here + 1 :] + ordered[:here]
+    partner = mate(seed, round, me, ordered)
+    return sorted(behind, key=lambda peer: peer != partner)
