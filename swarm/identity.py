@@ -1,0 +1,215 @@
+"""The node's Ed25519 key: one file, from which follow the peer id and every signature.
+
+The file is libp2p's own private-key record (``08 01 12 40``, 32 bytes of seed, 32 bytes of public key), so the daemon
+reads the same file that we sign with. The peer id of an Ed25519 key *is* the public key (``00 24 08 01 12 20`` and
+32 bytes, in base58), so whoever knows a peer id can check that peer's signatures without asking anyone for a key.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarm.errors import IdentityError
+
+KEY_HEADER = bytes.fromhex("08011240")
+ID_HEADER = bytes.fromhex("002408011220")
+KEY_SIZE = len(KEY_HEADER) + 64
+ID_LENGTH = 52  # base58 characters of every Ed25519 peer id
+SIGNATURE_SIZE = 64
+# The daemon signs its handshakes with the same key: our signatures start with words that no other protocol uses.
+SIGNATURE_PREFIX = b"shoal signature\x00"
+ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def b58encode(data: bytes) -> str:
+    """Base58 (Bitcoin's alphabet) of ``data``; each leading zero byte becomes a ``1``."""
+    zeros = len(data) - len(data.lstrip(b"\x00"))
+    number, digits = int.from_bytes(data, "big"), []
+    while number:
+        number, digit = divmod(number, 58)
+        digits.append(ALPHABET[digit])
+    return "1" * zeros + "".join(reversed(digits))
+
+
+def b58decode(text: str) -> bytes:
+    """The bytes behind base58 ``text``. Quadratic in the length, so bound it first. Raises ValueError."""
+    number = 0
+    for char in text:
+        number = number * 58 + ALPHABET.index(char)  # ValueError for a character outside the alphabet
+    zeros = len(text) - len(text.lstrip("1"))
+    return b"\x00" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
+
+
+def public_key_of(peer_id: object) -> bytes | None:
+    """The 32-byte public key inside an Ed25519 peer id, or None if that is not one. Never raises."""
+    if not isinstance(peer_id, str) or len(peer_id) != ID_LENGTH:
+        return None
+    try:
+        raw = b58decode(peer_id)
+    except ValueError:
+        return None
+    return raw[len(ID_HEADER) :] if len(raw) == len(ID_HEADER) + 32 and raw.startswith(ID_HEADER) else None
+
+
+def is_peer_id(text: object) -> bool:
+    """Whether ``text`` is the base58 peer id of an Ed25519 key."""
+    return public_key_of(text) is not None
+
+
+def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
+    """Whether ``signature`` was made by ``peer_id``'s key over ``data`` in ``context``. Never raises, whatever it is given."""
+    key = public_key_of(peer_id)
+    if key is None or not isinstance(signature, bytes) or len(signature) != SIGNATURE_SIZE:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, _signed(context, data))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _signed(context: str, data: bytes) -> bytes:
+    """The bytes under a signature; the length before the context keeps (context, data) pairs apart."""
+    name = context.encode()
+    return SIGNATURE_PREFIX + len(name).to_bytes(2, "big") + name + data
+
+
+class Identity:
+    """A key pair. ``peer_id`` is base58, ``public_key`` 32 bytes, ``path`` the key file (None: in memory only)."""
+
+    def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
+        self._key = key
+        self.path = path
+        self.public_key = key.public_key().public_bytes_raw()
+        self.peer_id = b58encode(ID_HEADER + self.public_key)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id})"  # never the key
+
+    @classmethod
+    def ephemeral(cls) -> Identity:
+        """A new key that lives in memory only."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Identity:
+        """A new key in a new file. Raises IdentityError if the file exists or cannot be written."""
+        return cls.ephemeral().write_to(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Identity:
+        """The key in ``path``. Raises IdentityError if it is missing, damaged, or readable by group or others."""
+        path = Path(path)
+        blob = _read(path)
+        seed, public = blob[len(KEY_HEADER) : -32], blob[-32:]
+        if len(blob) == KEY_SIZE and blob.startswith(KEY_HEADER):
+            identity = cls(Ed25519PrivateKey.from_private_bytes(seed), path)
+            if identity.public_key == public:
+                return identity
+        raise IdentityError(
+            f"The key file {path} is damaged or not an Ed25519 key: restore it from a backup, "
+            "or move it away and run `shoal id new` for a new identity."
+        )
+
+    @classmethod
+    def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
+        """The key in ``path``, made first if there is none. Raises IdentityError like ``load`` and ``create``."""
+        if not os.path.lexists(path):
+            try:
+                return cls.create(path)
+            except IdentityError:
+                if not os.path.exists(path):
+                    raise  # not lost to a node started at the same moment: it really cannot be written
+        return cls.load(path)
+
+    def write_to(self, path: str | os.PathLike[str]) -> Identity:
+        """Write this key to a new file (mode 0600, missing parents 0700) and return the identity with that path.
+
+        Never overwrites. Raises IdentityError if the file exists or cannot be written.
+        """
+        path = Path(path)
+        blob = KEY_HEADER + self._key.private_bytes_raw() + self.public_key
+        scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            _make_private(path.parent)
+            _write_new(scratch, blob)
+            try:
+                os.link(scratch, path)  # the name appears with its whole content or not at all, and only if it is free
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                _write_new(path, blob)  # a file system without hard links
+            finally:
+                os.unlink(scratch)
+            _sync_folder(path.parent)
+        except FileExistsError as error:
+            raise IdentityError(f"{path} exists already and is not overwritten: choose another path.") from error
+        except (OSError, ValueError) as error:
+            raise IdentityError(f"Cannot write the key file {path} ({_why(error)}): choose a writable path.") from error
+        return Identity(self._key, path)
+
+    def sign(self, context: str, data: bytes) -> bytes:
+        """The 64-byte signature over ``data``; a signature made in one context is worth nothing in another."""
+        return self._key.sign(_signed(context, data))
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def _read(path: Path) -> bytes:
+    """At most one byte more than a key file holds, after the checks on kind and mode. Raises IdentityError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO must not hang the node
+    except FileNotFoundError as error:
+        raise IdentityError(f"There is no key file {path}: run `shoal id new` to make one.") from error
+    except (OSError, ValueError) as error:
+        raise IdentityError(f"Cannot read the key file {path} ({_why(error)}): make it readable to you.") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise IdentityError(f"The key file {path} is not a regular file: choose another path.")
+        if status.st_mode & 0o077:
+            raise IdentityError(f"The key file {path} can be read by others: run `chmod 600 {path}` and start again.")
+        return os.read(fd, KEY_SIZE + 1)
+    except OSError as error:
+        raise IdentityError(f"Cannot read the key file {path} ({_why(error)}): check the disk.") from error
+    finally:
+        os.close(fd)
+
+
+def _make_private(folder: Path) -> None:
+    """Make ``folder`` and its missing parents, each with mode 0700; folders that exist are left as they are."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write_new(path: Path, blob: bytes) -> None:
+    """Write a file that did not exist, mode 0600 from its first instant, and force it to the disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(fd, blob) != len(blob):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(fd)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the new name to the disk as well."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

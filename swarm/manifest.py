@@ -1,0 +1,102 @@
+"""The manifest: what the creator of a swarm fixed for all its peers, signed; its hash is the swarm's id."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swarm.errors import MessageError
+from swarm.messages import KIB, MAX_COUNT, Label, Message, PeerId, unseal
+
+PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Option = Annotated[int, Field(ge=-(2**63), lt=2**63)] | float | Annotated[str, Field(max_length=1024)] | bool
+OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+
+
+class OuterSettings(BaseModel):
+    """The outer optimizer: how often peers exchange, and what they do with the mean."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    method: Literal["noloco", "local", "none"] = Field(
+        default="noloco",
+        description="Outer rule: noloco (outer momentum and a pull towards a random partner), "
+        "local (plain mean with a random partner) or none (train alone).",
+    )
+    every: int = Field(default=25, ge=1, le=1_000_000, description="Inner steps in a round, between two exchanges.")
+    lr: float = Field(default=0.7, gt=0, le=10, description="Outer learning rate.")
+    momentum: float = Field(default=0.5, ge=0, lt=1, description="Outer momentum.")
+    pull: float | None = Field(
+        default=None, ge=0, le=10, description="Pull towards the partner's slow weights; not given, it equals lr."
+    )
+    codec: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float32", description="Number format on the wire; the two short ones halve the bytes."
+    )
+    wait_s: Seconds = Field(
+        default=10.0, description="Seconds that a node waits for a partner in one round before it goes on alone."
+    )
+    chunk_timeout_s: Seconds = Field(
+        default=5.0, description="Seconds without any byte after which an exchange is given up."
+    )
+    exchange_timeout_s: Seconds = Field(default=120.0, description="Seconds that one whole exchange may take.")
+
+
+class TrainSettings(BaseModel):
+    """The training run itself."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    steps: int = Field(
+        default=1000, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the first weights, the shards and the pairing.")
+    eval_every: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="Inner steps between two evaluations; 0: only at the start and end."
+    )
+
+
+class Manifest(Message):
+    """What defines a swarm. Every peer holds the same bytes of it, sealed by the creator."""
+
+    KIND, LIMIT, AUTHOR = "manifest", 48 * KIB, "creator"
+    name: Label = Field(description="Name of the swarm, for people.")
+    created: float = Field(ge=0, description="When it was created, in Unix seconds.")
+    creator: PeerId = Field(description="Peer id of the creator, who signed this.")
+    protocol: int = Field(default=PROTOCOL, ge=1, le=65_535, description="Protocol that the peers speak.")
+    task: str = Field(
+        max_length=256,
+        # No slash: a name that the joiner must already have, never a way to a file on its disk.
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?$",
+        description="Name of the task, such as `text` or `module:Class`; every peer must have it installed already.",
+    )
+    task_options: dict[OptionName, Option] = Field(
+        default_factory=dict, max_length=32, description="Options of the task that are the same on all peers."
+    )
+    outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
+    train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
+    start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
+    shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Number of parts that the training data is dealt into.")
+
+
+def swarm_id(sealed: bytes) -> str:
+    """The id of the swarm with this sealed manifest: SHA-256 in lower-case base32, 52 characters."""
+    return base64.b32encode(hashlib.sha256(sealed).digest()).decode().rstrip("=").lower()
+
+
+def open_manifest(sealed: bytes, expected_id: str | None = None) -> Manifest:
+    """The manifest, verified against its signature and, if given, the swarm id. Raises MessageError."""
+    if expected_id is not None and swarm_id(sealed) != expected_id:
+        raise MessageError(
+            f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not to {expected_id}: "
+            "ask for a fresh link."
+        )
+    _, manifest = unseal(sealed, Manifest)
+    if manifest.protocol != PROTOCOL:
+        where = "here" if manifest.protocol > PROTOCOL else "on its creator's node"
+        raise MessageError(
+            f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}."
+        )
+    return manifest
