@@ -44,7 +44,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         x = x + self.attention(self.norm1(x))
-        hidden = F.gelu(self.up(self.norm2(x)), approximate="tanh")  # (B, T, 4C)
+        hidden = F.gelu(self.up(self.norm2(x)))  # (B, T, 4C)
         out: Tensor = x + self.down(hidden)
         return out
 
