@@ -35,7 +35,7 @@ def _walk(root: Path, skip: set[str], suffix: str) -> Iterator[tuple[str, Path]]
     """Yield (name, path) of the regular files below ``root``; hidden ones and links are left out."""
 
     def fail(error: OSError) -> None:
-        raise DataError(f"cannot read the folder {error.filename!r} ({error.strerror}): check its permissions")
+        raise DataError(f"Cannot read the folder {error.filename!r} ({error.strerror}): check its permissions.")
 
     for folder, folders, files in os.walk(root, onerror=fail):
         folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
@@ -59,11 +59,11 @@ def _find(data: str) -> list[tuple[str, Path]]:
         elif os.path.isfile(root):
             found.append((root.name, root))
         elif os.path.exists(root):
-            raise DataError(f"the text {part!r} is neither a file nor a folder: name files or folders")
+            raise DataError(f"The text {part!r} is neither a file nor a folder: name files or folders.")
         else:
-            raise DataError(f"there is no text at {part!r}: name files or folders that exist")
+            raise DataError(f"There is no text at {part!r}: name files or folders that exist.")
         if len(found) > MAX_FILES:
-            raise DataError(f"there are more than {MAX_FILES} files below {part!r}: name a smaller folder")
+            raise DataError(f"There are more than {MAX_FILES} files below {part!r}: name a smaller folder.")
     return sorted(found)
 
 
@@ -86,12 +86,12 @@ def read_documents(data: str, max_bytes: int) -> list[Document]:
             with path.open("rb") as file:
                 content = file.read(left)
         except OSError as error:
-            raise DataError(f"cannot read the text {str(path)!r} ({error.strerror}): check its permissions") from error
+            raise DataError(f"Cannot read the text {str(path)!r} ({error.strerror}): check its permissions.") from error
         if content and b"\0" not in content[:1024]:
             documents.append(Document(name, content))
             left -= len(content)
     if not documents:
-        raise DataError(f"there is no text in {data or 'the Python standard library'!r}: name text with --data")
+        raise DataError(f"There is no text in {data or 'the Python standard library'!r}: name text with --data.")
     if len(documents) < FEW_FILES:
         size = max(256, sum(len(d.content) for d in documents) // FEW_FILES)
         documents = [

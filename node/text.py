@@ -64,11 +64,11 @@ class TextTask(Task):
             ("max_bytes", max_bytes),
         ]:
             if not isinstance(value, int) or value < 1:
-                raise DataError(f"text option {name}={value!r} must be a whole number of at least 1")
+                raise DataError(f"The text option {name}={value!r} must be a whole number of at least 1.")
         if width % heads:
-            raise DataError(f"text option width={width} must be a multiple of heads={heads}")
+            raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
         if not (isinstance(lr, int | float) and 0 < lr < math.inf) or not isinstance(warmup, int) or warmup < 0:
-            raise DataError(f"text options lr={lr!r} and warmup={warmup!r} must be a positive number and a whole one")
+            raise DataError(f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a whole one.")
         self.data, self.max_bytes = data, max_bytes
         self.layers, self.width, self.heads, self.context = layers, width, heads, context
         self.batch, self.lr, self.warmup = batch, lr, warmup
@@ -94,8 +94,8 @@ class TextTask(Task):
         text = b"\n".join(d.content for d in documents)
         if len(text) <= self.context:
             raise DataError(
-                f"the {what} has only {len(text)} bytes of text where {self.context + 1} are needed: "
-                "name more text with --data, or use fewer shards or a shorter context"
+                f"The {what} has only {len(text)} bytes of text where {self.context + 1} are needed: "
+                "name more text with --data, or use fewer shards or a shorter context."
             )
         # bytearray: torch wants memory that it may write to.
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, self.context + 1, 1)
