@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ def _find_class(spec_text: str) -> type[Any]:
             f"and is none of the built-in ones ({known}): write it in one of these ways."
         )
     if where.endswith(".py") or "/" in where or "\\" in where:
-        module = _import_file(Path(where).expanduser(), spec_text)
+        module = _import_file(Path(os.path.expanduser(where)), spec_text)
     elif all(part.isidentifier() for part in where.split(".")):
         module = _import_module(where, spec_text)
     else:

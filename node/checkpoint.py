@@ -1,0 +1,237 @@
+"""Checkpoints: nested Python state to a folder ``step-00001000`` of two files, and back, exactly.
+
+``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and of the tensor file.
+Both are written in a temporary folder and synced to the disk, and only then does one rename make them the checkpoint:
+a process killed at any moment leaves the older checkpoints as they were. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from swarm.errors import ShoalError
+
+FORMAT = 1
+KEEP = 2
+MAX_STATE_BYTES = 256 * 2**20
+TENSORS, STATE = "tensors.safetensors", "state.json"
+SAVING = ".saving-"
+# `.old-` marks a checkpoint that is just being replaced by another of the same step.
+_NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
+
+
+class CheckpointError(ShoalError):
+    """There is no checkpoint, or it is damaged, or it cannot be written."""
+
+
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Turn ``value`` into what JSON can hold; each tensor moves to ``tensors``, a one-key object stays in its place."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no others.
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if type(value) is list:
+        return [_pack(v, tensors) for v in value]
+    if type(value) is tuple:
+        return {"tuple": [_pack(v, tensors) for v in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_pack(k, tensors), _pack(v, tensors)] for k, v in value.items()]}
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r:.80}")
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "tuple":
+        return tuple(_unpack(v, tensors) for v in inner)
+    if kind == "dict":
+        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors of which no two share memory, as safetensors wants them."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        copy = tensor.to("cpu").contiguous()
+        storage = copy.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != copy.nbytes:
+            copy = copy.clone(memory_format=torch.contiguous_format)
+        seen.add(copy.untyped_storage().data_ptr())
+        result[name] = copy
+    return result
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """All whole checkpoints as (step, path), newest first."""
+    if not folder.is_dir():
+        return []
+    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
+    found = [(int(m[2]), m[1] is None, p) for m, p in matches if m]
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in ``folder``, newest first; empty if there is none."""
+    return [step for step, _ in _found(folder)]
+
+
+def check_writable(folder: Path) -> None:
+    """Make ``folder`` if need be and make sure that files can be written there. Raises CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or its permissions."
+        ) from error
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A folder inside ``folder`` that is gone afterwards unless it was renamed."""
+    for left in folder.glob(SAVING + "*"):  # of a process that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def save(folder: Path, step: int, state: Any) -> Path:
+    """Write ``state`` as the checkpoint of ``step`` and return its path; the newest two are kept.
+
+    ``state`` nests dicts, lists and tuples of None, bool, int, float, str and tensors (any dtype that safetensors
+    knows, any device, any strides). Subclasses of dict come back as dict, tensors on the CPU without gradient.
+
+    Raises:
+        CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
+        TypeError: ``state`` holds something else.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _pack(state, tensors)
+    final = folder / f"step-{step:08d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder) as temporary:
+            save_file(_separate(tensors), temporary / TENSORS)
+            body = {"format": FORMAT, "step": step, "tensors_sha256": _sha256(temporary / TENSORS), "state": tree}
+            text = json.dumps(body)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
+            for path in (temporary / TENSORS, temporary / STATE, temporary):
+                _sync(path)
+            if final.exists():
+                old = folder / f".old-{final.name}"
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(final, old)
+            os.rename(temporary, final)
+            _sync(folder)
+        # The one just written is kept even where another run left higher steps.
+        others = [path for _, path in _found(folder) if path != final]
+        for path in [p for p in others if p.name == f".old-{final.name}"] + others[KEEP - 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"Cannot save the checkpoint {str(final)!r} ({why}): free some space or choose another folder."
+        ) from error
+    return final
+
+
+class _Damage(Exception):
+    """Which file is damaged, and how."""
+
+
+def _load_one(path: Path) -> tuple[int, Any]:
+    """Read one checkpoint. Raises _Damage or OSError."""
+    file = path / STATE
+    if file.stat().st_size > MAX_STATE_BYTES:
+        raise _Damage(f"{str(file)!r} is too large")
+    digest, _, text = file.read_bytes().partition(b"\n")
+    text = text.removesuffix(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise _Damage(f"{str(file)!r} is not as it was written")
+    try:
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise _Damage(f"{str(file)!r} has format {body['format']}, where this version of shoal knows {FORMAT}")
+        if _sha256(path / TENSORS) != body["tensors_sha256"]:
+            raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
+        tensors = load_file(path / TENSORS)
+        return int(body["step"]), _unpack(body["state"], tensors)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
+
+
+def load(folder: Path) -> tuple[int, Any]:
+    """Return (step, state) of the newest checkpoint in ``folder``: the whole state, or an error.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; the sentence says how to fall back to an older one.
+    """
+    try:
+        found = _found(folder)
+        if not found:
+            raise CheckpointError(f"There is no checkpoint in {str(folder)!r}: start without --resume.")
+        return _load_one(found[0][1])
+    except _Damage as damage:
+        path = str(found[0][1])
+        if len(found) > 1:
+            todo = f"delete {path!r} to continue from the one of step {found[1][0]}"
+        else:
+            todo = f"there is no older one, so delete {path!r} and start without --resume"
+        raise CheckpointError(f"The checkpoint is damaged: {damage}: {todo}.") from damage
+    except FileNotFoundError as error:
+        older = f"delete {str(found[0][1])!r} to continue from an older one, or start without --resume"
+        raise CheckpointError(f"The checkpoint is damaged: {error.filename!r} is missing: {older}.") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot read the checkpoint {error.filename!r} ({error.strerror}): check its permissions."
+        ) from error

@@ -1,0 +1,111 @@
+"""What a run measured, one JSON object a line in ``metrics.jsonl``: for people, plots, and questions afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO, Union
+
+from swarm.errors import ShoalError
+
+Value = Union[None, bool, int, float, str, Sequence["Value"], Mapping[str, "Value"]]
+
+
+class MetricsError(ShoalError):
+    """The metrics file cannot be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundInfo:
+    """One round as this node saw it. Bytes and waits are those of this round alone."""
+
+    round: int
+    step: int
+    """Inner steps done when the mean was applied."""
+    members: int
+    """Nodes in the mean; 1 when nobody answered."""
+    partner: str | None
+    """Name or peer id of the partner; None when nobody answered."""
+    bytes_sent: int
+    bytes_received: int
+    lag: int
+    """Inner steps between sending and applying."""
+    wait_s: float
+    """Seconds for which training stood still for the network."""
+    loss: float | None
+    """Mean training loss of the round's inner steps, nats."""
+    distance: float | None
+    """Root-mean-square distance to the partner's slow weights over their root-mean-square norm, if it was measured."""
+
+
+def _plain(value: Value) -> Value:
+    """``value`` without NaN and infinities, which JSON does not have: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+class Metrics:
+    """Appends events to a file; each line is whole on the disk's cache when the call returns.
+
+    Raises:
+        MetricsError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("a", encoding="utf-8")
+            if _ends_in_mid_line(path):  # left by a process that was killed; do not spoil the next line too
+                self._file.write("\n")
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> MetricsError:
+        return MetricsError(
+            f"Cannot write the metrics {str(self._path)!r} ({error.strerror}): free some space or choose another folder."
+        )
+
+    def write(self, event: str, **fields: Value) -> None:
+        """Append one line: ``event``, ``time`` (Unix seconds) and the fields."""
+        line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False)
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._error(error) from error
+
+    def round(self, info: RoundInfo) -> None:
+        """Append one round."""
+        self.write("round", **asdict(info))
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ends_in_mid_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
