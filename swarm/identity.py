@@ -64,7 +64,7 @@ def is_peer_id(text: object) -> bool:
 
 
 def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
-    """Whether ``signature`` was made by ``peer_id``'s key over ``data`` in ``context``. Never raises, whatever it is given."""
+    """Whether ``signature`` was made by ``peer_id``'s key over ``data`` in ``context``. Hostile input gives False."""
     key = public_key_of(peer_id)
     if key is None or not isinstance(signature, bytes) or len(signature) != SIGNATURE_SIZE:
         return False
@@ -189,7 +189,10 @@ def _make_private(folder: Path) -> None:
     """Make ``folder`` and its missing parents, each with mode 0700; folders that exist are left as they are."""
     if not folder.is_dir():
         _make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from error
 
 
 def _write_new(path: Path, blob: bytes) -> None:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from swarm.errors import MessageError
 from swarm.messages import KIB, MAX_COUNT, Label, Message, PeerId, unseal
@@ -14,8 +14,19 @@ from swarm.messages import KIB, MAX_COUNT, Label, Message, PeerId, unseal
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Option = Annotated[int, Field(ge=-(2**63), lt=2**63)] | float | Annotated[str, Field(max_length=1024)] | bool
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+
+
+def _option(value: object) -> object:
+    """Bounds, checked by hand: a union of types would turn an integer that is too large into a float."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("must be within 64 bits")
+    if isinstance(value, str) and len(value) > 1024:
+        raise ValueError("must be at most 1024 characters")
+    return value
+
+
+Option = Annotated[int | float | str | bool, BeforeValidator(_option)]
 
 
 class OuterSettings(BaseModel):
@@ -78,7 +89,7 @@ class Manifest(Message):
     outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
-    shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Number of parts that the training data is dealt into.")
+    shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
 
 
 def swarm_id(sealed: bytes) -> str:

@@ -253,7 +253,7 @@ def pack(message: Message) -> bytes:
     """The bytes of ``message``. Raises MessageError if they exceed its kind's LIMIT."""
     data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
     if len(data) > message.LIMIT:
-        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds the {message.LIMIT} allowed: make it smaller.")
+        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.")
     return data
 
 
