@@ -1,0 +1,190 @@
+"""Key files, peer ids and signatures."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import IdentityError
+from swarm.identity import ID_HEADER, KEY_HEADER, Identity, b58decode, b58encode, is_peer_id, public_key_of, verify
+
+# RFC 8032, section 7.1, test 1: seed and public key.
+SEED = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
+PUBLIC = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
+
+
+def write(path, blob, mode=0o600):
+    path.write_bytes(blob)
+    path.chmod(mode)
+    return path
+
+
+def test_file_is_libp2ps_record_and_peer_id_is_the_public_key(tmp_path):
+    path = write(tmp_path / "key", KEY_HEADER + SEED + PUBLIC)
+    identity = Identity.load(path)
+    assert identity.public_key == PUBLIC
+    assert b58decode(identity.peer_id) == ID_HEADER + PUBLIC
+    assert identity.peer_id.startswith("12D3KooW")
+    assert len(identity.peer_id) == 52
+    assert identity.path == path
+    copy = identity.write_to(tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == path.read_bytes()
+    assert copy.peer_id == identity.peer_id
+
+
+@given(st.binary(max_size=64))
+def test_base58_round_trip(data):
+    assert b58decode(b58encode(data)) == data
+
+
+def test_base58_known_values():
+    assert b58encode(b"Hello World!") == "2NEpo7TZRRrLZSi2U"
+    assert b58encode(bytes.fromhex("0000287fb4cd")) == "11233QC4"
+
+
+def test_created_file_is_private_and_loads_again(tmp_path):
+    path = tmp_path / "a" / "b" / "key"
+    before = os.umask(0)
+    try:
+        made = Identity.create(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
+    assert os.listdir(path.parent) == ["key"]
+    assert path.stat().st_nlink == 1
+    assert Identity.load(path).peer_id == made.peer_id == Identity.load_or_create(path).peer_id
+
+
+def test_without_hard_links_the_file_is_written_in_place(tmp_path, monkeypatch):
+    def no_links(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    made = Identity.create(tmp_path / "key")
+    assert os.listdir(tmp_path) == ["key"]
+    assert Identity.load(tmp_path / "key").peer_id == made.peer_id
+    with pytest.raises(IdentityError, match="exists already"):
+        Identity.create(tmp_path / "key")
+
+
+def test_never_overwrites_and_never_follows_a_link(tmp_path):
+    path = write(tmp_path / "key", b"precious")
+    with pytest.raises(IdentityError, match="exists already"):
+        Identity.create(path)
+    assert path.read_bytes() == b"precious"
+    (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(IdentityError, match="exists already"):
+        Identity.create(tmp_path / "dangling")
+    assert not (tmp_path / "elsewhere").exists()
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "key"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda fd, blob: 3)
+    with pytest.raises(IdentityError, match="No space left"):
+        Identity.create(tmp_path / "key")
+    assert os.listdir(tmp_path) == []
+
+
+def test_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(IdentityError, match=r"file/key \(.*choose a writable path"):
+        Identity.load_or_create(tmp_path / "file" / "key")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601, 0o644])
+def test_file_readable_by_others_is_refused(tmp_path, mode):
+    path = write(tmp_path / "key", KEY_HEADER + SEED + PUBLIC, mode)
+    with pytest.raises(IdentityError, match=f"chmod 600 {path}"):
+        Identity.load(path)
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        KEY_HEADER,
+        (KEY_HEADER + SEED + PUBLIC)[:-1],
+        KEY_HEADER + SEED + PUBLIC + b"\n",
+        b"\x08\x00" + (KEY_HEADER + SEED + PUBLIC)[2:],
+        KEY_HEADER + SEED + SEED,
+        bytes(1_000_000),
+    ],
+)
+def test_damaged_file_is_named_with_a_remedy(tmp_path, blob):
+    path = write(tmp_path / "key", blob)
+    with pytest.raises(IdentityError, match=f"{path} is damaged.*shoal id new"):
+        Identity.load(path)
+    with pytest.raises(IdentityError, match="damaged"):
+        Identity.load_or_create(path)
+    assert path.read_bytes() == blob
+
+
+def test_missing_folder_and_fifo_are_told_apart(tmp_path):
+    with pytest.raises(IdentityError, match="There is no key file"):
+        Identity.load(tmp_path / "none")
+    with pytest.raises(IdentityError, match="not a regular file"):
+        Identity.load(tmp_path)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(IdentityError, match="not a regular file"):
+        Identity.load(tmp_path / "fifo")
+
+
+def test_nodes_started_together_agree_on_one_key(tmp_path):
+    start, found = threading.Barrier(8), []
+
+    def node():
+        start.wait(10)
+        found.append(Identity.load_or_create(tmp_path / "key").peer_id)
+
+    threads = [threading.Thread(target=node) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert os.listdir(tmp_path) == ["key"]
+
+
+def test_signature_binds_signer_context_and_data():
+    mine, other = Identity.ephemeral(), Identity.ephemeral()
+    signature = mine.sign("shoal/member/1", b"data")
+    assert len(signature) == 64
+    assert verify(mine.peer_id, "shoal/member/1", b"data", signature)
+    assert not verify(other.peer_id, "shoal/member/1", b"data", signature)
+    assert not verify(mine.peer_id, "shoal/member/2", b"data", signature)
+    assert not verify(mine.peer_id, "shoal/member/1", b"Data", signature)
+    assert not verify(mine.peer_id, "shoal/member/", b"1data", signature)
+    assert not verify(mine.peer_id, "shoal/member/1", b"data", signature[:-1])
+    assert mine.path is None
+    assert mine.peer_id in repr(mine)
+
+
+@given(st.one_of(st.text(max_size=80), st.none(), st.binary(max_size=60)), st.binary(max_size=80))
+def test_verify_never_raises(peer_id, signature):
+    assert verify(peer_id, "context", b"data", signature) is False
+
+
+def test_peer_ids():
+    good = b58encode(ID_HEADER + PUBLIC)
+    assert is_peer_id(good)
+    assert public_key_of(good) == PUBLIC
+    rsa = b58encode(b"\x12\x20" + PUBLIC)
+    shapes = ("", good[:-1], good + "1", "1" + good[:-1], good.replace("K", "0"), "1" * 52, "z" * 52)
+    for bad in (*shapes, rsa, None, 7, good.encode()):
+        assert not is_peer_id(bad)
+    # Any 32 bytes form an id, but a key that is no point on the curve signs nothing.
+    assert verify(b58encode(ID_HEADER + b"\xff" * 32), "c", b"", bytes(64)) is False
+
+
+def test_imports_neither_torch_nor_hivemind():
+    code = "import sys, swarm.link, swarm.manifest; sys.exit(bool({'torch', 'hivemind', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
