@@ -1,0 +1,353 @@
+"""How two peers that finish a round at different times find each other, without a coordinator and without waiting for the dead.
+
+Each peer computes its mate of the round (optim/pairing.py) and calls it. A call is answered
+
+    accept    I am at that round and free for you
+    (held)    I am about to finish that round and you are my mate: the answer comes when I am there
+    wait      I am calling you myself, and of calls that cross, mine counts
+    busy      I am taken, or about to call somebody else
+    passed    I am beyond that round; my next one is ``round``
+    refuse    our contributions differ, and this is the difference: it will not work in any round
+
+When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
+it. A peer whose mate
+cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then listens for a moment for others in the
+same plight, then goes on alone. A peer that is told "passed" moves its contribution to the swarm's round and tries there: so
+a slow peer, or one that slept, meets the others again. Held calls wait only for mates, and mates are symmetric, so no cycle of
+peers can wait for each other; every wait also ends at the round's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from optim.exchange import RoundKey
+from optim.pairing import candidates, mate, rank
+from swarm.errors import MessageError, NetworkError
+from swarm.identity import Identity
+from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
+from swarm.transfer import Contribution, Received, Transfers
+
+if TYPE_CHECKING:
+    from swarm.host import Host
+    from swarm.stream import Stream
+
+EXCHANGE_PROTOCOL = "/shoal/exchange/1"
+TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
+PROBE_S = 2.0  # seconds for a candidate who is not the mate to answer
+LINGER = 0.1  # part of the round's wait that a peer left over listens for others left over
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Meeting:
+    """One round of this node."""
+
+    contribution: Contribution
+    dialing: str | None = None
+    expecting: str | None = None
+    """A peer that said "wait"."""
+    listening: bool = False
+    engaged: asyncio.Future[Received | None] | None = None
+    """Set as soon as a call was accepted; its result is the exchange's."""
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set together with ``engaged``."""
+    swarm_round: int = 0
+    """The furthest round that a peer told of while we tried to meet it."""
+
+    @property
+    def key(self) -> RoundKey:
+        """The round that this node is in."""
+        return self.contribution.key
+
+
+class Rendezvous:
+    """Finds a partner for each round. All coroutines run on the host's loop."""
+
+    def __init__(
+        self,
+        host: Host,
+        identity: Identity,
+        transfers: Transfers,
+        *,
+        swarm: str,
+        model: str,
+        seed: int,
+        wait: float,
+        members: Callable[[], Mapping[str, Member]],
+    ) -> None:
+        self._host, self._identity, self._transfers = host, identity, transfers
+        self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
+        self._members = members
+        self._meeting: Meeting | None = None
+        self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
+        self.next_round = 0
+        """The round that this node will be in next; callers for earlier ones are told so."""
+        host.serve(EXCHANGE_PROTOCOL, self._serve)
+
+    async def meet(self, contribution: Contribution) -> tuple[Received | None, RoundKey]:
+        """Find a partner and exchange. Returns what was received, or None, and the round in which it happened."""
+        meeting = self._meeting = Meeting(contribution)
+        self.next_round = contribution.key.round
+        try:
+            return await self._meet(meeting), meeting.key
+        finally:
+            self.next_round = meeting.key.round + 1
+            self._meeting = None
+            self._release_held()
+
+    async def _meet(self, meeting: Meeting) -> Received | None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait
+        while True:
+            order = self._order(meeting.key.round)
+            if order is None:
+                return None  # the odd one out: nobody expects it in this round
+            moved = False
+            for position, peer in enumerate(order[:TRIED]):
+                left = deadline - loop.time()
+                received = await self._try(meeting, peer, left if position == 0 else min(left, PROBE_S))
+                if received is not None:
+                    return received
+                if meeting.swarm_round > meeting.key.round:
+                    key = replace(meeting.key, round=meeting.swarm_round)
+                    meeting.contribution = replace(meeting.contribution, key=key)
+                    self.next_round = key.round
+                    moved = True
+                    break
+                if loop.time() >= deadline:
+                    return None
+            if moved:
+                continue
+            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER))
+
+    def _peers(self) -> list[str]:
+        """Peers that can be averaged with, and this node."""
+        me = self._identity.peer_id
+        return [me, *(peer for peer, member in self._members().items() if member.model == self._model and peer != me)]
+
+    def _order(self, round: int) -> list[str] | None:
+        me, peers = self._identity.peer_id, self._peers()
+        return None if mate(self._seed, round, me, peers) is None else candidates(self._seed, round, me, peers)
+
+    async def _try(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
+        """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
+        until = asyncio.get_running_loop().time() + seconds
+        held = self._held.get(peer)
+        if held is not None and held[0] == meeting.key.round and not held[1].done():
+            self._engage(meeting)
+            held[1].set_result(meeting)
+            return await self._outcome(meeting)
+        meeting.dialing = peer
+        try:
+            received = await self._call(meeting, peer, seconds)
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: %s", meeting.key.round, error)
+            received = None
+        finally:
+            meeting.dialing = None
+        if received is None and meeting.expecting == peer:
+            await self._until_called(meeting, until)
+            meeting.expecting = None
+        return received or await self._outcome(meeting)
+
+    async def _listen(self, meeting: Meeting, seconds: float) -> Received | None:
+        """Let anybody call who is left over too."""
+        meeting.listening = True
+        await self._until_called(meeting, asyncio.get_running_loop().time() + seconds)
+        meeting.listening = False
+        return await self._outcome(meeting)
+
+    async def _until_called(self, meeting: Meeting, until: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(meeting.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
+
+    def _engage(self, meeting: Meeting) -> None:
+        meeting.engaged = asyncio.get_running_loop().create_future()
+        meeting.called.set()
+
+    async def _outcome(self, meeting: Meeting) -> Received | None:
+        """The end of an exchange in which this node was called, or None at once if it was not."""
+        if meeting.engaged is None:
+            return None
+        # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
+        bound = self._transfers.exchange_timeout + 4 * self._transfers.chunk_timeout
+        try:
+            return await asyncio.wait_for(meeting.engaged, bound)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            meeting.engaged = None
+            meeting.called.clear()
+
+    def _offer(self, contribution: Contribution, nonce: bytes) -> bytes:
+        key, codec = contribution.key, contribution.codec
+        return seal(
+            Offer(
+                swarm=self._swarm,
+                round=key.round,
+                fragment=key.fragment,
+                nbytes=contribution.payload.numel(),
+                shapes=contribution.shapes,
+                dtype="float32",
+                codec=codec.name,
+                sha256=contribution.sha256,
+                weight=contribution.weight,
+                model=self._model,
+                nonce=nonce,
+            ),
+            self._identity,
+        )
+
+    async def _call(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
+        """Open a stream, offer, and exchange if the offer is accepted within ``seconds``."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        member = self._members().get(peer)
+        addresses = member.addresses if member is not None else ()
+        stream = await self._host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+        try:
+            nonce = secrets.token_bytes(16)
+            await stream.send(self._offer(meeting.contribution, nonce), max(until - loop.time(), 0.01))
+            answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
+            if answer.verdict != "accept":
+                self._note(meeting, peer, answer)
+                return None
+            theirs = await self._receive_offer(stream)
+            difference = self._difference(meeting.contribution, theirs)
+            if difference is not None or theirs.nonce != nonce:
+                raise MessageError(f"peer …{peer[-8:]} accepted something else than was offered: {difference or 'the nonce'}.")
+            return await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
+        finally:
+            stream.close()
+
+    def _note(self, meeting: Meeting, peer: str, answer: Answer) -> None:
+        log.debug("round %d: %s answered %s %s", meeting.key.round, peer[-8:], answer.verdict, answer.reason)
+        if answer.verdict == "passed":
+            # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
+            rounds = sorted(member.round for member in self._members().values())
+            usual = rounds[len(rounds) // 2] + 1 if rounds else 0
+            meeting.swarm_round = max(meeting.swarm_round, min(answer.round, usual))
+        elif answer.verdict == "wait":
+            meeting.expecting = peer
+        elif answer.verdict == "refuse":
+            log.warning("peer …%s will not exchange with this node: %s", peer[-8:], answer.reason)
+
+    async def _receive_offer(self, stream: Stream) -> Offer:
+        data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)
+        signer, offer = unseal(data, Offer)
+        if signer != stream.peer_id:
+            raise MessageError(f"peer …{stream.peer_id[-8:]} passed on an offer that another peer signed: it was refused.")
+        return offer
+
+    async def _serve(self, stream: Stream) -> None:
+        """Answer one call."""
+        patience = self._transfers.chunk_timeout
+        try:
+            offer = await self._receive_offer(stream)
+        except MessageError as error:  # another version, most likely: say so, its user can mend it
+            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self.next_round)), patience)
+            return
+        meeting, answer = await self._judge(stream.peer_id, offer)
+        if meeting is None:
+            await stream.send(pack(answer), patience)
+            return
+        engaged, received = meeting.engaged, None
+        assert engaged is not None
+        try:
+            await stream.send(pack(answer), patience)
+            await stream.send(self._offer(meeting.contribution, offer.nonce), patience)
+            received = await self._transfers.run(stream, meeting.contribution, offer, caller=False)
+        finally:
+            if not engaged.done():
+                engaged.set_result(received)
+
+    async def _judge(self, peer: str, offer: Offer) -> tuple[Meeting | None, Answer]:
+        """What to answer; a meeting is returned only with "accept", and is then engaged."""
+
+        def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
+            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
+
+        if offer.swarm != self._swarm:
+            return say("refuse", f"this node is in swarm {self._swarm}, the offer is for {offer.swarm}")
+        if offer.model != self._model and self._meeting is None:
+            return say("refuse", "the models differ in the shapes or types of their parameters")
+        meeting = self._meeting
+        taken = False
+        if meeting is None or meeting.key.round < offer.round:
+            if offer.round < self.next_round:
+                return say("passed")
+            if offer.round > self.next_round or not self._is_mate(peer, offer.round) or len(self._held) >= 64:
+                return say("busy", f"the next round here is {self.next_round}")
+            meeting = await self._hold(peer, offer.round)
+            taken = meeting is not None
+            if meeting is None:
+                return say("busy", "this node did not come to that round in time")
+        if meeting.key.round > offer.round:
+            return say("passed")
+        difference = self._difference(meeting.contribution, offer)
+        if difference is not None:
+            if taken and meeting.engaged is not None and not meeting.engaged.done():
+                meeting.engaged.set_result(None)
+            return say("refuse", difference)
+        if not taken:
+            crossing = meeting.dialing == peer
+            if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
+                return say("busy")
+            if crossing and self._rank(peer, offer.round) > self._rank(self._identity.peer_id, offer.round):
+                return say("wait")
+            self._engage(meeting)
+        return meeting, Answer(verdict="accept", round=offer.round)
+
+    def _rank(self, peer: str, round: int) -> bytes:
+        return rank(self._seed, round, peer)
+
+    def _is_mate(self, peer: str, round: int) -> bool:
+        return mate(self._seed, round, self._identity.peer_id, self._peers()) == peer
+
+    async def _hold(self, peer: str, round: int) -> Meeting | None:
+        """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
+        if peer in self._held:
+            return None
+        taken: asyncio.Future[Meeting | None] = asyncio.get_running_loop().create_future()
+        self._held[peer] = (round, taken)
+        try:
+            return await asyncio.wait_for(taken, self._wait)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            del self._held[peer]
+
+    def _release_held(self) -> None:
+        """Answer the calls that were held for a round which is now over."""
+        for round, taken in self._held.values():
+            if round < self.next_round and not taken.done():
+                taken.set_result(None)
+
+    def _difference(self, mine: Contribution, theirs: Offer) -> str | None:
+        """Why two contributions cannot be averaged, in words, or None."""
+        if theirs.codec != mine.codec.name:
+            return f"the codec is {mine.codec.name} here and {theirs.codec} there"
+        if theirs.fragment != mine.key.fragment:
+            return f"the fragment is {mine.key.fragment} here and {theirs.fragment} there"
+        reason = shapes_differ(mine.shapes, theirs.shapes)
+        if reason is None and theirs.nbytes != mine.payload.numel():
+            reason = f"the payload has {mine.payload.numel()} bytes here and {theirs.nbytes} there"
+        return reason
+
+
+def shapes_differ(mine: tuple[tuple[int, ...], ...], theirs: tuple[tuple[int, ...], ...]) -> str | None:
+    """The first difference between two lists of shapes, in words, or None."""
+    if len(mine) != len(theirs):
+        return f"the model has {len(mine)} tensors here and {len(theirs)} there"
+    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        if here != there:
+            return f"tensor {number} has shape {list(here)} here and {list(there)} there"
+    return None

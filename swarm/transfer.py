@@ -1,0 +1,194 @@
+"""Moving two contributions between two peers, and the confirm that makes the exchange count for both or for neither.
+
+The *caller* opened the stream, the *callee* accepted. After the offers are agreed (swarm/rendezvous.py):
+
+    both     send their payload and receive the other's into scratch, checking size, digest and finiteness
+    callee   READY  -> caller      "I hold your whole contribution"
+    caller   decides: commits      (or ABORT, if its own copy is not whole)
+    caller   COMMIT -> callee      callee commits
+
+What is guaranteed, whatever dies or is cut at whatever point:
+
+1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the scratch becomes the result
+   only at the commit, as a whole.
+2. Neither commits before both hold verified copies, and the callee commits only if the caller has: the decision is one
+   assignment in the caller's event loop.
+3. They can disagree in one case only: the caller decided, and the callee can reach it neither over the stream nor by asking
+   again over a new one (OUTCOME) before its time is up: the caller died or the link broke within that one message's flight.
+   Then the caller holds the pair's mean and the callee its own contribution. Each is one whole outcome; the swarm's mean
+   moves by half the pair's difference over the number of peers, once. No protocol can do better: this is the two generals'
+   problem, and the callee prefers its own weights to a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from optim.codec import Codec, Shape
+from optim.exchange import RoundKey
+from swarm.digest import HashList
+from swarm.errors import MessageError, NetworkError
+from swarm.messages import Abort, Commit, M, Message, Offer, OutcomeReply, OutcomeRequest, Ready, pack, unpack
+
+if TYPE_CHECKING:
+    from swarm.host import Host
+    from swarm.stream import Stream
+
+OUTCOME_PROTOCOL = "/shoal/outcome/1"
+REMEMBERED = 1024  # outcomes kept for callees that ask again
+ASK_S = 1.5  # seconds that a callee in doubt spends on asking again
+
+Outcome = Literal["committed", "aborted"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one peer brings to one round: ``payload`` is a uint8 tensor, encoded by ``codec`` from tensors of ``shapes``."""
+
+    key: RoundKey
+    payload: Tensor
+    shapes: tuple[Shape, ...]
+    codec: Codec
+    weight: float
+    sha256: bytes
+
+    def view(self) -> memoryview:
+        """The payload's bytes, without a copy."""
+        return self.payload.numpy().data
+
+
+@dataclass(frozen=True)
+class Received:
+    """A partner's whole, verified contribution, and what was decided with it."""
+
+    peer: str
+    weight: float
+    tensors: list[Tensor]
+
+
+class Transfers:
+    """The transfers of one host. All coroutines run on the host's loop."""
+
+    def __init__(self, host: Host, *, chunk_timeout: float, exchange_timeout: float) -> None:
+        self._host = host
+        self.chunk_timeout = chunk_timeout
+        self.exchange_timeout = exchange_timeout
+        self._undecided: set[tuple[str, bytes]] = set()
+        self._outcomes: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
+        host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
+
+    async def run(self, stream: Stream, mine: Contribution, theirs: Offer, *, caller: bool) -> Received | None:
+        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed."""
+        exchange = (stream.peer_id, theirs.nonce)
+        if caller:
+            self._undecided.add(exchange)
+        try:
+            received = await self._swap(stream, mine, theirs)
+            committed = await (self._decide(stream, theirs) if caller else self._follow(stream, theirs))
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: no exchange with …%s: %s", mine.key.round, stream.peer_id[-8:], error)
+            return None
+        finally:
+            if exchange in self._undecided:
+                self._settle(exchange, "aborted")
+        return received if committed else None
+
+    def _settle(self, exchange: tuple[str, bytes], outcome: Outcome) -> None:
+        """The one decision of an exchange in which this node is the caller; whoever comes later finds it made."""
+        self._undecided.discard(exchange)
+        self._outcomes[exchange] = outcome
+        while len(self._outcomes) > REMEMBERED:
+            self._outcomes.popitem(last=False)
+
+    async def _swap(self, stream: Stream, mine: Contribution, theirs: Offer) -> Received:
+        """Receive into scratch and verify. Raises NetworkError or MessageError; nothing of the scratch is used then."""
+        # The size equals our own payload's (rendezvous checked it), so a peer cannot make us allocate more than that.
+        scratch = torch.empty(theirs.nbytes, dtype=torch.uint8)
+        incoming = scratch.numpy().data
+        hashes = HashList(incoming)
+        await stream.swap(
+            mine.view(),
+            incoming,
+            chunk_timeout=self.chunk_timeout,
+            deadline=asyncio.get_running_loop().time() + self.exchange_timeout,
+            on_progress=hashes.advance,
+        )
+        problem = None
+        if hashes.digest() != theirs.sha256:
+            problem = "its payload does not match the digest it announced"
+        else:
+            tensors = await asyncio.to_thread(mine.codec.decode, scratch, mine.shapes)
+            if not await asyncio.to_thread(_finite, tensors):
+                problem = "its weights hold NaN or infinity"
+        if problem is not None:
+            await self._tell(stream, Abort(nonce=theirs.nonce, reason=problem))
+            raise MessageError(f"peer …{stream.peer_id[-8:]} was refused: {problem}.")
+        return Received(stream.peer_id, theirs.weight, tensors)
+
+    async def _decide(self, stream: Stream, offer: Offer) -> bool:
+        """The caller's half of the confirm."""
+        reply = await self._hear(stream, Ready, Abort)
+        if isinstance(reply, Abort) or reply.nonce != offer.nonce:
+            raise MessageError(f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.")
+        exchange = (stream.peer_id, offer.nonce)
+        if exchange not in self._undecided:  # the callee gave up, asked, and was told that it is off
+            return False
+        self._settle(exchange, "committed")
+        await self._tell(stream, Commit(nonce=offer.nonce))
+        return True
+
+    async def _follow(self, stream: Stream, offer: Offer) -> bool:
+        """The callee's half of the confirm."""
+        await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
+        try:
+            reply = await self._hear(stream, Commit, Abort)
+        except NetworkError:
+            return await self._ask(stream.peer_id, offer.nonce)
+        return isinstance(reply, Commit) and reply.nonce == offer.nonce
+
+    async def _ask(self, peer: str, nonce: bytes) -> bool:
+        """The confirm was lost: ask the caller once more, over a new stream."""
+        try:
+            again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=ASK_S)
+            try:
+                await again.send(pack(OutcomeRequest(nonce=nonce)), ASK_S)
+                reply = unpack(await again.receive(OutcomeReply.LIMIT, ASK_S), OutcomeReply)
+            finally:
+                again.close()
+        except (NetworkError, MessageError) as error:
+            log.warning("the confirm of an exchange was lost and its peer cannot be asked (%s): going on alone", error)
+            return False
+        return reply.outcome == "committed"
+
+    async def _answer_outcome(self, stream: Stream) -> None:
+        request = unpack(await stream.receive(OutcomeRequest.LIMIT, self.chunk_timeout), OutcomeRequest)
+        exchange = (stream.peer_id, request.nonce)
+        if exchange in self._undecided:  # the callee gives up, so it is off; a READY that is still on its way comes too late
+            self._settle(exchange, "aborted")
+        outcome = self._outcomes.get(exchange, "unknown")
+        await stream.send(pack(OutcomeReply(outcome=outcome)), self.chunk_timeout)
+
+    async def _hear(self, stream: Stream, *types: type[M]) -> M:
+        limit = max(kind.LIMIT for kind in types)
+        return unpack(await stream.receive(limit, self.chunk_timeout), *types)
+
+    async def _tell(self, stream: Stream, message: Message) -> None:
+        """Send what need not arrive: if it does not, the peer's deadline or its question does the same."""
+        try:
+            await stream.send(pack(message), self.chunk_timeout)
+        except NetworkError as error:
+            log.info("%s was not sent: %s", message.KIND, error)
+
+
+def _finite(tensors: Sequence[Tensor]) -> bool:
+    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
