@@ -26,6 +26,8 @@ from swarm.transfer import Contribution, Received, Transfers
 if TYPE_CHECKING:
     from swarm.host import Host
 
+SLICE_S = 0.1
+CLOSE_S = 5.0
 Met = tuple["Received | None", RoundKey]
 
 
@@ -70,6 +72,7 @@ class SwarmExchange:
         )
         # What one round can take at most: finding a partner, one transfer, its confirm.
         self._limit = wait + exchange_timeout + 8 * chunk_timeout
+        self._until = float("inf")
         self.waited = 0.0
         """Seconds that the calling thread was blocked here, in all."""
 
@@ -81,6 +84,10 @@ class SwarmExchange:
     @next_round.setter
     def next_round(self, round: int) -> None:
         self._rendezvous.next_round = round
+
+    def hurry(self, seconds: float) -> None:
+        """Let no round take longer than ``seconds`` from now on: the node is about to leave. Callable from a signal handler."""
+        self._until = time.monotonic() + seconds
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle:
         """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""
@@ -98,6 +105,11 @@ class SwarmExchange:
         return weighted_mean([(self._peer_id, mine.weight, own), (theirs.peer, theirs.weight, theirs.tensors)])
 
 
+async def _close(contribution: Contribution) -> None:
+    """In the loop, so that it comes either before the commit, which then does not happen, or after it."""
+    contribution.decision.closed = True
+
+
 class SwarmHandle:
     """One round in flight."""
 
@@ -111,17 +123,26 @@ class SwarmHandle:
         return self._future.done()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is cancelled.
-
-        A round that is cancelled between the partner's commit and ours counts for the partner only (swarm/transfer.py, 3).
+        """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is called off.
         """
         began = time.monotonic()
         limit = self._exchange._limit if deadline is None else min(deadline, self._exchange._limit)
         try:
-            received, _ = self._future.result(limit)
-        except (concurrent.futures.TimeoutError, asyncio.TimeoutError, concurrent.futures.CancelledError):
-            self._future.cancel()
-            return None
+            received, _ = self._wait(began + limit)
+        except concurrent.futures.CancelledError:
+            received = self._contribution.decision.received
         finally:
             self._exchange.waited += time.monotonic() - began
         return None if received is None else self._exchange._mean(self._contribution, received)
+
+    def _wait(self, until: float) -> Met:
+        while True:
+            left = min(until, self._exchange._until) - time.monotonic()
+            if left <= 0 and not self._future.done():
+                self._exchange._host.call(_close(self._contribution), CLOSE_S)
+                self._future.cancel()
+            try:
+                # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
+                return self._future.result(min(max(left, 0), SLICE_S))
+            except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+                continue

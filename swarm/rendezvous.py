@@ -3,7 +3,7 @@
 Each peer computes its mate of the round (optim/pairing.py) and calls it. A call is answered
 
     accept    I am at that round and free for you
-    (held)    I am about to finish that round and you are my mate: the answer comes when I am there
+    (held)    that is my next round and I am not there yet: the answer comes when I am
     wait      I am calling you myself, and of calls that cross, mine counts
     busy      I am taken, or about to call somebody else
     passed    I am beyond that round; my next one is ``round``
@@ -13,8 +13,8 @@ When mates call each other at the same moment, the call of the peer with the low
 it. A peer whose mate
 cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then listens for a moment for others in the
 same plight, then goes on alone. A peer that is told "passed" moves its contribution to the swarm's round and tries there: so
-a slow peer, or one that slept, meets the others again. Held calls wait only for mates, and mates are symmetric, so no cycle of
-peers can wait for each other; every wait also ends at the round's deadline.
+a slow peer, or one that slept, meets the others again. Calls are held only by peers that wait for nobody, so no cycle of peers
+can wait for each other; every wait also ends at the round's deadline.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 EXCHANGE_PROTOCOL = "/shoal/exchange/1"
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
 PROBE_S = 2.0  # seconds for a candidate who is not the mate to answer
+MAX_HELD = 64
 LINGER = 0.1  # part of the round's wait that a peer left over listens for others left over
 
 log = logging.getLogger(__name__)
@@ -101,13 +102,13 @@ class Rendezvous:
         finally:
             self.next_round = meeting.key.round + 1
             self._meeting = None
-            self._release_held()
 
     async def _meet(self, meeting: Meeting) -> Received | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait
         while True:
             order = self._order(meeting.key.round)
+            self._release_held(keep=order[0] if order else None)
             if order is None:
                 return None  # the odd one out: nobody expects it in this round
             moved = False
@@ -284,7 +285,7 @@ class Rendezvous:
         if meeting is None or meeting.key.round < offer.round:
             if offer.round < self.next_round:
                 return say("passed")
-            if offer.round > self.next_round or not self._is_mate(peer, offer.round) or len(self._held) >= 64:
+            if meeting is not None or offer.round > self.next_round or len(self._held) >= MAX_HELD:
                 return say("busy", f"the next round here is {self.next_round}")
             meeting = await self._hold(peer, offer.round)
             taken = meeting is not None
@@ -309,9 +310,6 @@ class Rendezvous:
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._seed, round, peer)
 
-    def _is_mate(self, peer: str, round: int) -> bool:
-        return mate(self._seed, round, self._identity.peer_id, self._peers()) == peer
-
     async def _hold(self, peer: str, round: int) -> Meeting | None:
         """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
         if peer in self._held:
@@ -325,10 +323,10 @@ class Rendezvous:
         finally:
             del self._held[peer]
 
-    def _release_held(self) -> None:
-        """Answer the calls that were held for a round which is now over."""
-        for round, taken in self._held.values():
-            if round < self.next_round and not taken.done():
+    def _release_held(self, keep: str | None) -> None:
+        """Answer "busy" to the calls that were held for this round or an earlier one, but for the mate's."""
+        for peer, (round, taken) in self._held.items():
+            if (peer != keep or round < self.next_round) and not taken.done():
                 taken.set_result(None)
 
     def _difference(self, mine: Contribution, theirs: Offer) -> str | None:

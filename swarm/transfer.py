@@ -14,7 +14,8 @@ What is guaranteed, whatever dies or is cut at whatever point:
 2. Neither commits before both hold verified copies, and the callee commits only if the caller has: the decision is one
    assignment in the caller's event loop.
 3. They can disagree in one case only: the caller decided, and the callee can reach it neither over the stream nor by asking
-   again over a new one (OUTCOME) before its time is up: the caller died or the link broke within that one message's flight.
+   again over a new one (OUTCOME) before its time is up: the caller died or the link broke within that one message's flight
+   (or the callee was told to leave, and stopped waiting, in that same moment).
    Then the caller holds the pair's mean and the callee its own contribution. Each is one whole outcome; the swarm's mean
    moves by half the pair's difference over the number of peers, once. No protocol can do better: this is the two generals'
    problem, and the callee prefers its own weights to a guess.
@@ -26,7 +27,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -60,6 +61,7 @@ class Contribution:
     codec: Codec
     weight: float
     sha256: bytes
+    decision: Decision = field(default_factory=lambda: Decision())
 
     def view(self) -> memoryview:
         """The payload's bytes, without a copy."""
@@ -73,6 +75,16 @@ class Received:
     peer: str
     weight: float
     tensors: list[Tensor]
+
+
+@dataclass
+class Decision:
+    """What became of a contribution; written in the host's loop only, in one assignment, and never twice."""
+
+    received: Received | None = None
+    """Set at the commit."""
+    closed: bool = False
+    """The training thread has gone on alone: nothing may be committed any more."""
 
 
 class Transfers:
@@ -93,14 +105,14 @@ class Transfers:
             self._undecided.add(exchange)
         try:
             received = await self._swap(stream, mine, theirs)
-            committed = await (self._decide(stream, theirs) if caller else self._follow(stream, theirs))
+            confirm = self._decide if caller else self._follow
+            await confirm(stream, theirs, received, mine.decision)
         except (NetworkError, MessageError) as error:
             log.info("round %d: no exchange with …%s: %s", mine.key.round, stream.peer_id[-8:], error)
-            return None
         finally:
             if exchange in self._undecided:
                 self._settle(exchange, "aborted")
-        return received if committed else None
+        return mine.decision.received
 
     def _settle(self, exchange: tuple[str, bytes], outcome: Outcome) -> None:
         """The one decision of an exchange in which this node is the caller; whoever comes later finds it made."""
@@ -134,26 +146,28 @@ class Transfers:
             raise MessageError(f"peer …{stream.peer_id[-8:]} was refused: {problem}.")
         return Received(stream.peer_id, theirs.weight, tensors)
 
-    async def _decide(self, stream: Stream, offer: Offer) -> bool:
+    async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision) -> None:
         """The caller's half of the confirm."""
         reply = await self._hear(stream, Ready, Abort)
-        if isinstance(reply, Abort) or reply.nonce != offer.nonce:
+        if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
             raise MessageError(f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.")
         exchange = (stream.peer_id, offer.nonce)
-        if exchange not in self._undecided:  # the callee gave up, asked, and was told that it is off
-            return False
-        self._settle(exchange, "committed")
-        await self._tell(stream, Commit(nonce=offer.nonce))
-        return True
+        # Not so if the callee gave up, asked and was told that it is off, or if this node's own time was up.
+        if exchange in self._undecided and not decision.closed:
+            self._settle(exchange, "committed")
+            decision.received = received
+            await self._tell(stream, Commit(nonce=offer.nonce))
 
-    async def _follow(self, stream: Stream, offer: Offer) -> bool:
+    async def _follow(self, stream: Stream, offer: Offer, received: Received, decision: Decision) -> None:
         """The callee's half of the confirm."""
         await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
         try:
             reply = await self._hear(stream, Commit, Abort)
+            committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
         except NetworkError:
-            return await self._ask(stream.peer_id, offer.nonce)
-        return isinstance(reply, Commit) and reply.nonce == offer.nonce
+            committed = await self._ask(stream.peer_id, offer.nonce)
+        if committed and not decision.closed:
+            decision.received = received
 
     async def _ask(self, peer: str, nonce: bytes) -> bool:
         """The confirm was lost: ask the caller once more, over a new stream."""
@@ -174,7 +188,7 @@ class Transfers:
         exchange = (stream.peer_id, request.nonce)
         if exchange in self._undecided:  # the callee gives up, so it is off; a READY that is still on its way comes too late
             self._settle(exchange, "aborted")
-        outcome = self._outcomes.get(exchange, "unknown")
+        outcome: Literal["committed", "aborted", "unknown"] = self._outcomes.get(exchange, "unknown")
         await stream.send(pack(OutcomeReply(outcome=outcome)), self.chunk_timeout)
 
     async def _hear(self, stream: Stream, *types: type[M]) -> M:

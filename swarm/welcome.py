@@ -113,7 +113,10 @@ class StateServer:
         if request.swarm != self._swarm:
             await stream.send(pack(Answer(verdict="refuse", reason="this peer is in another swarm", round=0)), SMALL_S)
             return
-        # A newcomer with another model gets the header too: the shapes in it name the difference. Only its size is bounded then.
+        if request.model != self._model:
+            # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
+            await self._send_header(stream, State(0, 0, []), bytes(32))
+            return
         future: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
         try:
@@ -123,18 +126,20 @@ class StateServer:
             return
         payload = FLOAT32.encode(state.slow)
         view = payload.numpy().data
+        await self._send_header(stream, state, digest(view))
+        await stream.swap(view, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
+        await stream.drained(SMALL_S)
+
+    async def _send_header(self, stream: Stream, state: State, sha256: bytes) -> None:
         header = StateHeader(
             round=state.round,
             step=state.step,
-            nbytes=payload.numel(),
+            nbytes=FLOAT32.nbytes(self._shapes),
             shapes=self._shapes,
             dtype="float32",
-            sha256=digest(view),
+            sha256=sha256,
         )
         await stream.send(pack(header), SMALL_S)
-        if request.model == self._model:
-            await stream.swap(view, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
-            await stream.drained(SMALL_S)
 
 
 async def _fetch(
@@ -143,10 +148,10 @@ async def _fetch(
     stream = await host.open(peer, STATE_PROTOCOL, addresses=addresses, timeout=SMALL_S)
     try:
         await stream.send(pack(request), SMALL_S)
-        data = await stream.receive(StateHeader.LIMIT, 70.0)
-        reply: StateHeader | Answer = unpack(data, StateHeader, Answer)
+        reply = unpack(await stream.receive(StateHeader.LIMIT, 70.0), StateHeader, Answer)
         if isinstance(reply, Answer):
             raise NetworkError(f"peer …{peer[-8:]} hands out no weights: {reply.reason}.")
+        assert isinstance(reply, StateHeader)
         difference = shapes_differ(tuple(shapes), reply.shapes)
         if difference is not None:
             raise ModelDiffersError(
