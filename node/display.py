@@ -10,6 +10,7 @@ from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from node.metrics import RoundInfo
@@ -88,14 +89,16 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A progress bar that stays on the last line, with the newest round under the messages above it."""
+    """A progress bar on the last line with the newest round beside it; messages scroll above."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}"),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} steps/s  {task.fields[round]}", markup=False),
+            BarColumn(bar_width=16),
             TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
+            # Last, so that a narrow terminal cuts this one; no markup, because the partner's name is a stranger's.
+            TextColumn("{task.fields[round]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             transient=False,
         )

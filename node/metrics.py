@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, Union
+from typing import TextIO
 
 from swarm.errors import ShoalError
 
-Value = Union[None, bool, int, float, str, Sequence["Value"], Mapping[str, "Value"]]
+Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
 
 
 class MetricsError(ShoalError):
@@ -56,7 +56,7 @@ def _plain(value: Value) -> Value:
 
 
 class Metrics:
-    """Appends events to a file; each line is whole on the disk's cache when the call returns.
+    """Appends events to a file; each line has left the process when the call returns, so a kill loses none.
 
     Raises:
         MetricsError: the file cannot be opened or written.
