@@ -92,7 +92,10 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._error(error) from error
 
     def __enter__(self) -> Metrics:
         return self
