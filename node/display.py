@@ -97,10 +97,13 @@ class LiveDisplay:
             BarColumn(bar_width=16),
             TimeRemainingColumn(),
             TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
-            # Last, so that a narrow terminal cuts this one; no markup, because the partner's name is a stranger's.
-            TextColumn("{task.fields[round]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            # A ratio takes what the others leave, so a narrow terminal cuts this column alone.
+            # No markup, because the partner's name is a stranger's.
+            TextColumn(
+                "{task.fields[round]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
             console=console,
-            transient=False,
+            expand=True,
         )
         self._task: TaskID | None = None
 
