@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
-from node.metrics import RoundInfo
+from node.metrics import RoundRecord
 
 LINE_EVERY_S = 10.0
 
@@ -27,7 +27,7 @@ class Display(Protocol):
     def update(self, step: int, loss: float, steps_per_s: float) -> None:
         """After each inner step: steps done, its training loss in nats, and the speed."""
 
-    def round(self, info: RoundInfo) -> None:
+    def round(self, info: RoundRecord) -> None:
         """After each round."""
 
     def message(self, text: str) -> None:
@@ -46,7 +46,7 @@ def _number(value: float | None, form: str) -> str:
     return format(value, form) if value is not None and math.isfinite(value) else "-"
 
 
-def describe(info: RoundInfo) -> str:
+def describe(info: RoundRecord) -> str:
     """One round in one line."""
     partner = f"with {clean(info.partner)}" if info.partner is not None else "alone (nobody answered)"
     distance = f", distance {_number(info.distance, '.4f')}" if info.distance is not None else ""
@@ -76,7 +76,7 @@ class LineDisplay:
             of = f" of {self._total}" if self._total else ""
             self.message(f"step {step}{of}: loss {_number(loss, '.4f')}, {_number(steps_per_s, '.1f')} steps/s")
 
-    def round(self, info: RoundInfo) -> None:
+    def round(self, info: RoundRecord) -> None:
         """Print the round."""
         self.message(describe(info))
 
@@ -118,7 +118,7 @@ class LiveDisplay:
             speed = _number(steps_per_s, ".1f")
             self._progress.update(self._task, completed=step, loss=_number(loss, ".3f"), speed=speed)
 
-    def round(self, info: RoundInfo) -> None:
+    def round(self, info: RoundRecord) -> None:
         """Show the round beside the bar."""
         if self._task is not None:
             self._progress.update(self._task, round=describe(info))

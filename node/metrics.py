@@ -22,7 +22,7 @@ class MetricsError(ShoalError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundInfo:
+class RoundRecord:
     """One round as this node saw it. Bytes and waits are those of this round alone."""
 
     round: int
@@ -86,7 +86,7 @@ class Metrics:
         except OSError as error:
             raise self._error(error) from error
 
-    def round(self, info: RoundInfo) -> None:
+    def round(self, info: RoundRecord) -> None:
         """Append one round."""
         self.write("round", **asdict(info))
 

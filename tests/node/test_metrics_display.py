@@ -10,7 +10,7 @@ from rich.console import Console
 
 from node.display import LINE_EVERY_S, LineDisplay, LiveDisplay, make_display
 from node.exit_codes import MEANING, ExitCode, epilogue
-from node.metrics import Metrics, MetricsError, RoundInfo
+from node.metrics import Metrics, MetricsError, RoundRecord
 
 
 def info(**changes):
@@ -26,7 +26,7 @@ def info(**changes):
         "loss": 2.5,
         "distance": 0.125,
     }
-    return RoundInfo(**(fields | changes))
+    return RoundRecord(**(fields | changes))
 
 
 def read(path):
