@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from swarm.errors import MessageError
-from swarm.messages import KIB, MAX_COUNT, Label, Message, PeerId, unseal
+from swarm.messages import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unseal
 
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
@@ -88,6 +88,7 @@ class Manifest(Message):
     )
     outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
+    model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
 

@@ -20,7 +20,7 @@ option = st.booleans() | numbers | st.text(max_size=50)
 
 
 def manifest(**changes):
-    return Manifest(**{"name": "fish", "created": time.time(), "creator": ME.peer_id, "task": "text", **changes})
+    return Manifest(**{"name": "fish", "created": time.time(), "creator": ME.peer_id, "task": "text", "model": "0" * 64, **changes})
 
 
 @given(

@@ -1,0 +1,157 @@
+"""Getting into a swarm: the manifest made or fetched, the settings that follow from it, the shard, the weights to start from."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from swarm.directory import Directory, validator
+
+from node.config import Settings
+from node.hooks import BUILT_IN, HookError
+from node.task import Shard
+from swarm.errors import NetworkError
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.link import Link
+from swarm.manifest import Manifest, open_manifest, swarm_id
+from swarm.messages import Member, seal
+from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
+
+SHOAL_VERSION = "0.1.0"
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Membership:
+    """A node that is on the network of its swarm."""
+
+    identity: Identity
+    host: Host
+    directory: Directory
+    swarm: str
+    sealed: bytes
+    manifest: Manifest
+
+    def link(self) -> Link:
+        """The link by which others join."""
+        return Link(self.swarm, ()).with_bootstrap(self.host.addresses())
+
+    def close(self) -> None:
+        """Leave the network."""
+        self.directory.close()
+        self.host.close()
+
+
+def task_label(hooks: str) -> str:
+    """The name of a task in the manifest: without the folder, which is each machine's own affair."""
+    where, colon, name = hooks.rpartition(":")
+    return PurePath(where).name + colon + name
+
+
+def new_manifest(settings: Settings, identity: Identity, model: str) -> bytes:
+    """The sealed manifest of a new swarm."""
+    manifest = Manifest(
+        name=settings.swarm.name,
+        created=time.time(),
+        creator=identity.peer_id,
+        task=task_label(settings.task.hooks),
+        task_options=settings.task.options,
+        outer=settings.outer,
+        train=settings.train,
+        model=model,
+        start_when=settings.swarm.start_when,
+        shards=settings.swarm.shards,
+    )
+    return seal(manifest, identity)
+
+
+def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
+    """Start the first node of the swarm of ``sealed``."""
+    manifest, swarm = open_manifest(sealed), swarm_id(sealed)
+    host = Host.start(
+        identity, listen=settings.node.listen, announce=settings.node.announce, validator=validator(swarm)
+    )
+    return _membership(identity, host, swarm, sealed, manifest)
+
+
+def join(settings: Settings, identity: Identity, link: Link) -> Membership:
+    """Start a node in the swarm of ``link``. StartupError, NetworkError or MessageError, and nothing left running."""
+    host = Host.start(
+        identity,
+        listen=settings.node.listen,
+        announce=settings.node.announce,
+        bootstrap=link.bootstrap,
+        validator=validator(link.swarm),
+    )
+    try:
+        sealed, manifest = fetch_manifest(host, link)
+        return _membership(identity, host, link.swarm, sealed, manifest)
+    except BaseException:
+        host.close()
+        raise
+
+
+def _membership(identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest) -> Membership:
+    serve_manifest(host, swarm, sealed)
+    return Membership(identity, host, Directory(host, identity, swarm), swarm, sealed, manifest)
+
+
+def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
+    """This node's own settings with the swarm's in place of its outer, train and task settings.
+
+    Raises:
+        HookError: the swarm trains a task that this node must be given with --hooks, or was given another one.
+    """
+    hooks = settings.task.hooks
+    if task_label(hooks) != manifest.task:
+        if hooks != "text" or manifest.task in BUILT_IN:
+            raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
+        raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --hooks.")
+    task = settings.task.model_copy(update={"options": {**manifest.task_options, **_own_data(settings)}})
+    swarm = settings.swarm.model_copy(update={"name": manifest.name, "shards": manifest.shards})
+    return settings.model_copy(update={"outer": manifest.outer, "train": manifest.train, "task": task, "swarm": swarm})
+
+
+def _own_data(settings: Settings) -> dict[str, str]:
+    return {"data": settings.node.data} if settings.node.data else {}
+
+
+def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str) -> Shard:
+    """The shard the user asked for, else the one that the fewest others hold (ties fall differently on each peer)."""
+    seed = manifest.train.seed
+    pair = settings.node.shard_pair
+    if pair is not None:
+        return Shard(pair[0], pair[1], seed)
+    held = Counter(m.shard for m in members.values() if m.shards == manifest.shards and m.peer != peer)
+
+    def preference(index: int) -> tuple[int, bytes]:
+        return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
+
+    return Shard(min(range(manifest.shards), key=preference), manifest.shards, seed)
+
+
+def catch_up(membership: Membership, model: str, shapes: list[tuple[int, ...]]) -> State | None:
+    """Slow weights and round of a swarm that is under way; None if nobody else has finished a round yet.
+
+    Raises:
+        ModelDiffersError: this node's model does not fit.
+        NetworkError: it is under way, but nobody hands out weights.
+    """
+    others = [m for peer, m in membership.directory.members().items() if peer != membership.identity.peer_id]
+    fits = model == membership.manifest.model
+    if fits:
+        others = [m for m in others if m.model == model and m.state == "training" and m.round > 0]
+    # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
+    givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
+    state = fetch_state(membership.host, membership.swarm, model, shapes, givers)
+    if not fits:
+        raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
+    if state is None and givers:
+        raise NetworkError("The swarm is training but none of its members handed out the weights to start from: try again.")
+    return state

@@ -1,0 +1,214 @@
+"""The training loop of one node: inner steps on its own shard, outer steps through whatever exchange it is given.
+
+Knows nothing of the network: with ``Alone`` it is plain local training, the baseline of every comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from node.task import Shard, Task
+from optim import Alone, Exchange, LocalSGD, NoLoCo, OuterOptimizer, RoundInfo, codec_named
+from swarm.errors import ShoalError
+from swarm.manifest import OuterSettings, TrainSettings
+
+REPORT_S = 0.5  # seconds between two looks at the loss: each one makes a GPU wait
+
+
+class TrainingError(ShoalError):
+    """The task gave something that cannot be trained."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the training is."""
+
+    step: int
+    loss: float
+    """Mean training loss since the last report, nats."""
+    steps_per_s: float
+
+
+class Trainer:
+    """One model on one device: make it, ``connect`` it, ``run`` it.
+
+    The same settings, shard and exchange outcomes give the same bits on the same machine (CPU).
+
+    Args:
+        task: what is trained.
+        outer, train: the swarm's settings.
+        device: where the model lives.
+        slow_on_device: keep the slow weights there too.
+        on_round: called after each outer step with its ``RoundInfo``.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        outer: OuterSettings,
+        train: TrainSettings,
+        *,
+        device: torch.device | None = None,
+        slow_on_device: bool = False,
+        on_round: Callable[[RoundInfo], None] | None = None,
+    ) -> None:
+        self.task, self.outer, self.train = task, outer, train
+        self.device = device or torch.device("cpu")
+        torch.manual_seed(train.seed)  # all peers begin with the same weights
+        self.model = task.model().to(self.device)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        inner = task.inner_optimizer(self.params)
+        self.opt = make_outer(
+            outer, inner, Alone(), slow_device=self.device if slow_on_device else torch.device("cpu"), on_round=on_round
+        )
+        self.scheduler = task.lr_scheduler(self.opt, train.steps)
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._loss_count = 0
+
+    def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
+        """Say with whom to average (the method ``none`` averages with nobody), in which run, and on which part of the data."""
+        if self.outer.method != "none":
+            self.opt.exchange = exchange
+        self.opt.run, self.shard = run, shard
+        self._batches = self.task.batches(shard)
+
+    def evaluate(self) -> float:
+        """Held-out loss of the model as it stands, nats."""
+        return float(self.task.evaluate(self.model))
+
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Train to the end of the settings, or until ``stop`` is true after a step; returns the seconds it took.
+
+        Raises:
+            TrainingError: the batches ended, or the loss is not a finite scalar any more.
+        """
+        began = reported = time.monotonic()
+        since = self.opt.steps
+        while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
+            self.step()
+            now = time.monotonic()
+            if now - reported >= REPORT_S:
+                on_progress(Progress(self.opt.steps, self.take_loss(), (self.opt.steps - since) / (now - reported)))
+                reported, since = now, self.opt.steps
+            after_step()
+        if not stop():
+            self.opt.finish()
+        return time.monotonic() - began
+
+    def step(self) -> None:
+        """One inner step, and the outer step if it is due."""
+        try:
+            batch = to_device(next(self._batches), self.device)
+        except StopIteration:
+            raise TrainingError(
+                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on without end."
+            ) from None
+        loss = self.task.loss(self.model, batch)
+        if loss.ndim != 0:
+            raise TrainingError(f"The task's loss has shape {list(loss.shape)}: loss(model, batch) must return a scalar.")
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._loss_sum = self._loss_sum + loss.detach()
+        self._loss_count += 1
+        self.opt.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.opt.zero_grad()
+
+    def take_loss(self) -> float:
+        """Mean training loss since the last call, nats. TrainingError if it is not finite."""
+        loss = float(self._loss_sum) / max(self._loss_count, 1)
+        self._loss_sum, self._loss_count = 0.0, 0
+        if not abs(loss) < float("inf"):
+            raise TrainingError(f"The training loss became {loss} by step {self.opt.steps}: lower the task's learning rate.")
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """Everything that ``resume`` needs to go on bit-identically."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.opt.state_dict(),
+            "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+            "rng": torch.get_rng_state(),
+            "shard": [self.shard.index, self.shard.of, self.shard.seed],
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. TrainingError if it belongs to another model or shard; nothing is changed then."""
+        index, of, seed = state["shard"]
+        if Shard(index, of, seed) != self.shard:
+            raise TrainingError(
+                f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard.index}/{self.shard.of}: "
+                f"say --shard {index}/{of}, or start without --resume."
+            )
+        mine = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        saved = {name: tensor.shape for name, tensor in state["model"].items()}
+        different = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
+        if different:
+            raise TrainingError(
+                f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
+            )
+        self.opt.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["model"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        # Batches follow from the shard alone, so drawing and dropping those already seen leads to the next one.
+        self._batches = itertools.islice(self.task.batches(self.shard), self.opt.steps, None)
+        torch.set_rng_state(state["rng"])
+
+
+def make_outer(
+    settings: OuterSettings,
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    slow_device: torch.device,
+    on_round: Callable[[RoundInfo], None] | None,
+) -> OuterOptimizer:
+    """The outer optimizer that the settings describe."""
+    codec = codec_named(settings.codec)
+    if settings.method == "noloco":
+        return NoLoCo(
+            inner,
+            exchange,
+            every=settings.every,
+            lr=settings.lr,
+            momentum=settings.momentum,
+            pull=settings.pull,
+            codec=codec,
+            slow_device=slow_device,
+            on_round=on_round,
+        )
+    # With the method ``none`` the exchange stays ``Alone``: each "mean" is then the own weights, which is no outer step at all.
+    return LocalSGD(inner, exchange, every=settings.every, codec=codec, slow_device=slow_device, on_round=on_round)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it on ``device``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: to_device(item, device) for key, item in batch.items()}
+    return batch
+
+
+def _plain(value: Any) -> Any:
+    """A scheduler's state without what a checkpoint cannot hold: functions, which the task makes anew."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if not callable(item)}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item) for item in value if not callable(item))
+    return value
