@@ -29,7 +29,7 @@ import hivemind.hivemind_cli
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import DHTID
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
@@ -158,6 +158,8 @@ class Daemon(P2P):  # type: ignore[misc]
             raise StartupError(
                 f"the network daemon did not answer within {timeout:g} s: the machine may be overloaded; try again."
             ) from None
+        except (P2PDaemonError, OSError, EOFError) as error:
+            raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
         finally:
             os.close(lock)  # the guard has it
             if not started:
