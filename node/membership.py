@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from swarm.directory import Directory, validator
-
 from node.config import Settings
 from node.hooks import BUILT_IN, HookError
 from node.task import Shard
+from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.errors import NetworkError
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
+from swarm.records import MemberValidator
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
@@ -40,7 +40,7 @@ class Membership:
 
     def link(self) -> Link:
         """The link by which others join."""
-        return Link(self.swarm, ()).with_bootstrap(self.host.addresses())
+        return Link(self.swarm, self.host.addresses()[:MAX_ADDRESSES])
 
     def close(self) -> None:
         """Leave the network."""
@@ -75,7 +75,7 @@ def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
     """Start the first node of the swarm of ``sealed``."""
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
     host = Host.start(
-        identity, listen=settings.node.listen, announce=settings.node.announce, validator=validator(swarm)
+        identity, listen=settings.node.listen, announce=settings.node.announce, validator=MemberValidator(swarm)
     )
     return _membership(identity, host, swarm, sealed, manifest)
 
@@ -87,7 +87,7 @@ def join(settings: Settings, identity: Identity, link: Link) -> Membership:
         listen=settings.node.listen,
         announce=settings.node.announce,
         bootstrap=link.bootstrap,
-        validator=validator(link.swarm),
+        validator=MemberValidator(link.swarm),
     )
     try:
         sealed, manifest = fetch_manifest(host, link)
@@ -113,12 +113,16 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
         if hooks != "text" or manifest.task in BUILT_IN:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
         raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --hooks.")
-    task = settings.task.model_copy(update={"options": {**manifest.task_options, **_own_data(settings)}})
+    task = settings.task.model_copy(update={"options": dict(manifest.task_options)})
     swarm = settings.swarm.model_copy(update={"name": manifest.name, "shards": manifest.shards})
-    return settings.model_copy(update={"outer": manifest.outer, "train": manifest.train, "task": task, "swarm": swarm})
+    train = manifest.train
+    if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
+        train = train.model_copy(update={"steps": settings.train.steps})
+    return settings.model_copy(update={"outer": manifest.outer, "train": train, "task": task, "swarm": swarm})
 
 
-def _own_data(settings: Settings) -> dict[str, str]:
+def own_data(settings: Settings) -> dict[str, str]:
+    """The task option that is each node's own affair."""
     return {"data": settings.node.data} if settings.node.data else {}
 
 

@@ -1,0 +1,245 @@
+"""The command line: ``shoal``. Flat verbs; results on stdout, everything else on stderr; exit codes in node/exit_codes.py.
+
+Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --help`` and ``shoal id`` answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from node.exit_codes import ExitCode, epilogue
+from node.shadow import shadowed
+
+SUGGEST_LOG = "run again with --verbose to see what happened"
+
+
+def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that ``up`` and ``join`` share."""
+    options = [
+        click.option("--name", help="Name that other peers see; also names the folder runs/NAME."),
+        click.option("--device", help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]"),
+        click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001."),
+        click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port."),
+        click.option("--data", help="Files or folders of text to train on, for the built-in task."),
+        click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
+        click.option("--folder", type=click.Path(path_type=Path), help="Where checkpoints and metrics go.  [default: runs/NAME]"),
+        click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
+        click.option("--threads", type=int, help="Threads for computing."),
+        click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+        click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
+        click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="The task to train.  [default: text]"),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
+        click.option("--verbose", is_flag=True, help="Log what the network does, on stderr."),
+        # For `shoal demo`, which starts its nodes by these same commands.
+        click.option("--baseline", is_flag=True, hidden=True),
+        click.option("--keep-rounds", is_flag=True, hidden=True),
+        click.option("--with-parent", type=int, hidden=True),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.group(epilog="\b\n" + epilogue(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="shoal")
+def cli() -> None:
+    """Train one model together, on machines that share nothing but an ordinary internet link."""
+
+
+@cli.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
+@click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped.")
+@click.option("--method", help="Outer optimizer: noloco, local or none.")
+@click.option("--every", type=int, help="Inner steps between two exchanges.")
+@_node_options
+def up(file: Path | None, **flags: Any) -> int:
+    """Create a swarm, start a node in it, and print one link by which others join."""
+    return _run_node(file, None, flags)
+
+
+@cli.command()
+@click.argument("link")
+@click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
+@_node_options
+def join(link: str, **flags: Any) -> int:
+    """Join the swarm of LINK and train with it."""
+    return _run_node(None, link, flags)
+
+
+@cli.command()
+@click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start.")
+@click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
+@click.option("--method", type=click.Choice(["noloco", "local"]), default="noloco", show_default=True,
+              help="noloco, or local SGD: plain averaging with the partner.")  # fmt: skip
+@click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
+@click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.  [default: text]")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Show what the nodes log.")
+def demo(as_json: bool, verbose: bool, **options: Any) -> int:
+    """Start a swarm of real nodes on this machine, train, and compare with training alone."""
+    _log_to_stderr(verbose)
+    from node.demo import run_demo, summary
+
+    report = run_demo(verbose=verbose, **options)
+    click.echo(json.dumps(report) if as_json else summary(report))
+    return int(ExitCode.OK)
+
+
+@cli.command()
+@click.argument("link")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def status(link: str, as_json: bool, verbose: bool) -> int:
+    """Show who is in the swarm of LINK: their round, loss and speed."""
+    from swarm.link import Link
+
+    parsed = Link.parse(link)
+    _log_to_stderr(verbose)
+    from node.status import read_status, table
+
+    report = read_status(parsed)
+    click.echo(json.dumps(report) if as_json else table(report))
+    return int(ExitCode.OK)
+
+
+@cli.group("id")
+def identity() -> None:
+    """The key of this node, which is its name on the network."""
+
+
+_path_option = click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@identity.command("show")
+@_path_option
+@_json_option
+def id_show(path: Path | None, as_json: bool) -> int:
+    """Print the peer id and where its key is."""
+    from swarm.identity import Identity
+
+    return _print_identity(Identity.load(path or _default_identity()), as_json)
+
+
+@identity.command("new")
+@_path_option
+@_json_option
+def id_new(path: Path | None, as_json: bool) -> int:
+    """Make a new key; never overwrites one."""
+    from swarm.identity import Identity
+
+    return _print_identity(Identity.create(path or _default_identity()), as_json)
+
+
+def _default_identity() -> Path:
+    from node.config import default_identity_path
+
+    return default_identity_path()
+
+
+def _print_identity(found: Any, as_json: bool) -> int:
+    if as_json:
+        click.echo(json.dumps({"peer": found.peer_id, "path": str(found.path)}))
+    else:
+        click.echo(f"{found.peer_id}\n{found.path}")
+    return int(ExitCode.OK)
+
+
+def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
+    from node.config import load
+    from node.stopper import Stopper, end_with_parent
+
+    stopper = Stopper()
+    stopper.install()
+    if flags["with_parent"]:
+        end_with_parent(flags["with_parent"])
+    settings = load(file, _overrides(flags))
+    parsed = None
+    if link is not None:
+        from swarm.link import Link
+
+        parsed = Link.parse(link)
+    _log_to_stderr(flags["verbose"])
+    from node.display import make_display
+    from node.run import NodeRun
+
+    as_json = flags["as_json"]
+    run = NodeRun(
+        settings,
+        parsed,
+        make_display(),
+        stopper,
+        on_link=lambda made: click.echo(str(made), err=as_json) if link is None else None,
+        baseline=flags["baseline"],
+        keep_rounds=flags["keep_rounds"],
+    )
+    result = run.run()
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps(asdict(result)))
+    return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)
+
+
+def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags as dotted settings; those not given are None or empty and change nothing."""
+    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "slow_on_device")
+    return {
+        **{f"node.{name}": flags[name] for name in names},
+        "node.listen": list(flags["listen"]) or None,
+        "node.announce": list(flags["announce"]) or None,
+        "task.hooks": flags["hooks"],
+        "train.steps": flags["steps"],
+        "outer.method": flags.get("method"),
+        "outer.every": flags.get("every"),
+    }
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    # Warnings of ours are for the user; the rest, and all that libraries say, only with --verbose.
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+    for name in ("node", "swarm", "optim"):
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")
+
+
+def main() -> None:
+    """Entry point of ``shoal``: runs a command and turns how it ended into a documented exit code."""
+    hidden = shadowed()
+    if hidden is not None:
+        print(f"Error: {hidden}", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
+    from swarm.errors import ShoalError
+
+    try:
+        code = cli.main(standalone_mode=False)
+    except ShoalError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        code = getattr(error, "exit_code", ExitCode.BAD_INPUT)
+    except click.ClickException as error:
+        error.show()
+        code = ExitCode.BAD_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        code = ExitCode.OK
+    except Exception:
+        traceback.print_exc()
+        print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
+        code = ExitCode.INTERNAL
+    sys.exit(int(code or 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""``shoal demo``: a swarm of real processes with real daemons on this machine, by the same commands that a person would type."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import torch
+from safetensors.torch import load_file
+
+from node.checkpoint import check_writable
+from node.display import Display, make_display
+from node.exit_codes import ExitCode
+from node.hooks import load_task
+from node.membership import task_label
+from node.run import METRICS, RESULT, ROUNDS
+from swarm.errors import ShoalError
+
+LINK_S = 60.0  # seconds for the first node to print its link
+QUIET_S = 120.0  # seconds without any news from a node after which the demo is given up
+STOP_S = 8.0  # seconds that the nodes have to end in good order
+LOOK_S = 0.5
+
+
+class DemoError(ShoalError):
+    """A node of the demo failed."""
+
+    exit_code = ExitCode.SWARM_FAILED
+
+
+class Nodes:
+    """The processes of a demo. Every one is ended when the block is left, whatever happened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[str]] = []
+        self._logs: list[IO[str]] = []
+        self._stopped = False
+
+    def __enter__(self) -> Nodes:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
+        return self
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped:  # the second time: at once
+            self.kill()
+            os._exit(ExitCode.INTERRUPTED)
+        self._stopped = True
+        raise KeyboardInterrupt
+
+    def start(self, arguments: Sequence[str], name: str) -> subprocess.Popen[str]:
+        """Start ``shoal ARGUMENTS`` as the node ``name``."""
+        log = (self.folder / f"{name}.log").open("w", encoding="utf-8")
+        self._logs.append(log)
+        command = [sys.executable, "-m", "node", *arguments, "--name", name, "--folder", str(self.folder / name)]
+        command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(os.getpid())]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the demo, which then ends its nodes in order
+        )
+        self.processes.append(process)
+        return process
+
+    def check(self) -> bool:
+        """True when all have ended well. Raises DemoError, with the end of its log, if one failed."""
+        for index, process in enumerate(self.processes):
+            if process.poll() not in (None, 0):
+                raise DemoError(f"Node peer-{index} ended with code {process.returncode}: {self.last_words(index)}")
+        return all(process.poll() == 0 for process in self.processes)
+
+    def last_words(self, index: int) -> str:
+        """The last line that a node logged."""
+        lines = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it logged nothing; run again with --verbose."
+
+    def kill(self) -> None:
+        """End all at once; their guards take the daemons down."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+
+    def __exit__(self, *error: object) -> None:
+        until = time.monotonic() + STOP_S
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5.0)
+            if process.stdout is not None:
+                process.stdout.close()
+        for log in self._logs:
+            log.close()
+
+
+def run_demo(
+    *,
+    peers: int = 4,
+    rounds: int = 40,
+    method: str = "noloco",
+    every: int = 25,
+    seed: int = 0,
+    hooks: str = "text",
+    keep: Path | None = None,
+    verbose: bool = False,
+) -> dict[str, Any]:
+    """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; returns the report (see ``report``).
+
+    Raises:
+        DemoError: a node failed or made no progress.
+    """
+    load_task(hooks)  # a task that does not load is said at once, and once
+    began = time.monotonic()
+    if keep is not None:
+        check_writable(keep)
+    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix="shoal-demo-") as place:
+        folder = Path(place).resolve()
+        display = make_display()
+        with Nodes(folder) as nodes:
+            _start(nodes, peers, rounds * every, method, every, seed, hooks, verbose, display)
+            _watch(nodes, rounds, display)
+        display.close()
+        results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
+        return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
+
+
+def _start(
+    nodes: Nodes, peers: int, steps: int, method: str, every: int, seed: int, hooks: str, verbose: bool, display: Display
+) -> None:
+    file = nodes.folder / "swarm.toml"
+    file.write_text(
+        f'[swarm]\nname = "demo"\nstart_when = {peers}\nshards = {peers}\n'
+        f"[task]\nhooks = {json.dumps(hooks)}\n"
+        # The nodes share one machine's processors: a late partner is slow, not gone.
+        f'[outer]\nmethod = "{method}"\nevery = {every}\nwait_s = 60.0\n'
+        f"[train]\nsteps = {steps}\nseed = {seed}\n",
+        encoding="utf-8",
+    )
+
+    def flags(index: int) -> list[str]:
+        own = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
+        return [*own, "--baseline", "--keep-rounds", *(["--verbose"] if verbose else [])]
+
+    display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
+    first = nodes.start(["up", str(file), *flags(0)], "peer-0")
+    link = _read_line(first, LINK_S)
+    if not link:
+        nodes.check()
+        raise DemoError(f"The first node printed no link within {LINK_S:g} s: {nodes.last_words(0)}")
+    display.message(f"the swarm is up: {link}")
+    for index in range(1, peers):
+        nodes.start(["join", link, "--hooks", hooks, *flags(index)], f"peer-{index}")
+
+
+def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
+    """The first line of a node's stdout, or "" when it ended or the time is up."""
+    lines: list[str] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    reader.join(seconds)
+    return lines[0].strip() if lines else ""
+
+
+def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
+    """Show the rounds as they come until all nodes have ended."""
+    paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
+    shown, news, heard = 0, -1, time.monotonic()
+    tick = threading.Event()
+    while not nodes.check():
+        tick.wait(LOOK_S)
+        events = [_events(path) for path in paths]
+        count = sum(len(e) for e in events) + sum(p.poll() == 0 for p in nodes.processes)
+        if count != news:
+            news, heard = count, time.monotonic()
+        elif time.monotonic() - heard > QUIET_S:
+            raise DemoError(f"No node made progress for {QUIET_S:g} s: run again with --verbose --keep FOLDER and read its logs.")
+        done = min(sum(event["event"] == "round" for event in node) for node in events)
+        if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
+            shown = done
+            latest = [[event for event in node if event["event"] == "round"][done - 1] for node in events]
+            losses = "  ".join("-" if event["loss"] is None else f"{event['loss']:.3f}" for event in latest)
+            moved = sum(event["bytes_sent"] for event in latest) / 1e6
+            alone = sum(event["partner"] is None for event in latest)
+            display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {alone} alone")
+            if done == rounds:
+                display.message("now the same once more without any exchange, to compare")
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # the last one may be half written
+
+
+def spreads(folders: Sequence[Path]) -> list[float]:
+    """Per round: RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
+    names = sorted(path.name for path in folders[0].glob("*.safetensors")) if folders[0].is_dir() else []
+    result = []
+    for name in names:
+        flat = torch.stack([_flat(folder / name) for folder in folders])  # (K, d)
+        squares = torch.pdist(flat).square() if len(folders) > 1 else torch.zeros(1)
+        result.append(float((squares.mean() / flat.square().sum(1).mean()).sqrt()))
+    return result
+
+
+def _flat(path: Path) -> torch.Tensor:
+    tensors = load_file(path)
+    return torch.cat([tensors[key].double().reshape(-1) for key in sorted(tensors, key=int)])
+
+
+def report(results: Sequence[dict[str, Any]], spread: list[float], seconds: float) -> dict[str, Any]:
+    """The last line of ``shoal demo --json``: means over peers unless it says otherwise."""
+
+    def mean(key: str) -> float:
+        return sum(float(result[key]) for result in results) / len(results)
+
+    return {
+        "peers": len(results),
+        "method": results[0]["method"],
+        "rounds": max(result["rounds"] for result in results),
+        "steps": max(result["steps"] for result in results),
+        "loss_first": mean("loss_first"),
+        "loss_last": mean("loss_last"),
+        "loss_local": mean("loss_local"),
+        # Each committed pair is counted by both of its members.
+        "exchanges": sum(result["exchanges"] for result in results) // 2,
+        "pairs_none": sum(result["pairs_none"] for result in results),
+        "bytes_sent": sum(result["bytes_sent"] for result in results),
+        "bytes_received": sum(result["bytes_received"] for result in results),
+        "wait_s": mean("wait_s"),
+        "wall_s": mean("wall_s"),
+        "spread": spread,
+        "params": results[0]["params"],
+        "seconds": seconds,
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The report for people."""
+    gain = 100 * (1 - report["loss_last"] / report["loss_local"])
+    spread = report["spread"]
+    return (
+        f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
+        f"{report['seconds']:.0f} s\n"
+        f"held-out loss: {report['loss_first']:.3f} at first, {report['loss_last']:.3f} together, "
+        f"{report['loss_local']:.3f} alone with the same steps: {abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together\n"
+        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times nobody answered, "
+        f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
+        f"spread of the slow weights: at most {max(spread, default=0):.4f}, in the end {spread[-1] if spread else 0:.4f}"
+    )

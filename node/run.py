@@ -1,0 +1,340 @@
+"""One node from start to end: get into the swarm, train, and leave it in good order."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from node import checkpoint
+from node.config import Settings, resolve_device
+from node.display import Display
+from node.hooks import load_task
+from node.membership import (
+    SHOAL_VERSION,
+    Membership,
+    catch_up,
+    choose_shard,
+    create,
+    join,
+    new_manifest,
+    own_data,
+    swarm_settings,
+)
+from node.metrics import Metrics, RoundRecord
+from node.stopper import Stopper
+from node.task import Shard, Task
+from node.trainer import Progress, Trainer, TrainingError
+from optim import Alone, RoundInfo
+from swarm.directory import State as DirectoryState
+from swarm.exchange import SwarmExchange, model_digest
+from swarm.identity import Identity
+from swarm.link import Link
+from swarm.manifest import open_manifest
+from swarm.welcome import State, StateServer
+
+HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
+LEAVE_S = 2.0
+WAITING_S = 10.0  # seconds between two reminders that peers are missing
+RESULT = "result.json"
+METRICS = "metrics.jsonl"
+ROUNDS = "rounds"
+
+
+@dataclass
+class Result:
+    """What a node's run came to; written to ``result.json`` in its folder and printed by --json."""
+
+    name: str
+    peer: str
+    swarm: str
+    method: str
+    device: str
+    shard: str
+    params: int
+    steps: int = 0
+    rounds: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    loss_local: float | None = None
+    """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
+    exchanges: int = 0
+    """Rounds in which a partner's contribution was committed."""
+    pairs_none: int = 0
+    """Rounds in which nobody answered."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    wait_s: float = 0.0
+    wall_s: float = 0.0
+    restarts: int = 0
+    """How often the network daemon had to be started again."""
+    interrupted: bool = False
+
+
+class NodeRun:
+    """Runs one node. ``link`` None creates a swarm; ``on_link`` is told the join link as soon as others can use it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        link: Link | None,
+        display: Display,
+        stopper: Stopper,
+        *,
+        on_link: Callable[[Link], None] = lambda link: None,
+        baseline: bool = False,
+        keep_rounds: bool = False,
+    ) -> None:
+        self.settings, self.link, self.display, self.stopper = settings, link, display, stopper
+        self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
+        self.folder = settings.node.run_folder
+        self._save_due = False
+
+    def run(self) -> Result:
+        """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""
+        checkpoint.check_writable(self.folder)
+        saved = self._saved()
+        identity = Identity.load_or_create(self.settings.node.identity_path)
+        self.device = resolve_device(self.settings.node.device)
+        if self.settings.node.threads:
+            torch.set_num_threads(self.settings.node.threads)
+        link = self.link
+        membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
+        try:
+            self.membership = membership
+            return self._in_swarm(saved)
+        finally:
+            membership.close()
+
+    def _saved(self) -> dict[str, Any] | None:
+        if self.settings.node.resume:
+            _, state = checkpoint.load(self.folder)
+            return dict(state)
+        if checkpoint.steps(self.folder):
+            raise checkpoint.CheckpointError(
+                f"The folder {str(self.folder)!r} holds checkpoints of another run: say --resume to continue it, "
+                "or choose another --name or --folder."
+            )
+        return None
+
+    def _create(self, identity: Identity, saved: dict[str, Any] | None) -> Membership:
+        if saved is not None:
+            sealed = bytes.fromhex(saved["manifest"])
+            self.settings = swarm_settings(self.settings, open_manifest(sealed))
+            self._make_trainer()
+        else:
+            self._make_trainer()
+            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params))
+        return create(self.settings, identity, sealed)
+
+    def _task(self) -> Task:
+        return load_task(self.settings.task.hooks, {**self.settings.task.options, **own_data(self.settings)})
+
+    def _make_trainer(self) -> None:
+        self.trainer = Trainer(
+            self._task(),
+            self.settings.outer,
+            self.settings.train,
+            device=self.device,
+            slow_on_device=self.settings.node.slow_on_device,
+            on_round=self._on_round,
+        )
+
+    def _in_swarm(self, saved: dict[str, Any] | None) -> Result:
+        membership = self.membership
+        if self.link is not None:
+            self.settings = swarm_settings(self.settings, membership.manifest)
+            self._make_trainer()
+        self.host, self.directory = membership.host, membership.directory
+        trainer, settings, swarm = self.trainer, self.settings, membership.swarm
+        digest = model_digest(trainer.params)
+        shapes = [tuple(parameter.shape) for parameter in trainer.params]
+        if self.link is not None:
+            self.directory.refresh(10.0)
+        shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
+        state = catch_up(membership, digest, shapes) if self.link is not None else None
+        self.exchange = SwarmExchange(
+            self.host,
+            membership.identity,
+            swarm=swarm,
+            model=digest,
+            seed=settings.train.seed,
+            members=self.directory.members,
+            wait=settings.outer.wait_s,
+            chunk_timeout=settings.outer.chunk_timeout_s,
+            exchange_timeout=settings.outer.exchange_timeout_s,
+        )
+        self.state_server = StateServer(self.host, swarm, digest, shapes)
+        trainer.connect(self.exchange, swarm, shard)
+        self._begin_from(state, saved)
+        self.exchange.next_round = trainer.opt.round
+        self.result = Result(
+            name=settings.node.name,
+            peer=self.host.peer_id,
+            swarm=swarm,
+            method=settings.outer.method,
+            device=str(self.device),
+            shard=f"{shard.index}/{shard.of}",
+            params=sum(parameter.numel() for parameter in trainer.params),
+        )
+        self.metrics = Metrics(self.folder / METRICS)
+        try:
+            return self._train(shard)
+        finally:
+            self.display.close()
+            self.metrics.close()
+
+    def _begin_from(self, state: State | None, saved: dict[str, Any] | None) -> None:
+        opt = self.trainer.opt
+        if saved is not None:
+            if saved["swarm"] != self.membership.swarm:
+                raise checkpoint.CheckpointError(
+                    f"The checkpoint in {str(self.folder)!r} is of swarm {saved['swarm']}, not of {self.membership.swarm}: "
+                    "start without --resume in another folder."
+                )
+            self.trainer.resume(saved["trainer"])
+            if state is not None:
+                opt.round = max(opt.round, state.round)
+        elif state is not None:
+            opt.adopt(state.slow, round=state.round, into_model=True)
+            self.display.message(f"took over the swarm's weights at round {state.round}")
+
+    def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
+        shard = self.trainer.shard
+        self.directory.announce(
+            name=self.settings.node.name,
+            round=self.trainer.opt.round,
+            step=self.trainer.opt.steps,
+            loss=loss,
+            steps_per_s=speed,
+            shard=shard.index,
+            shards=shard.of,
+            model=model_digest(self.trainer.params),
+            state=state,
+            version=SHOAL_VERSION,
+        )
+
+    def _train(self, shard: Shard) -> Result:
+        result, trainer = self.result, self.trainer
+        self.stopper.orderly(lambda: self.exchange.hurry(HURRY_S))
+        self._announce("waiting")
+        self.on_link(self.membership.link())
+        self._wait_for_peers()
+        result.loss_first = trainer.evaluate()
+        self._speed, self._loss, self._round_began = 0.0, result.loss_first, time.monotonic()
+        self._sent, self._received, self._waited = self.host.traffic.sent, self.host.traffic.received, 0.0
+        self._announce("training", loss=result.loss_first)
+        self.metrics.write("start", **asdict(result))
+        self.display.start(self.settings.train.steps)
+        try:
+            result.wall_s = trainer.run(
+                stop=lambda: self.stopper.requested, on_progress=self._on_progress, after_step=self._after_step
+            )
+        finally:
+            self._leave()
+        result.interrupted = self.stopper.requested
+        result.steps, result.restarts = trainer.opt.steps, self.host.restarts
+        result.wait_s = self.exchange.waited
+        result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
+        self._save()
+        if not result.interrupted:
+            result.loss_last = trainer.evaluate()
+            if self.baseline:
+                result.loss_local = self._train_alone(shard)
+        self.metrics.write("end", **asdict(result))
+        _write_json(self.folder / RESULT, asdict(result))
+        return result
+
+    def _wait_for_peers(self) -> None:
+        """Until as many peers are there as the swarm wants at its start. Not for one that is under way already."""
+        wanted = self.membership.manifest.start_when
+        while self.trainer.opt.round == 0 and not self.stopper.requested:
+            if self.directory.wait_for(wanted, WAITING_S, lambda: self.stopper.requested):
+                return
+            if any(member.state == "training" and member.round > 0 for member in self.directory.members().values()):
+                return
+            self.display.message(f"waiting for {wanted - len(self.directory.members())} more peers: share the link")
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._speed, self._loss = progress.steps_per_s, progress.loss
+        self.display.update(progress.step, progress.loss, progress.steps_per_s)
+        self._announce("training", self._speed, self._loss)
+
+    def _after_step(self) -> None:
+        opt, every = self.trainer.opt, self.settings.train.eval_every
+        self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow))
+        if self._save_due:  # not in the middle of the step: scheduler and gradients must fit
+            self._save_due = False
+            self._save()
+        if every and opt.steps % every == 0:
+            self.metrics.write("evaluation", step=opt.steps, loss=self.trainer.evaluate())
+
+    def _on_round(self, info: RoundInfo) -> None:
+        opt, traffic, result = self.trainer.opt, self.host.traffic, self.result
+        # A node that fell behind met the others in a later round than its own: go on from there.
+        opt.round = max(opt.round, self.exchange.next_round)
+        self.exchange.next_round = opt.round
+        partner = next((peer for peer in info.members if peer != self.host.peer_id), None)
+        member = self.directory.members().get(partner) if partner else None
+        result.rounds += 1
+        result.exchanges += partner is not None
+        result.pairs_none += partner is None and self.settings.outer.method != "none"
+        record = RoundRecord(
+            round=info.key.round,
+            step=info.step,
+            members=max(len(info.members), 1),
+            partner=member.name if member is not None else partner,
+            bytes_sent=traffic.sent - self._sent,
+            bytes_received=traffic.received - self._received,
+            lag=info.lag,
+            wait_s=self.exchange.waited - self._waited,
+            loss=self._loss,
+            distance=None,
+        )
+        self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
+        self.metrics.round(record)
+        self.display.round(record)
+        if self.keep_rounds:
+            self._keep_slow(result.rounds)
+        every = self.settings.node.checkpoint_every_rounds
+        self._save_due = every > 0 and result.rounds % every == 0
+
+    def _keep_slow(self, number: int) -> None:
+        folder = self.folder / ROUNDS
+        folder.mkdir(exist_ok=True)
+        save_file({str(i): tensor.cpu() for i, tensor in enumerate(self.trainer.opt.slow)}, folder / f"{number:06d}.safetensors")
+
+    def _save(self) -> None:
+        state = {"swarm": self.membership.swarm, "manifest": self.membership.sealed.hex(), "trainer": self.trainer.state()}
+        checkpoint.save(self.folder, self.trainer.opt.steps, state)
+
+    def _leave(self) -> None:
+        """Tell the others, so that nobody waits for this node; without an answer its record expires."""
+        self._announce("leaving", self._speed, self._loss)
+        self.directory.leave(LEAVE_S)
+
+    def _train_alone(self, shard: Shard) -> float:
+        """The same model, seed, shard and steps without any exchange."""
+        self.display.message("training the same once more without any exchange, to compare")
+        alone = Trainer(
+            self._task(), self.settings.outer.model_copy(update={"method": "none"}), self.settings.train, device=self.device
+        )
+        alone.connect(Alone(), "alone", shard)
+        alone.run(stop=lambda: self.stopper.requested)
+        if self.stopper.requested:
+            raise TrainingError("The comparison was stopped.")
+        return alone.evaluate()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(temporary, path)

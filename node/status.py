@@ -1,0 +1,81 @@
+"""``shoal status``: look into a swarm without being a member."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from swarm.directory import Directory
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.link import Link
+from swarm.records import MemberValidator
+from swarm.welcome import fetch_manifest
+
+
+def read_status(link: Link) -> dict[str, Any]:
+    """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
+    host = Host.start(Identity.ephemeral(), bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True)
+    try:
+        _, manifest = fetch_manifest(host, link)
+        directory = Directory(host, Identity.ephemeral(), link.swarm)
+        try:
+            directory.refresh(15.0)
+            members = directory.members()
+        finally:
+            directory.close()
+    finally:
+        host.close()
+    now = time.time()
+    return {
+        "swarm": link.swarm,
+        "name": manifest.name,
+        "task": manifest.task,
+        "method": manifest.outer.method,
+        "every": manifest.outer.every,
+        "peers": len(members),
+        "members": [
+            {
+                "name": member.name,
+                "peer": peer,
+                "state": member.state,
+                "round": member.round,
+                "step": member.step,
+                "loss": member.loss,
+                "steps_per_s": member.steps_per_s,
+                "shard": f"{member.shard}/{member.shards}",
+                "version": member.version,
+                "seen_s_ago": round(max(now - member.issued, 0.0), 1),
+            }
+            for peer, member in sorted(members.items(), key=lambda item: item[1].name)
+        ],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {report['peers']} peers"))
+    for column in ("name", "peer", "state", "round", "step", "loss", "steps/s", "shard", "seen"):
+        grid.add_column(column, justify="right" if column in ("round", "step", "loss", "steps/s") else "left")
+    for member in report["members"]:
+        loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
+        cells = [
+            member["name"],
+            "…" + member["peer"][-8:],
+            member["state"],
+            str(member["round"]),
+            str(member["step"]),
+            loss,
+            f"{member['steps_per_s']:.1f}",
+            member["shard"],
+            f"{member['seen_s_ago']:.0f} s ago",
+        ]
+        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(grid)
+    return capture.get().rstrip()
