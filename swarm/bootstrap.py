@@ -26,6 +26,7 @@ _REASONS = (
     (r"network is unreachable|no route to host", "cannot be reached from this machine's network: check the connection"),
     (r"dial to self", "is this node itself: give the address of another node"),
     (r"deadline exceeded|i/o timeout|timed out", "timed out: check that its machine is on and its firewall open"),
+    (r"failed to negotiate", "is answered by something that is no node of this kind: check the port"),
     (r"no addresses|no good addresses|unknown transport|no transport", "is not an address that this node can dial"),
 )
 
@@ -132,6 +133,8 @@ def why(error: BaseException, address: str) -> str:
         return f"is not a valid address ({str(error)[:100]})"
     lines = str(error).splitlines()
     own = [line for line in lines if f"[{address.rpartition('/p2p/')[0]}]" in line]
+    if address.startswith("/dns") and "no good addresses" in str(error):  # all that p2pd says of an unknown name
+        own.insert(0, "no such host")
     for text in (*own, str(error)):
         for pattern, words in _REASONS:
             if found := re.search(pattern, text, re.DOTALL):

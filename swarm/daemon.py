@@ -107,7 +107,7 @@ def is_loopback(address: str) -> bool:
     """Whether a multiaddr reaches no further than this machine."""
     parts = address.split("/")
     with contextlib.suppress(IndexError, ValueError):
-        return ipaddress.ip_address(parts[2]).is_loopback
+        return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
     return False
 
 
@@ -117,6 +117,7 @@ class Daemon(P2P):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._owner = os.getpid()
+        self._daemon_listen_maddr = self._client_listen_maddr = None
         self._run_dir: Path | None = None
         self._said: deque[str] = deque(maxlen=20)  # the last lines of its output
 
