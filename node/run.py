@@ -295,7 +295,7 @@ class NodeRun:
             bytes_received=traffic.received - self._received,
             lag=info.lag,
             wait_s=self.exchange.waited - self._waited,
-            loss=self._loss,
+            loss=self.trainer.round_loss(),
             distance=None,
         )
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited

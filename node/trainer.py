@@ -6,6 +6,7 @@ Knows nothing of the network: with ``Alone`` it is plain local training, the bas
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from optim import Alone, Exchange, LocalSGD, NoLoCo, OuterOptimizer, RoundInfo, 
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
 
-REPORT_S = 0.5  # seconds between two looks at the loss: each one makes a GPU wait
+REPORT_S = 0.5  # seconds between two reports of progress
 
 
 class TrainingError(ShoalError):
@@ -33,6 +34,23 @@ class Progress:
     loss: float
     """Mean training loss since the last report, nats."""
     steps_per_s: float
+
+
+class _MeanLoss:
+    """A running mean that stays on the device until it is asked for: each look makes a GPU wait."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        self._sum = self._sum + loss.detach()
+        self._count += 1
+
+    def take(self) -> float:
+        mean = float(self._sum) / max(self._count, 1)
+        self._sum, self._count = 0.0, 0
+        return mean
 
 
 class Trainer:
@@ -68,8 +86,8 @@ class Trainer:
             outer, inner, Alone(), slow_device=self.device if slow_on_device else torch.device("cpu"), on_round=on_round
         )
         self.scheduler = task.lr_scheduler(self.opt, train.steps)
-        self._loss_sum: torch.Tensor | float = 0.0
-        self._loss_count = 0
+        self._recent = _MeanLoss()
+        self._of_round = _MeanLoss()
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
         """Say with whom to average (the method ``none`` averages with nobody), in which run, and on which part of the data."""
@@ -100,7 +118,7 @@ class Trainer:
             self.step()
             now = time.monotonic()
             if now - reported >= REPORT_S:
-                on_progress(Progress(self.opt.steps, self.take_loss(), (self.opt.steps - since) / (now - reported)))
+                on_progress(Progress(self.opt.steps, self._finite(self._recent.take()), (self.opt.steps - since) / (now - reported)))
                 reported, since = now, self.opt.steps
             after_step()
         if not stop():
@@ -119,18 +137,19 @@ class Trainer:
         if loss.ndim != 0:
             raise TrainingError(f"The task's loss has shape {list(loss.shape)}: loss(model, batch) must return a scalar.")
         loss.backward()  # type: ignore[no-untyped-call]
-        self._loss_sum = self._loss_sum + loss.detach()
-        self._loss_count += 1
+        self._recent.add(loss)
+        self._of_round.add(loss)
         self.opt.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.opt.zero_grad()
 
-    def take_loss(self) -> float:
-        """Mean training loss since the last call, nats. TrainingError if it is not finite."""
-        loss = float(self._loss_sum) / max(self._loss_count, 1)
-        self._loss_sum, self._loss_count = 0.0, 0
-        if not abs(loss) < float("inf"):
+    def round_loss(self) -> float:
+        """Mean training loss since the last call, nats: called once a round. TrainingError if it is not finite."""
+        return self._finite(self._of_round.take())
+
+    def _finite(self, loss: float) -> float:
+        if not math.isfinite(loss):
             raise TrainingError(f"The training loss became {loss} by step {self.opt.steps}: lower the task's learning rate.")
         return loss
 
