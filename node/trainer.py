@@ -118,7 +118,8 @@ class Trainer:
             self.step()
             now = time.monotonic()
             if now - reported >= REPORT_S:
-                on_progress(Progress(self.opt.steps, self._finite(self._recent.take()), (self.opt.steps - since) / (now - reported)))
+                speed = (self.opt.steps - since) / (now - reported)
+                on_progress(Progress(self.opt.steps, self._finite(self._recent.take()), speed))
                 reported, since = now, self.opt.steps
             after_step()
         if not stop():
