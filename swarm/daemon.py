@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 use_hivemind_log_handler("nowhere")
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
 YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
@@ -232,8 +233,18 @@ class Daemon(P2P):  # type: ignore[misc]
         return tuple(sorted(found, key=is_loopback))
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer (nothing happens if we are). Raises ValueError or hivemind's P2PDaemonError."""
-        bare = [Multiaddr(_without_peer(a)) for a in addresses]
+        """Connect to a peer (nothing happens if we are).
+
+        Raises ValueError if none of the addresses is one (a peer may tell us anything), or hivemind's P2PDaemonError.
+        """
+        bare, wrong = [], ""
+        for address in addresses:
+            try:
+                bare.append(Multiaddr(_without_peer(address)))
+            except ValueError as error:
+                wrong = str(error)
+        if not bare:
+            raise ValueError(wrong or "no address")
         await self._client.connect(PeerID.from_base58(peer_id), bare)
 
     async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -52,7 +52,7 @@ class Host:
         self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
         self._loop = asyncio.SelectorEventLoop()
         self._loop.set_exception_handler(_report)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="shoal-host", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
 
     @classmethod
     def start(
@@ -173,8 +173,16 @@ class Host:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout * 0.2)
-        if not self._thread.is_alive():
-            self._loop.close()
+
+    def _run_loop(self) -> None:
+        """The host's thread."""
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+        self._loop.close()
 
     def __enter__(self) -> Host:
         return self
@@ -189,11 +197,19 @@ class Host:
         daemon = self._uplink.running()
 
         async def work() -> Stream:
+            refusal: P2PDaemonError | None = None
             if addresses:
-                # One good address is enough, and a peer that we are connected to needs none: opening decides.
-                with contextlib.suppress(P2PDaemonError, ValueError):
+                # That these fail is not the end: the daemon may know better ones.
+                try:
                     await daemon.connect(peer_id, addresses)
-            reader, writer = await daemon.open(peer_id, protocol)
+                except P2PDaemonError as error:
+                    refusal = error
+                except ValueError as error:
+                    log.debug("peer %s has no usable address: %s", short(peer_id), error)
+            try:
+                reader, writer = await daemon.open(peer_id, protocol)
+            except P2PDaemonError as error:
+                raise refusal or error from None
             return Stream(peer_id, reader, writer, self.traffic)
 
         try:

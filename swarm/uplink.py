@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ Incoming = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 
 DAEMON_GONE = (P2PDaemonError, OSError, EOFError)  # what hivemind's calls raise when the daemon is dead, or refuses
 MAX_KNOWN = 64  # peers whose addresses are kept for the next restart of the daemon
-LOOK_AROUND = 5.0  # seconds between looks at who is connected
+LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is connected; the last repeats
 BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt to restart the daemon; the last repeats
 
 
@@ -66,7 +67,10 @@ class Uplink:
 
     async def _register(self, daemon: Daemon, protocol: str) -> None:
         async def incoming(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._handlers[protocol](info.peer_id.to_base58(), reader, writer)
+            peer = info.peer_id.to_base58()
+            if peer not in self._known:
+                self.remember([f"{info.addr}/p2p/{peer}"])
+            await self._handlers[protocol](peer, reader, writer)
 
         await daemon.add_binary_stream_handler(protocol, incoming)
 
@@ -204,8 +208,8 @@ class Uplink:
 
     async def _look_around(self) -> None:
         """Keep the own addresses and those of the peers up to date."""
-        while True:
-            await asyncio.sleep(LOOK_AROUND)
+        for look in itertools.count():
+            await asyncio.sleep(LOOK_AROUND[min(look, len(LOOK_AROUND) - 1)])
             daemon = self.daemon
             if daemon is None:
                 continue
