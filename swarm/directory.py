@@ -260,7 +260,8 @@ class Directory:
             opened = ((peer, open_record(value)) for peer, value in values.items())
             return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
 
-        keys = await trie.read(under, bits_of(self._identity.peer_id), cap=self._cap, limit=self._limit)
+        own = bits_of(self._identity.peer_id)
+        keys = await trie.read(under, own, now=self._prefix, cap=self._cap, limit=self._limit)
         self._keys = keys
         found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
         oldest = time.time() - self._ttl
