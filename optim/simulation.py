@@ -12,6 +12,7 @@ The same seed therefore gives the same bits, whatever the machine does.
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,9 @@ class Simulation(Generic[T]):
         self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
         self._alone: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
-        self._events = sorted(self.faults.kill.values())
+        self._events = sorted(self.faults.kill.values())  # a heap of the moments at which somebody may become ready sooner
+        # Groups of a round, as long as they hold: the number of deaths by then, and each peer's group.
+        self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
 
     def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
         """Run ``peer(exchange)`` for every peer to its end; raises the first exception of any peer. Killed peers have no entry."""
@@ -87,9 +90,10 @@ class Simulation(Generic[T]):
             thread.start()
         while running := [p for p in self._peers.values() if not p.over]:
             chosen = min(running, key=self._wakes_at)  # ties: the order of ``peers``
-            earlier = [at for at in self._events if self.now < at < self._wakes_at(chosen)]
-            if earlier:  # an arrival or a death may make somebody ready sooner
-                self.now = min(earlier)
+            while self._events and self._events[0] <= self.now:
+                heapq.heappop(self._events)
+            if self._events and self._events[0] < self._wakes_at(chosen):
+                self.now = self._events[0]  # an arrival or a death may make somebody ready sooner
                 continue
             self.now = max(self.now, self._wakes_at(chosen))
             chosen.turn.set()
@@ -101,6 +105,8 @@ class Simulation(Generic[T]):
         return {p.name: p.value for p in self._peers.values() if p.error is None}
 
     def _wakes_at(self, peer: _Peer) -> float:
+        if not self._alive(peer.name):
+            return self.now  # to unwind; it has no group any more, so it must not be asked whether it is ready
         if peer.ready is not None and peer.ready():
             return min(self.now, peer.wake)
         return min(peer.wake, self.faults.kill.get(peer.name, float("inf")))
@@ -113,6 +119,7 @@ class Simulation(Generic[T]):
             peer.error = error
         finally:
             peer.over = True
+            self._groups.clear()
             self._scheduler.set()
 
     def _wait_for_turn(self, peer: _Peer) -> None:
@@ -135,15 +142,21 @@ class Simulation(Generic[T]):
         """The group of the round among those still to be had: a dead partner is replaced if another peer is left over."""
         if (key, name) in self._decided:
             return self._decided[key, name]
-        there = [
-            p
-            for p in self.peers
-            if self._alive(p)
-            and not (self._peers[p].over and (key, p) not in self._posted)
-            and (key, p) not in self._alone
-            and (key, p) not in self._decided
-        ]
-        return next(group for group in groups(self.seed, key.round, there, self.size) if name in group)
+        if (key, name) in self._alone:
+            return (name,)
+        deaths = sum(at <= self.now for at in self.faults.kill.values())
+        if key not in self._groups or self._groups[key][0] != deaths:
+            there = [
+                p
+                for p in self.peers
+                if self._alive(p)
+                and not (self._peers[p].over and (key, p) not in self._posted)
+                and (key, p) not in self._alone
+                and (key, p) not in self._decided
+            ]
+            found = groups(self.seed, key.round, there, self.size)
+            self._groups[key] = (deaths, {p: group for group in found for p in group})
+        return self._groups[key][1][name]
 
     def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
         """All contributions of the group have arrived."""
@@ -168,7 +181,7 @@ class SimulatedExchange:
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
         simulation._posted[key, self.peer] = (at, weight, arrived)
-        simulation._events.append(at)
+        heapq.heappush(simulation._events, at)
         return _Waiting(simulation, self.peer, key, simulation.now + simulation.wait)
 
 
@@ -188,8 +201,10 @@ class _Waiting:
         group = simulation._group(self.peer, key)
         if len(group) == 1 or not simulation._complete(group, key):
             simulation._alone.add((key, self.peer))
+            simulation._groups.pop(key, None)
             return None
         # The first to see it complete decides for all: from now on every member gets this mean, or dies.
+        # A group that is decided leaves whole, so the others' groups stay as they are.
         simulation._decided.update({(key, peer): group for peer in group})
         contributions = []
         for peer in group:
