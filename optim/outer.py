@@ -72,7 +72,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         slow_device: torch.device | str = "cpu",
         on_round: Callable[[RoundInfo], None] | None = None,
     ) -> None:
-        super().__init__(inner.param_groups, {})
+        super().__init__(inner.param_groups, inner.defaults)  # some schedulers look into the defaults
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self.codec, self.run, self.on_round = codec, run, on_round
         self._share_with_inner()
@@ -84,8 +84,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
         self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in self._params]
-        self._read_fast()
-        self.slow = [fast.clone() for fast in self._fast]
+        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in self._params]
         self.rule_state: State = {}
         self.steps = 0
         self.round = 0
@@ -120,13 +119,18 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _read_fast(self) -> None:
         for fast, param in zip(self._fast, self._params, strict=True):
-            fast.copy_(param, non_blocking=True)
+            fast.copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
         self._synchronize()
+        # A bfloat16 model cannot hold the slow weights that it restarted from. Without what the rounding took away, the slow
+        # weights would creep back to the model's coarse grid even when nothing is learnt.
+        for fast, slow, param in zip(self._fast, self.slow, self._params, strict=True):
+            if param.dtype.itemsize < fast.dtype.itemsize:
+                fast.add_(slow - slow.to(param.dtype))
 
     @torch.no_grad()
     def _write(self, weights: list[Tensor]) -> None:
         for param, weight in zip(self._params, weights, strict=True):
-            param.copy_(weight, non_blocking=True)
+            param.copy_(weight, non_blocking=param.is_cuda)
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -189,11 +193,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: shapes differ from this model's; nothing is changed then.
         """
-        mine = [tuple(tensor.shape) for tensor in self.slow]
         for name, tensors in {"slow": state_dict["slow"], **state_dict["rule"]}.items():
-            theirs = [tuple(tensor.shape) for tensor in tensors]
-            if theirs != mine:
-                raise ValueError(f"the saved outer state {name!r} has shapes {theirs}, this model has {mine}")
+            self._check_shapes(f"the saved outer state {name!r}", tensors)
         self.inner.load_state_dict(state_dict["inner"])
         self._share_with_inner()
         self.adopt(state_dict["slow"], round=int(state_dict["round"]))
@@ -204,14 +205,20 @@ class OuterOptimizer(torch.optim.Optimizer):
         }
         self.steps = int(state_dict["steps"])
 
+    def _check_shapes(self, what: str, tensors: list[Tensor]) -> None:
+        if len(tensors) != len(self.slow):
+            raise ValueError(f"{what} has {len(tensors)} tensors, this model has {len(self.slow)}")
+        for index, (theirs, mine) in enumerate(zip(tensors, self.slow, strict=True)):
+            if theirs.shape != mine.shape:
+                raise ValueError(f"{what} has shape {tuple(theirs.shape)} at tensor {index}, this model has {tuple(mine.shape)}")
+
     @torch.no_grad()
     def adopt(self, slow: list[Tensor], *, round: int, into_model: bool = False) -> None:
         """Take over slow weights and the round of a running swarm, dropping what is in flight.
 
         ``into_model`` also starts the fast weights there, as a joiner does. ValueError if shapes differ (nothing is changed).
         """
-        if [t.shape for t in slow] != [t.shape for t in self.slow]:
-            raise ValueError(f"expected tensors of shapes {[tuple(t.shape) for t in self.slow]}")
+        self._check_shapes("the given list of slow weights", slow)
         for mine, given in zip(self.slow, slow, strict=True):
             mine.copy_(given)
         self.round = round

@@ -67,8 +67,10 @@ class NoLoCoRule:
             raise ValueError(f"outer lr must not be negative, got {self.lr}")
         if not 0 <= self.momentum <= 1:
             raise ValueError(f"outer momentum must lie in [0, 1], got {self.momentum}")
+        if not self.gamma >= 0:
+            raise ValueError(f"pull must not be negative, got {self.gamma}")
         limit = 2 * (1 - self.momentum**2)
-        if not 0 <= self.gamma < limit and self.gamma != 0:
+        if self.gamma >= limit and self.gamma != 0:
             warnings.warn(
                 f"pull {self.gamma:g} with momentum {self.momentum:g} lets the peers drift apart: keep pull below {limit:g} "
                 "or lower the momentum",
