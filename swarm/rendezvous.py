@@ -99,6 +99,9 @@ class Rendezvous:
         self.next_round = contribution.key.round
         try:
             return await self._meet(meeting), meeting.key
+        except Exception:  # whatever a peer made this node stumble over costs one round, never the training
+            log.warning("round %d was given up because of an error in shoal; please report it", meeting.key.round, exc_info=True)
+            return contribution.decision.received, meeting.key
         finally:
             self.next_round = meeting.key.round + 1
             self._meeting = None

@@ -47,6 +47,16 @@ class State:
     slow: list[Tensor]
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """A ``State`` that no later step can change; ``payload`` is uint8."""
+
+    round: int
+    step: int
+    payload: Tensor
+    sha256: bytes
+
+
 def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
     """Hand the sealed manifest to whoever asks for this swarm."""
 
@@ -93,20 +103,22 @@ class StateServer:
     def __init__(self, host: Host, swarm: str, model: str, shapes: Sequence[tuple[int, ...]]) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
-        self._wanted: list[asyncio.Future[State]] = []
+        self._wanted: list[asyncio.Future[_Snapshot]] = []
         host.serve(STATE_PROTOCOL, self._answer)
 
     def offer(self, snapshot: Callable[[], State]) -> None:
         """Called by the training thread between steps; makes a snapshot only if somebody waits for one."""
         if self._wanted:
             state = snapshot()
-            self._host.call(self._hand_out(state), SMALL_S)
+            payload = FLOAT32.encode(state.slow)  # here, for the next step changes the weights
+            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data))
+            self._host.call(self._hand_out(taken), SMALL_S)
 
-    async def _hand_out(self, state: State) -> None:
+    async def _hand_out(self, snapshot: _Snapshot) -> None:
         waiting, self._wanted = self._wanted, []
         for future in waiting:
             if not future.done():
-                future.set_result(state)
+                future.set_result(snapshot)
 
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
@@ -115,25 +127,23 @@ class StateServer:
             return
         if request.model != self._model:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
-            await self._send_header(stream, State(0, 0, []), bytes(32))
+            await self._send_header(stream, 0, 0, bytes(32))
             return
-        future: asyncio.Future[State] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Snapshot] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
         try:
-            state = await asyncio.wait_for(future, 60.0)
+            taken = await asyncio.wait_for(future, 60.0)
         except asyncio.TimeoutError:
             await stream.send(pack(Answer(verdict="busy", reason="no step was finished in 60 s", round=0)), SMALL_S)
             return
-        payload = FLOAT32.encode(state.slow)
-        view = payload.numpy().data
-        await self._send_header(stream, state, digest(view))
-        await stream.swap(view, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
+        await self._send_header(stream, taken.round, taken.step, taken.sha256)
+        await stream.swap(taken.payload.numpy().data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
         await stream.drained(SMALL_S)
 
-    async def _send_header(self, stream: Stream, state: State, sha256: bytes) -> None:
+    async def _send_header(self, stream: Stream, round: int, step: int, sha256: bytes) -> None:
         header = StateHeader(
-            round=state.round,
-            step=state.step,
+            round=round,
+            step=step,
             nbytes=FLOAT32.nbytes(self._shapes),
             shapes=self._shapes,
             dtype="float32",
