@@ -83,6 +83,8 @@ def join(link: str, **flags: Any) -> int:
 @click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
 @click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.  [default: text]")
+@click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256.")
+@click.option("--device", default="auto", show_default=True, help="Where the nodes train: auto, cpu, cuda, cuda:1 ... or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")

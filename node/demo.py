@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -20,12 +20,14 @@ import torch
 from safetensors.torch import load_file
 
 from node.checkpoint import check_writable
+from node.config import ConfigError, Settings, SwarmSettings, TaskSettings, resolve_device
 from node.display import Display, make_display
 from node.exit_codes import ExitCode
 from node.hooks import load_task
 from node.membership import task_label
 from node.run import METRICS, RESULT, ROUNDS
 from swarm.errors import ShoalError
+from swarm.manifest import OuterSettings, TrainSettings
 
 LINK_S = 60.0  # seconds for the first node to print its link
 QUIET_S = 120.0  # seconds without any news from a node after which the demo is given up
@@ -120,6 +122,8 @@ def run_demo(
     every: int = 25,
     seed: int = 0,
     hooks: str = "text",
+    task_options: Sequence[str] = (),
+    device: str = "auto",
     keep: Path | None = None,
     verbose: bool = False,
 ) -> dict[str, Any]:
@@ -128,7 +132,16 @@ def run_demo(
     Raises:
         DemoError: a node failed or made no progress.
     """
-    load_task(hooks)  # a task that does not load is said at once, and once
+    settings = Settings(
+        swarm=SwarmSettings(name="demo", start_when=peers, shards=peers),
+        task=TaskSettings(hooks=hooks, options=dict(_option(text) for text in task_options)),
+        # The nodes share one machine's processors: a late partner is slow, not gone.
+        outer=OuterSettings.model_validate({"method": method, "every": every, "wait_s": 60.0}),
+        train=TrainSettings(steps=rounds * every, seed=seed),
+    )
+    # What cannot work is said here, at once and once, and not by every node.
+    load_task(hooks, settings.task.options)
+    resolve_device(device)
     began = time.monotonic()
     if keep is not None:
         check_writable(keep)
@@ -136,39 +149,54 @@ def run_demo(
         folder = Path(place).resolve()
         display = make_display()
         with Nodes(folder) as nodes:
-            _start(nodes, peers, rounds * every, method, every, seed, hooks, verbose, display)
+            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
             _watch(nodes, rounds, display)
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
         return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
 
 
-def _start(
-    nodes: Nodes, peers: int, steps: int, method: str, every: int, seed: int, hooks: str, verbose: bool, display: Display
-) -> None:
-    file = nodes.folder / "swarm.toml"
-    file.write_text(
-        f'[swarm]\nname = "demo"\nstart_when = {peers}\nshards = {peers}\n'
-        f"[task]\nhooks = {json.dumps(hooks)}\n"
-        # The nodes share one machine's processors: a late partner is slow, not gone.
-        f'[outer]\nmethod = "{method}"\nevery = {every}\nwait_s = 60.0\n'
-        f"[train]\nsteps = {steps}\nseed = {seed}\n",
-        encoding="utf-8",
-    )
+def _option(text: str) -> tuple[str, int | float | bool | str]:
+    """``KEY=VALUE`` with the value as TOML would read it, or as plain text. ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigError(f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256.")
+    if value in ("true", "false"):
+        return key, value == "true"
+    for number in (int, float):
+        with suppress(ValueError):
+            return key, number(value)
+    return key, value
 
-    def flags(index: int) -> list[str]:
-        own = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
-        return [*own, "--baseline", "--keep-rounds", *(["--verbose"] if verbose else [])]
+
+def _toml(settings: Settings) -> str:
+    """The tables that ``shoal up`` needs, as TOML."""
+    tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True)
+    options = tables["task"].pop("options")
+    lines = []
+    for name, table in {**tables, "task.options": options}.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display) -> None:
+    peers, hooks = settings.swarm.start_when, settings.task.hooks
+    file = nodes.folder / "swarm.toml"
+    file.write_text(_toml(settings), encoding="utf-8")
+
+    def own(index: int) -> list[str]:
+        place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
+        return [*place, "--baseline", "--keep-rounds", *flags]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
-    first = nodes.start(["up", str(file), *flags(0)], "peer-0")
+    first = nodes.start(["up", str(file), *own(0)], "peer-0")
     link = _read_line(first, LINK_S)
     if not link:
         nodes.check()
         raise DemoError(f"The first node printed no link within {LINK_S:g} s: {nodes.last_words(0)}")
     display.message(f"the swarm is up: {link}")
     for index in range(1, peers):
-        nodes.start(["join", link, "--hooks", hooks, *flags(index)], f"peer-{index}")
+        nodes.start(["join", link, "--hooks", hooks, *own(index)], f"peer-{index}")
 
 
 def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
