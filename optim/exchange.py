@@ -61,8 +61,10 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Sequence[Tensor]]]) 
     """Weighted mean of (peer id, weight, tensors), computed in place of the first peer's tensors (in order of peer id).
 
     The order of additions depends only on the peer ids, so every member gets the same bits. With two equal weights each
-    product is exact, and the result is the correctly rounded mean.
+    product is exact, and the result is the correctly rounded mean. ValueError unless every weight is positive.
     """
+    if not contributions or any(not 0 < weight < float("inf") for _, weight, _ in contributions):
+        raise ValueError(f"weights must be positive and finite, got {[weight for _, weight, _ in contributions]}")
     ordered = sorted(contributions, key=lambda item: item[0])
     total = sum(weight for _, weight, _ in ordered)
     _, first_weight, result = ordered[0]

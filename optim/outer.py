@@ -91,6 +91,12 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Label of the next exchange; a peer that fell behind may set it forward to meet the others again."""
         self._in_flight: dict[int, _InFlight] = {}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
+        if hasattr(self, "slow"):
+            raise ValueError("add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged")
+        super().add_param_group(param_group)
+
     def _share_with_inner(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 

@@ -74,6 +74,7 @@ class Simulation(Generic[T]):
         self._peers = {name: _Peer(name) for name in self.peers}
         self._scheduler = threading.Event()
         self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
+        self._fetched: set[tuple[RoundKey, str]] = set()
         self._alone: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
         self._events = sorted(self.faults.kill.values())  # a heap of the moments at which somebody may become ready sooner
@@ -81,7 +82,12 @@ class Simulation(Generic[T]):
         self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
 
     def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
-        """Run ``peer(exchange)`` for every peer to its end; raises the first exception of any peer. Killed peers have no entry."""
+        """Run ``peer(exchange)`` for every peer to its end; raises the first exception of any peer. Killed peers have no entry.
+
+        Once only (RuntimeError): its clock and its rounds are used up then.
+        """
+        if any(p.over for p in self._peers.values()):
+            raise RuntimeError("this simulation has run: make a new one")
         threads = [
             threading.Thread(target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True)
             for p in self._peers.values()
@@ -162,6 +168,13 @@ class Simulation(Generic[T]):
         """All contributions of the group have arrived."""
         return all((key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group)
 
+    def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
+        """Drop a round's tensors once the whole group has them: a long run would keep them all."""
+        self._fetched.add((key, name))
+        if all((key, peer) in self._fetched for peer in group):
+            for peer in group:
+                self._posted[key, peer][2].clear()
+
 
 class SimulatedExchange:
     """One peer's end of a ``Simulation``; also its clock."""
@@ -202,6 +215,7 @@ class _Waiting:
         if len(group) == 1 or not simulation._complete(group, key):
             simulation._alone.add((key, self.peer))
             simulation._groups.pop(key, None)
+            simulation._posted[key, self.peer][2].clear()
             return None
         # The first to see it complete decides for all: from now on every member gets this mean, or dies.
         # A group that is decided leaves whole, so the others' groups stay as they are.
@@ -210,4 +224,5 @@ class _Waiting:
         for peer in group:
             _, weight, tensors = simulation._posted[key, peer]
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
+        simulation._release(group, self.peer, key)
         return weighted_mean(contributions)

@@ -248,3 +248,10 @@ def test_rules_refuse_what_cannot_work(arguments, message):
 def test_a_schedule_needs_at_least_one_step():
     with pytest.raises(ValueError, match="at least 1 inner step, got 0"):
         Every(0)
+
+
+def test_parameters_that_come_later_are_refused() -> None:
+    first, later = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    opt = NoLoCo(torch.optim.SGD([first], lr=0.1), Alone(), every=1)
+    with pytest.raises(ValueError, match="before wrapping"):
+        opt.add_param_group({"params": [later]})

@@ -217,3 +217,21 @@ def test_training_gives_the_same_bits_for_the_same_seed_and_others_for_another(s
     assert first.shape == (4, 50)
     assert torch.equal(first, run(seed))
     assert not torch.equal(first, run(seed + 1))
+
+
+def test_a_simulation_runs_once() -> None:
+    simulation = Simulation(["a"])
+    simulation.run(lambda exchange: None)
+    with pytest.raises(RuntimeError, match="make a new one"):
+        simulation.run(lambda exchange: None)
+
+
+def test_tensors_of_finished_rounds_are_released() -> None:
+    simulation = Simulation(["a", "b", "c"])
+
+    def peer(exchange):
+        for round in range(5):
+            exchange.start(RoundKey("r", round), [torch.zeros(4)]).result()
+
+    simulation.run(peer)
+    assert all(not tensors for _, _, tensors in simulation._posted.values())
