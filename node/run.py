@@ -167,6 +167,7 @@ class NodeRun:
             model=digest,
             seed=settings.train.seed,
             members=self.directory.members,
+            departed=self.directory.departed,
             wait=settings.outer.wait_s,
             chunk_timeout=settings.outer.chunk_timeout_s,
             exchange_timeout=settings.outer.exchange_timeout_s,

@@ -18,6 +18,7 @@ from torch import Tensor
 from optim.codec import FLOAT32, Codec
 from optim.exchange import Mean, RoundKey, weighted_mean
 from swarm.digest import digest
+from swarm.errors import NetworkError
 from swarm.identity import Identity
 from swarm.messages import Member
 from swarm.rendezvous import Rendezvous
@@ -47,6 +48,7 @@ class SwarmExchange:
         model: ``model_digest`` of the parameters; members with another one are never paired with.
         seed: of the pairing, the same for all.
         members: who is there now (``Directory.members``).
+        departed: who has left lately, and in which round (``Directory.departed``).
         wait: seconds that a round waits for a partner.
         chunk_timeout: seconds without a byte after which a transfer is given up.
         exchange_timeout: seconds that one transfer may take.
@@ -61,6 +63,7 @@ class SwarmExchange:
         model: str,
         seed: int,
         members: Callable[[], Mapping[str, Member]],
+        departed: Callable[[], Mapping[str, Member]] = dict,
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
@@ -68,7 +71,7 @@ class SwarmExchange:
         self._host, self._peer_id, self._swarm = host, identity.peer_id, swarm
         transfers = Transfers(host, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout)
         self._rendezvous = Rendezvous(
-            host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members
+            host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed
         )
         # What one round can take at most: finding a partner, one transfer, its confirm.
         self._limit = wait + exchange_timeout + 8 * chunk_timeout
@@ -117,14 +120,14 @@ class SwarmHandle:
         self, exchange: SwarmExchange, contribution: Contribution, future: concurrent.futures.Future[Met]
     ) -> None:
         self._exchange, self._contribution, self._future = exchange, contribution, future
+        self._mean: Mean | None = None
 
     def done(self) -> bool:
         """True once ``result`` would not wait."""
         return self._future.done()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is called off.
-        """
+        """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is called off."""
         began = time.monotonic()
         limit = self._exchange._limit if deadline is None else min(deadline, self._exchange._limit)
         try:
@@ -133,16 +136,24 @@ class SwarmHandle:
             received = self._contribution.decision.received
         finally:
             self._exchange.waited += time.monotonic() - began
-        return None if received is None else self._exchange._mean(self._contribution, received)
+        if received is not None and self._mean is None:  # once, for it is computed in place
+            self._mean = self._exchange._mean(self._contribution, received)
+        return self._mean
 
     def _wait(self, until: float) -> Met:
         while True:
             left = min(until, self._exchange._until) - time.monotonic()
             if left <= 0 and not self._future.done():
-                self._exchange._host.call(_close(self._contribution), CLOSE_S)
+                self._call_off()
                 self._future.cancel()
             try:
                 # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
                 return self._future.result(min(max(left, 0), SLICE_S))
             except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
                 continue
+
+    def _call_off(self) -> None:
+        try:
+            self._exchange._host.call(_close(self._contribution), CLOSE_S)
+        except NetworkError:  # the loop has ended or hangs, so nothing can be committed in it meanwhile
+            self._contribution.decision.closed = True

@@ -3,18 +3,18 @@
 Each peer computes its mate of the round (optim/pairing.py) and calls it. A call is answered
 
     accept    I am at that round and free for you
-    (held)    that is my next round and I am not there yet: the answer comes when I am
+    (held)    that is the round after mine and I am not there yet: the answer comes when I am
     wait      I am calling you myself, and of calls that cross, mine counts
     busy      I am taken, or about to call somebody else
     passed    I am beyond that round; my next one is ``round``
     refuse    our contributions differ, and this is the difference: it will not work in any round
 
 When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
-it. A peer whose mate
-cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then listens for a moment for others in the
-same plight, then goes on alone. A peer that is told "passed" moves its contribution to the swarm's round and tries there: so
-a slow peer, or one that slept, meets the others again. Calls are held only by peers that wait for nobody, so no cycle of peers
-can wait for each other; every wait also ends at the round's deadline.
+it. A peer whose mate cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then listens for a
+moment for others in the same plight, then goes on alone. If a transfer breaks off it goes on alone at once, for the time of the
+round is spent. A peer that is told "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one
+that slept, meets the others again. A call is held only by a peer that is behind its caller, so no cycle of peers can wait for
+each other; every wait also ends at the round's deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optim.exchange import RoundKey
 from optim.pairing import candidates, mate, rank
@@ -60,6 +60,8 @@ class Meeting:
     """Set as soon as a call was accepted; its result is the exchange's."""
     called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set together with ``engaged``."""
+    broken: bool = False
+    """A transfer began and was not committed."""
     swarm_round: int = 0
     """The furthest round that a peer told of while we tried to meet it."""
 
@@ -83,10 +85,11 @@ class Rendezvous:
         seed: int,
         wait: float,
         members: Callable[[], Mapping[str, Member]],
+        departed: Callable[[], Mapping[str, Member]] = dict,
     ) -> None:
         self._host, self._identity, self._transfers = host, identity, transfers
         self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
-        self._members = members
+        self._members, self._departed = members, departed
         self._meeting: Meeting | None = None
         self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
         self.next_round = 0
@@ -110,15 +113,15 @@ class Rendezvous:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait
         while True:
-            order = self._order(meeting.key.round)
-            self._release_held(keep=order[0] if order else None)
-            if order is None:
-                return None  # the odd one out: nobody expects it in this round
+            partner, order = self._order(meeting.key.round)
+            self._release_held(keep=partner)
+            if partner is None or not order:
+                return None  # the odd one out, whom nobody expects in this round, or the last one here
             moved = False
-            for position, peer in enumerate(order[:TRIED]):
+            for peer in order[:TRIED]:
                 left = deadline - loop.time()
-                received = await self._try(meeting, peer, left if position == 0 else min(left, PROBE_S))
-                if received is not None:
+                received = await self._try(meeting, peer, left if peer == partner else min(left, PROBE_S))
+                if received is not None or meeting.broken:
                     return received
                 if meeting.swarm_round > meeting.key.round:
                     key = replace(meeting.key, round=meeting.swarm_round)
@@ -132,14 +135,15 @@ class Rendezvous:
                 continue
             return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER))
 
-    def _peers(self) -> list[str]:
-        """Peers that can be averaged with, and this node."""
+    def _order(self, round: int) -> tuple[str | None, list[str]]:
+        """The mate of ``round``, and whom to call, in order."""
         me = self._identity.peer_id
-        return [me, *(peer for peer, member in self._members().items() if member.model == self._model and peer != me)]
-
-    def _order(self, round: int) -> list[str] | None:
-        me, peers = self._identity.peer_id, self._peers()
-        return None if mate(self._seed, round, me, peers) is None else candidates(self._seed, round, me, peers)
+        here = {peer for peer, member in self._members().items() if member.model == self._model and peer != me}
+        # Who left after this round was in it with a mate of its own: leaving it out would pair up the others differently
+        # from how those who are further have already paired.
+        gone = {p for p, member in self._departed().items() if member.model == self._model and member.round > round and p != me}
+        peers = here | gone
+        return mate(self._seed, round, me, peers), [p for p in candidates(self._seed, round, me, peers) if p in here]
 
     async def _try(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
         """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
@@ -228,7 +232,10 @@ class Rendezvous:
             difference = self._difference(meeting.contribution, theirs)
             if difference is not None or theirs.nonce != nonce:
                 raise MessageError(f"peer …{peer[-8:]} accepted something else than was offered: {difference or 'the nonce'}.")
-            return await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
+            meeting.dialing = None  # a call of his crosses mine no more
+            received = await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
+            meeting.broken = received is None
+            return received
         finally:
             stream.close()
 
@@ -259,7 +266,7 @@ class Rendezvous:
         except MessageError as error:  # another version, most likely: say so, its user can mend it
             await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self.next_round)), patience)
             return
-        meeting, answer = await self._judge(stream.peer_id, offer)
+        meeting, answer = await self._judge(stream, offer)
         if meeting is None:
             await stream.send(pack(answer), patience)
             return
@@ -269,12 +276,14 @@ class Rendezvous:
             await stream.send(pack(answer), patience)
             await stream.send(self._offer(meeting.contribution, offer.nonce), patience)
             received = await self._transfers.run(stream, meeting.contribution, offer, caller=False)
+            meeting.broken = received is None
         finally:
             if not engaged.done():
                 engaged.set_result(received)
 
-    async def _judge(self, peer: str, offer: Offer) -> tuple[Meeting | None, Answer]:
+    async def _judge(self, stream: Stream, offer: Offer) -> tuple[Meeting | None, Answer]:
         """What to answer; a meeting is returned only with "accept", and is then engaged."""
+        peer = stream.peer_id
 
         def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
             return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
@@ -288,9 +297,10 @@ class Rendezvous:
         if meeting is None or meeting.key.round < offer.round:
             if offer.round < self.next_round:
                 return say("passed")
-            if meeting is not None or offer.round > self.next_round or len(self._held) >= MAX_HELD:
-                return say("busy", f"the next round here is {self.next_round}")
-            meeting = await self._hold(peer, offer.round)
+            ahead = self.next_round if meeting is None else meeting.key.round + 1
+            if offer.round > ahead or len(self._held) >= MAX_HELD:
+                return say("busy", f"the next round here is {ahead}")
+            meeting = await self._hold(stream, offer.round)
             taken = meeting is not None
             if meeting is None:
                 return say("busy", "this node did not come to that round in time")
@@ -313,23 +323,28 @@ class Rendezvous:
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._seed, round, peer)
 
-    async def _hold(self, peer: str, round: int) -> Meeting | None:
+    async def _hold(self, stream: Stream, round: int) -> Meeting | None:
         """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
+        peer = stream.peer_id
         if peer in self._held:
             return None
         taken: asyncio.Future[Meeting | None] = asyncio.get_running_loop().create_future()
         self._held[peer] = (round, taken)
+        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._wait))  # a caller says nothing more until it is answered
         try:
-            return await asyncio.wait_for(taken, self._wait)
-        except asyncio.TimeoutError:
-            return None
+            either: set[asyncio.Future[Any]] = {taken, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return taken.result() if taken.done() else None
         finally:
             del self._held[peer]
+            gone.cancel()
+            await asyncio.wait({gone})  # only one may read from a stream
 
     def _release_held(self, keep: str | None) -> None:
         """Answer "busy" to the calls that were held for this round or an earlier one, but for the mate's."""
         for peer, (round, taken) in self._held.items():
-            if (peer != keep or round < self.next_round) and not taken.done():
+            past = round < self.next_round or (round == self.next_round and peer != keep)
+            if past and not taken.done():
                 taken.set_result(None)
 
     def _difference(self, mine: Contribution, theirs: Offer) -> str | None:

@@ -172,16 +172,20 @@ class Transfers:
     async def _ask(self, peer: str, nonce: bytes) -> bool:
         """The confirm was lost: ask the caller once more, over a new stream."""
         try:
-            again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=ASK_S)
-            try:
-                await again.send(pack(OutcomeRequest(nonce=nonce)), ASK_S)
-                reply = unpack(await again.receive(OutcomeReply.LIMIT, ASK_S), OutcomeReply)
-            finally:
-                again.close()
-        except (NetworkError, MessageError) as error:
-            log.warning("the confirm of an exchange was lost and its peer cannot be asked (%s): going on alone", error)
+            reply = await asyncio.wait_for(self._asked(peer, nonce), ASK_S)
+        except (NetworkError, MessageError, asyncio.TimeoutError) as error:
+            why = str(error) or f"no answer within {ASK_S:g} s"
+            log.warning("the confirm of an exchange was lost and its peer cannot be asked (%s): going on alone", why)
             return False
         return reply.outcome == "committed"
+
+    async def _asked(self, peer: str, nonce: bytes) -> OutcomeReply:
+        again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=ASK_S)
+        try:
+            await again.send(pack(OutcomeRequest(nonce=nonce)), ASK_S)
+            return unpack(await again.receive(OutcomeReply.LIMIT, ASK_S), OutcomeReply)
+        finally:
+            again.close()
 
     async def _answer_outcome(self, stream: Stream) -> None:
         request = unpack(await stream.receive(OutcomeRequest.LIMIT, self.chunk_timeout), OutcomeRequest)

@@ -1,0 +1,196 @@
+"""Real `shoal` processes in a temporary home of their own, and a way to see whether anything of them is left."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+STARTUP_S = 60.0
+TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
+
+
+def until(condition, seconds, what="it"):
+    """Poll ``condition`` until it is true; what it returned."""
+    end = time.monotonic() + seconds
+    tick = threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < end, f"{what} did not happen within {seconds:g} s"
+        tick.wait(0.02)
+    return value
+
+
+class Process:
+    """One ``shoal`` command; its output is collected while it runs."""
+
+    def __init__(self, arguments, env, errors, cwd):
+        self.errors = errors
+        self.lines = []
+        self._news = threading.Condition()
+        self._ended = False
+        with errors.open("w") as stderr:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "node", *map(str, arguments)],
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.popen.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+    def line(self, number=0, seconds=STARTUP_S):
+        """Line ``number`` of stdout, as soon as it is there."""
+        with self._news:
+            self._news.wait_for(lambda: len(self.lines) > number or self._ended, seconds)
+            assert len(self.lines) > number, f"no line {number} on stdout; stderr: {self.said()}"
+            return self.lines[number]
+
+    def said(self):
+        """What is on stderr by now."""
+        return self.errors.read_text()
+
+    def wait(self, seconds=STARTUP_S):
+        """The exit code."""
+        code = self.popen.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def signal(self, number):
+        self.popen.send_signal(number)
+
+    def error(self, code=2):
+        """The one sentence with which the command must have ended."""
+        assert (self.wait(), self.lines) == (code, []), self.said()
+        said = self.said().splitlines()
+        assert len(said) == 1, said
+        assert said[0].startswith("Error: "), said
+        return said[0].removeprefix("Error: ")
+
+    def json(self, seconds=STARTUP_S):
+        """The one line of stdout, after the command ended well."""
+        assert self.wait(seconds) == 0, self.said()
+        (line,) = self.lines
+        return json.loads(line)
+
+
+class Shoal:
+    """Starts commands whose homes, temporary files and data are below ``home``."""
+
+    def __init__(self, home):
+        self.home = home
+        self.tmp = home / "tmp"
+        self.tmp.mkdir()
+        self.env = {**os.environ, "TMPDIR": str(self.tmp), "XDG_CONFIG_HOME": str(home / "config"), "OMP_NUM_THREADS": "1"}
+        self.processes = []
+        self.text = home / "text"
+        self.text.mkdir()
+        words = TEXT.split()
+        for number in range(60):
+            shuffled = [words[(number * i * i + i) % len(words)] for i in range(120)]
+            (self.text / f"{number}.txt").write_text(" ".join(shuffled))
+
+    def start(self, *arguments):
+        """Start a command."""
+        process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home)
+        self.processes.append(process)
+        return process
+
+    def node(self, verb, what, name, *arguments):
+        """Start ``shoal up`` or ``join`` on loopback with a key, a folder and a little text of its own."""
+        return self.start(
+            verb, what, "--name", name, "--folder", self.home / name, "--identity", self.home / f"{name}.key",
+            "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments,
+        )  # fmt: skip
+
+    def toml(self, name="swarm.toml", *, options=None, **tables):
+        """Write a settings file for a tiny model."""
+        small = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2, **(options or {})}
+        tables = {"task.options": small, **tables}
+        text = "".join(
+            f"[{table}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+            for table, values in tables.items()
+        )
+        path = self.home / name
+        path.write_text(text)
+        return path
+
+    def left(self):
+        """Processes and sockets of ours that are still there: those started here, and their daemons and guards."""
+        mine = str(self.home)
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            if mine in " ".join(process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.info["cmdline"]))
+        return found + [str(path) for path in self.tmp.glob("shoal-*/*")]
+
+    def metrics(self, name):
+        """The events that a node has written."""
+        path = self.home / name / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def result(self, name):
+        return json.loads((self.home / name / "result.json").read_text())
+
+    def stop(self):
+        """End what still runs."""
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.popen.kill()
+            process.popen.wait(10)
+            process._reader.join(5)
+            process.popen.stdout.close()
+        until(lambda: not self.left(), 10, "the end of all daemons and guards")
+
+
+def _make():
+    # Short, because the daemon's sockets are below it and a socket's path may have some 100 bytes.
+    return Shoal(Path(tempfile.mkdtemp(prefix="e2e-")))
+
+
+@pytest.fixture
+def shoal():
+    made = _make()
+    yield made
+    made.stop()
+    shutil.rmtree(made.home)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """The same for all tests of a file."""
+    made = _make()
+    yield made
+    made.stop()
+    shutil.rmtree(made.home)
+
+
+@pytest.fixture(scope="session")
+def eventually():
+    """The function ``until``: modules of tests cannot import from each other."""
+    return until
+
+
+@pytest.fixture(scope="session")
+def interrupt():
+    return signal.SIGINT

@@ -1,0 +1,132 @@
+"""Nodes that train over libp2p end with the very bits of the same training in one process without a network."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from node.hooks import load_task
+from node.task import Shard
+from node.text import TextTask
+from node.trainer import Trainer
+from optim import Simulation
+from swarm.exchange import SwarmExchange, model_digest
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.manifest import OuterSettings, TrainSettings
+from swarm.messages import Member
+
+PEERS = 4
+SEED = 3
+TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
+
+
+def teacher():
+    return load_task(TEACHER, {"width": 8})
+
+
+def slow_weights(task, outer, train, exchange, index, run="run"):
+    """Train and return the slow weights after each round."""
+    rounds = []
+    trainer = Trainer(task, outer, train, on_round=lambda info: rounds.append([t.clone() for t in trainer.opt.slow]))
+    trainer.connect(exchange, run, Shard(index, PEERS, train.seed))
+    return trainer, rounds
+
+
+def simulated(make_task, outer, train, peers):
+    """The reference: peer id -> slow weights per round."""
+
+    def peer(exchange):
+        trainer, rounds = slow_weights(make_task(), outer, train, exchange, peers.index(exchange.peer))
+        trainer.run()
+        return rounds
+
+    return Simulation(peers, seed=train.seed).run(peer)
+
+
+def assert_equal_bits(real, reference):
+    assert len(real) == len(reference) > 0
+    for here, there in zip(real, reference, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
+    options = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2}
+    rounds, every = 5, 4
+    train = TrainSettings(steps=rounds * every, seed=SEED)
+    outer = OuterSettings(every=every, wait_s=60.0)
+    file = shoal.toml(
+        options=options,
+        swarm={"start_when": PEERS, "shards": PEERS},
+        outer={"every": every, "wait_s": 60.0},
+        train={"steps": train.steps, "seed": SEED},
+    )
+    nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]
+    link = nodes[0].line()
+    nodes += [
+        shoal.node("join", link, f"peer-{i}", "--shard", f"{i}/{PEERS}", "--keep-rounds") for i in range(1, PEERS)
+    ]
+    assert [node.wait(90) for node in nodes] == [0] * PEERS, [node.said() for node in nodes]
+
+    results = [shoal.result(f"peer-{i}") for i in range(PEERS)]
+    assert [(r["exchanges"], r["pairs_none"]) for r in results] == [(rounds, 0)] * PEERS
+    assert sum(r["bytes_sent"] for r in results) == sum(r["bytes_received"] for r in results) > 0
+    reference = simulated(
+        lambda: TextTask(data=str(shoal.text), **options), outer, train, [r["peer"] for r in results]
+    )
+    for i, result in enumerate(results):
+        files = sorted((shoal.home / f"peer-{i}" / "rounds").iterdir())
+        kept = [load_file(path) for path in files]
+        assert_equal_bits([[t[str(n)] for n in range(len(t))] for t in kept], reference[result["peer"]])
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Four real daemons in this process."""
+    identities = [Identity.ephemeral() for _ in range(PEERS)]
+    started = [Host.start(identities[0])]
+    started += [Host.start(identity, bootstrap=started[0].addresses()) for identity in identities[1:]]
+    yield list(zip(identities, started, strict=True))
+    for host in reversed(started):
+        host.close()
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        OuterSettings(every=3, pull=0.4),  # two tensors travel
+        OuterSettings(every=3, codec="bfloat16"),
+        OuterSettings(every=3, method="local", codec="float16"),
+    ],
+    ids=["pull", "bfloat16", "local"],
+)
+def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
+    rounds = 5
+    train = TrainSettings(steps=rounds * outer.every, seed=SEED)
+    swarm = "a" * 52
+    made = [slow_weights(teacher(), outer, train, None, i, swarm) for i in range(PEERS)]
+    digest = model_digest(made[0][0].params)
+
+    def member(index):
+        peer = hosts[index][1].peer_id
+        return Member(
+            swarm=swarm, peer=peer, name="x", addresses=hosts[index][1].addresses(), round=0, step=0, loss=None,
+            steps_per_s=0.0, shard=index, shards=PEERS, model=digest, state="training", issued=0.0, version="0",
+        )  # fmt: skip
+
+    members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
+    for (identity, host), (trainer, _) in zip(hosts, made, strict=True):
+        trainer.opt.exchange = SwarmExchange(
+            host, identity, swarm=swarm, model=digest, seed=SEED, members=lambda: members, wait=30.0
+        )
+    threads = [threading.Thread(target=trainer.run) for trainer, _ in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    reference = simulated(teacher, outer, train, [identity.peer_id for identity, _ in hosts])
+    for (identity, _), (_, real) in zip(hosts, made, strict=True):
+        assert len(real) == rounds
+        assert_equal_bits(real, reference[identity.peer_id])
