@@ -1,0 +1,33 @@
+# docker build --platform linux/amd64 -t shoal .
+# docker run --rm shoal demo
+# docker run -it -p 4001:4001 -v shoal:/data shoal up --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/PUBLIC-ADDRESS/tcp/4001
+#
+# PIP_ARGS chooses the index, and with it the build of PyTorch, for instance
+#   --build-arg PIP_ARGS="--extra-index-url INDEX" --build-arg TORCH_SPEC="torch==2.13.0+cpu"
+# where INDEX is the one that PyTorch's install page names for CPU, or for the CUDA version of the machine's driver; then run
+# with --gpus all. linux/amd64, because the network daemon in hivemind's wheel is built for Linux x86-64.
+FROM python:3.11-slim
+
+ARG TORCH_SPEC="torch==2.13.0"
+ARG PIP_ARGS=""
+
+WORKDIR /opt/shoal
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY optim optim
+COPY swarm swarm
+COPY verification verification
+COPY node node
+# In place of the constraint on torch comes TORCH_SPEC, so that another build or version can be chosen.
+RUN { grep -v '^torch' constraints.txt; echo "$TORCH_SPEC"; } > /tmp/constraints.txt \
+    && pip install --no-cache-dir $PIP_ARGS -c /tmp/constraints.txt "$TORCH_SPEC" . \
+    && rm -rf /tmp/constraints.txt build
+
+# The key and the runs (checkpoints, metrics) are in /data; whoever deletes the volume deletes the node's identity.
+RUN useradd --create-home --uid 1000 shoal && mkdir /data && chown shoal:shoal /data
+ENV XDG_CONFIG_HOME=/data/config
+USER shoal
+WORKDIR /data
+VOLUME /data
+EXPOSE 4001
+ENTRYPOINT ["shoal"]
+CMD ["--help"]

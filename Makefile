@@ -1,0 +1,89 @@
+# make demo     a swarm of four nodes on this machine: installs, trains, prints the result   (ROUNDS=8 PEERS=4 ARGS=--json)
+# make test     the tests, but for the slow ones                                             (ARGS="tests/optim -x")
+# make help     the rest
+#
+# Everything is installed into .venv, and again only when pyproject.toml or constraints.txt have changed.
+# PYTHON=python3.12 chooses the interpreter; PIP_ARGS goes to `pip install`, for instance to name the index of a CUDA or CPU
+# build of PyTorch (README, "On a GPU").
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PEERS ?= 4
+ROUNDS ?= 40
+ARGS ?=
+
+BIN := $(VENV)/bin
+CORE := $(VENV)/.installed
+TEST := $(VENV)/.installed-test
+BENCH := $(VENV)/.installed-bench
+# One command for all that is installed: pip then finds versions that fit together (hivemind is strict about protobuf).
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo install test test-slow lint bench clean distclean
+
+help:
+	@echo "make demo       train with PEERS=$(PEERS) nodes on this machine for ROUNDS=$(ROUNDS) rounds"
+	@echo "make test       run the tests, but for the slow ones"
+	@echo "make test-slow  run the slow ones"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      an exchange against raw TCP and hivemind"
+	@echo "make install    install shoal into $(VENV), without the tools for tests"
+	@echo "make clean      remove caches and build products; make distclean: $(VENV) too"
+
+demo: $(CORE)
+	@$(BIN)/shoal demo --peers $(PEERS) --rounds $(ROUNDS) $(ARGS)
+
+install: $(CORE)
+
+test: $(TEST)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(TEST)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(TEST)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+bench: $(BENCH)
+	$(BIN)/python bench/exchange.py --mb 4,40,400 --against tcp,hivemind $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(CORE): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing shoal into $(VENV) (PyTorch is large: this takes some minutes the first time)"
+	@$(INSTALL) -e .
+	@touch $@
+
+$(TEST): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing shoal and what its tests need into $(VENV)"
+	@$(INSTALL) -e '.[test]'
+	@touch $(CORE) $@
+
+$(BENCH): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing shoal and what its benchmarks need into $(VENV)"
+	@$(INSTALL) -e '.[bench]'
+	@touch $(CORE) $@
+
+# Debian and Ubuntu ship venv without ensurepip; where pip itself is there, it can fill the environment from outside.
+$(BIN)/python:
+	@say() { echo "Error: $$1" >&2; exit 1; }; \
+	command -v $(PYTHON) >/dev/null || \
+	    say "$(PYTHON) was not found: install Python 3.10 or newer, or name one with make PYTHON=/path/to/python3."; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    say "shoal needs Python 3.10 or newer, and $(PYTHON) is older: name another with make PYTHON=python3.12."; \
+	if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \
+	    $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); say "$(VENV) could not be created: see the lines above."; }; \
+	else \
+	    { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; } \
+	        >/dev/null 2>&1 || { rm -rf $(VENV); \
+	        say "Python's venv is not installed: sudo apt install python3-venv, then run make again."; }; \
+	fi
