@@ -48,7 +48,7 @@ def _number(value: float | None, form: str) -> str:
 
 def describe(info: RoundRecord) -> str:
     """One round in one line."""
-    partner = f"with {clean(info.partner)}" if info.partner is not None else "alone (nobody answered)"
+    partner = f"with {clean(info.partner)}" if info.partner is not None else "alone"
     distance = f", distance {_number(info.distance, '.4f')}" if info.distance is not None else ""
     return (
         f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}{distance}, "

@@ -168,6 +168,7 @@ class NodeRun:
             seed=settings.train.seed,
             members=self.directory.members,
             departed=self.directory.departed,
+            look=self.directory.look,
             wait=settings.outer.wait_s,
             chunk_timeout=settings.outer.chunk_timeout_s,
             exchange_timeout=settings.outer.exchange_timeout_s,

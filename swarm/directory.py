@@ -88,6 +88,7 @@ class Directory:
         self._mine: dict[str, Any] | None = None
         self._pressing = False  # what others should know at once was changed
         self._waiting = 0
+        self._curious = False
         self._prefix: str | None = None  # where the own record stands
         self._keys: dict[str, trie.Names] = {}  # the trie as it was last read
         self._warned: set[str] = set()
@@ -147,6 +148,11 @@ class Directory:
     def departed(self) -> dict[str, Member]:
         """Peer id -> last record of those who said within the last ``ttl`` seconds that they left or are done."""
         return {peer: member for peer, member in self._live().items() if member.state not in HERE}
+
+    def look(self) -> None:
+        """Read soon, though at most once a second, because somebody unknown turned up. Returns at once; for any thread."""
+        self._curious = True
+        self._rouse()
 
     def refresh(self, timeout: float) -> None:
         """Read the directory now. Raises NetworkError if that fails or takes more than ``timeout`` seconds."""
@@ -229,8 +235,8 @@ class Directory:
             now = time.monotonic()
             try:
                 due = self._period * 0.75  # less than any pause below
-                if self._waiting or now - read >= due or self._prefix is None:
-                    read = now
+                if self._waiting or now - read >= (GAP if self._curious else due) or self._prefix is None:
+                    read, self._curious = now, False
                     await self._read()
                 if self._mine is not None and (self._pressing or now - published >= due):
                     published = now
@@ -241,7 +247,7 @@ class Directory:
                 log.warning("the directory failed; trying again", exc_info=True)
             # Not in step with everybody else who started at the same moment.
             unheard = self._mine is not None and self._prefix is None
-            pause = HASTE if self._waiting or unheard else self._period * random.uniform(0.8, 1.0)
+            pause = HASTE if self._waiting or unheard or self._curious else self._period * random.uniform(0.8, 1.0)
             await self._sleep(pause)
             since = time.monotonic() - published
             if self._pressing and since < GAP:

@@ -49,6 +49,7 @@ class SwarmExchange:
         seed: of the pairing, the same for all.
         members: who is there now (``Directory.members``).
         departed: who has left lately, and in which round (``Directory.departed``).
+        look: called when somebody unknown calls (``Directory.look``).
         wait: seconds that a round waits for a partner.
         chunk_timeout: seconds without a byte after which a transfer is given up.
         exchange_timeout: seconds that one transfer may take.
@@ -64,6 +65,7 @@ class SwarmExchange:
         seed: int,
         members: Callable[[], Mapping[str, Member]],
         departed: Callable[[], Mapping[str, Member]] = dict,
+        look: Callable[[], None] = lambda: None,
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
@@ -71,7 +73,7 @@ class SwarmExchange:
         self._host, self._peer_id, self._swarm = host, identity.peer_id, swarm
         transfers = Transfers(host, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout)
         self._rendezvous = Rendezvous(
-            host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed
+            host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed, look=look
         )
         # What one round can take at most: finding a partner, one transfer, its confirm.
         self._limit = wait + exchange_timeout + 8 * chunk_timeout

@@ -61,7 +61,7 @@ class TrainSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     steps: int = Field(
-        default=1000, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped."
+        default=0, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the first weights, the shards and the pairing.")
     eval_every: int = Field(

@@ -3,7 +3,7 @@
 Each peer computes its mate of the round (optim/pairing.py) and calls it. A call is answered
 
     accept    I am at that round and free for you
-    (held)    that is the round after mine and I am not there yet: the answer comes when I am
+    (held)    I am not at that round yet: the answer comes when I am
     wait      I am calling you myself, and of calls that cross, mine counts
     busy      I am taken, or about to call somebody else
     passed    I am beyond that round; my next one is ``round``
@@ -86,10 +86,11 @@ class Rendezvous:
         wait: float,
         members: Callable[[], Mapping[str, Member]],
         departed: Callable[[], Mapping[str, Member]] = dict,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._host, self._identity, self._transfers = host, identity, transfers
         self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
-        self._members, self._departed = members, departed
+        self._members, self._departed, self._look = members, departed, look
         self._meeting: Meeting | None = None
         self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
         self.next_round = 0
@@ -243,8 +244,9 @@ class Rendezvous:
         log.debug("round %d: %s answered %s %s", meeting.key.round, peer[-8:], answer.verdict, answer.reason)
         if answer.verdict == "passed":
             # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
-            rounds = sorted(member.round for member in self._members().values())
-            usual = rounds[len(rounds) // 2] + 1 if rounds else 0
+            # Records are seconds old; what this peer just said of itself is newer than its own.
+            said = {other: member.round for other, member in self._members().items()} | {peer: answer.round}
+            usual = sorted(said.values())[len(said) // 2] + 1
             meeting.swarm_round = max(meeting.swarm_round, min(answer.round, usual))
         elif answer.verdict == "wait":
             meeting.expecting = peer
@@ -288,6 +290,8 @@ class Rendezvous:
         def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
             return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
 
+        if peer not in self._members():
+            self._look()  # a newcomer: the sooner he is known here, the sooner somebody waits for him
         if offer.swarm != self._swarm:
             return say("refuse", f"this node is in swarm {self._swarm}, the offer is for {offer.swarm}")
         if offer.model != self._model and self._meeting is None:
@@ -297,9 +301,8 @@ class Rendezvous:
         if meeting is None or meeting.key.round < offer.round:
             if offer.round < self.next_round:
                 return say("passed")
-            ahead = self.next_round if meeting is None else meeting.key.round + 1
-            if offer.round > ahead or len(self._held) >= MAX_HELD:
-                return say("busy", f"the next round here is {ahead}")
+            if len(self._held) >= MAX_HELD:
+                return say("busy", "too many wait for this node")
             meeting = await self._hold(stream, offer.round)
             taken = meeting is not None
             if meeting is None:
@@ -330,7 +333,8 @@ class Rendezvous:
             return None
         taken: asyncio.Future[Meeting | None] = asyncio.get_running_loop().create_future()
         self._held[peer] = (round, taken)
-        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._wait))  # a caller says nothing more until it is answered
+        # A caller says nothing more until it is answered.
+        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._wait))
         try:
             either: set[asyncio.Future[Any]] = {taken, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
