@@ -1,0 +1,151 @@
+"""The README and the guide pages do what they say: every block of code is run, or says why it is not.
+
+A block in ``sh`` or ``python`` runs in a scratch folder; one in ``toml`` must load as settings; ``text`` is a picture or an
+output. A comment ``<!-- not run: why -->`` on the line before a block excuses it from being run, but the commands in it must
+still exist, with the options that it uses.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+from node.cli import cli
+from node.config import load
+from node.exit_codes import MEANING
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARK = re.compile(r"<!-- not run: \S.* -->")
+LANGUAGES = {"sh", "python", "toml", "text"}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    code: str
+    excused: bool
+
+
+def blocks():
+    for page in PAGES:
+        lines = page.read_text(encoding="utf-8").split("\n")
+        opened = None
+        for number, line in enumerate(lines):
+            if not line.startswith("```"):
+                continue
+            if opened is None:
+                opened = number
+                continue
+            excused = bool(MARK.fullmatch(lines[opened - 1]))
+            yield Block(page.name, opened + 1, lines[opened][3:], "\n".join(lines[opened + 1 : number]) + "\n", excused)
+            opened = None
+        assert opened is None, f"{page.name}: the block of line {opened} does not end"
+
+
+BLOCKS = list(blocks())
+
+
+def name(block):
+    return f"{block.page}:{block.line}"
+
+
+def chosen(language, *, excused=False):
+    return [pytest.param(b, id=name(b)) for b in BLOCKS if b.language == language and b.excused == excused]
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    """A folder that looks like the repository to the commands of the README, and an environment for them."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return tmp_path, {**os.environ, "PATH": path, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+def run(command, scratch):
+    folder, env = scratch
+    ended = subprocess.run(
+        command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def test_every_block_has_a_known_language():
+    assert {b.language for b in BLOCKS} <= LANGUAGES, [name(b) for b in BLOCKS if b.language not in LANGUAGES]
+    assert any(b.language == "python" and b.page == "README.md" for b in BLOCKS)
+
+
+@pytest.mark.parametrize("block", chosen("sh"))
+def test_shell_block_runs(block, scratch):
+    assert run(["bash", "-euo", "pipefail", "-c", block.code], scratch)
+
+
+@pytest.mark.parametrize("block", chosen("python"))
+def test_python_block_runs(block, scratch):
+    assert run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", block.code], scratch)
+
+
+@pytest.mark.parametrize("block", chosen("toml"))
+def test_toml_block_loads(block, tmp_path):
+    file = tmp_path / "swarm.toml"
+    file.write_text(block.code)
+    load(file)
+
+
+def shoal_commands(code):
+    for line in code.splitlines():
+        words = shlex.split(line, comments=True)
+        if words and Path(words[0]).name == "shoal":
+            yield words[1:]
+
+
+def check_command(words):
+    """Parse a command as the real one does, without running it. UsageError if it does not exist so."""
+    command = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words[0])
+        assert found is not None, f"there is no command {words[0]}"
+        command, words = found, words[1:]
+    if words != ["--help"]:
+        command.make_context(command.name, list(words))
+
+
+@pytest.mark.parametrize("block", chosen("sh", excused=True))
+def test_commands_of_a_block_that_is_not_run_exist(block):
+    for words in shoal_commands(block.code):
+        check_command(words)
+    for line in block.code.splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "make" and shutil.which("make"):
+            env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+            command = ["make", "--dry-run", *words[1:]]
+            dry = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+            assert dry.returncode == 0, dry.stderr
+
+
+def test_a_wrong_option_would_be_found():
+    with pytest.raises(click.UsageError, match="No such option"):
+        check_command(["join", "shoal://LINK", "--nmae", "bert"])
+
+
+def test_files_that_the_pages_name_exist():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for path in re.findall(r"`((?:optim|swarm|node|tests|examples|bench|docs)/[\w/]+\.\w+)`", text):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_exit_codes_are_those_of_the_program():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert rows == [(str(int(code)), meaning) for code, meaning in MEANING.items()]
