@@ -42,7 +42,7 @@ EXCHANGE_PROTOCOL = "/shoal/exchange/1"
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
 PROBE_S = 2.0  # seconds for a candidate who is not the mate to answer
 MAX_HELD = 64
-LINGER = 0.1  # part of the round's wait that a peer left over listens for others left over
+LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a peer left over listens for others left over
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Rendezvous:
                     return None
             if moved:
                 continue
-            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER))
+            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER, LINGER_S))
 
     def _order(self, round: int) -> tuple[str | None, list[str]]:
         """The mate of ``round``, and whom to call, in order."""

@@ -1,0 +1,185 @@
+"""One peer of an exchange in a process of its own, which can end or stop itself at a named point of the protocol.
+
+Run as a program it is a nursery: it has everything imported and forks a worker for each line on stdin (a path of a Unix
+socket to which the worker connects and takes its orders, one JSON object a line). The points are reached by wrapping methods
+of the product here, in the worker; the product knows nothing of it.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch
+
+from optim import NoLoCo, RoundKey
+from swarm import digest as digest_module
+from swarm.exchange import SwarmExchange
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.messages import Commit, Member, Ready
+from swarm.rendezvous import Rendezvous
+from swarm.transfer import Transfers
+
+SWARM, MODEL = "a" * 52, "0" * 64
+EVERY = 2
+
+
+def values(number, floats):
+    """The tensors of peer ``number``, known to whoever wants to check."""
+    return torch.empty(floats).uniform_(-1, 1, generator=torch.Generator().manual_seed(number))
+
+
+def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1):
+    """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step. Returns the slow weights."""
+    weight = torch.nn.Parameter(torch.zeros(floats))
+    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM)
+    target = values(number, floats)
+    for step in range(1, steps + 1):
+        weight.grad = weight.detach() - target
+        opt.step()
+        on_step(step, opt)
+    return opt.slow[0]
+
+
+def sha256(tensor):
+    return hashlib.sha256(tensor.numpy().data).hexdigest()
+
+
+def memory():
+    """Resident bytes: now, and at most since the last call."""
+    with open("/proc/self/status") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    return tuple(int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+
+
+class Worker:
+    def __init__(self, path):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(path)
+        self.lock = threading.Lock()
+
+    def say(self, event, **fields):
+        with self.lock:
+            self.socket.sendall(json.dumps({"event": event, "at": time.monotonic(), **fields}).encode() + b"\n")
+
+    def run(self):
+        for line in self.socket.makefile():
+            order = json.loads(line)
+            getattr(self, "do_" + order.pop("do"))(**order)
+        self.host.close()
+
+    def do_host(self):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity)
+        self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
+
+    def do_meet(self, other, **limits):
+        def member(peer, addresses):
+            return Member(
+                swarm=SWARM, peer=peer, name="worker", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
+                shard=0, shards=1, model=MODEL, state="training", issued=time.time(), version="0",
+            )  # fmt: skip
+
+        members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
+        hold = Rendezvous._hold
+
+        async def held(rendezvous, stream, round):
+            self.say("held")
+            return await hold(rendezvous, stream, round)
+
+        Rendezvous._hold = held
+        self.exchange = SwarmExchange(
+            self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits
+        )
+        self.say("met")
+
+    def do_train(self, number, floats):
+        train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])))
+        self.say("trained")
+
+    def do_measure(self, number, floats, round):
+        own = list(values(number, floats).tensor_split(7))
+        memory()
+        before, _ = memory()
+        mean = self.exchange.start(RoundKey(SWARM, round), own).result()
+        peak = memory()[1]
+        theirs = values(1 - number, floats).tensor_split(7)
+        right = mean is not None and all(torch.equal(m, (a + b) / 2) for m, a, b in zip(mean.tensors, own, theirs, strict=True))
+        self.say("measured", right=right, grown=peak - before)
+
+    def do_arm(self, point, number):
+        """Send myself the signal ``number`` at ``point``."""
+
+        def now():
+            self.say("point")
+            os.kill(os.getpid(), number)
+            threading.Event().wait(60)  # a stop reaches this thread a little after the call
+
+        offer, hear, tell, advance = Rendezvous._offer, Transfers._hear, Transfers._tell, digest_module.HashList.advance
+
+        def at_offer(*args):
+            now()
+            return offer(*args)
+
+        def at_chunk(hashes, available):
+            if len(hashes._payload) // 3 <= available < len(hashes._payload):
+                now()
+            return advance(hashes, available)
+
+        async def at_ready(transfers, stream, *types):
+            if Commit in types:  # the callee's READY is out
+                now()
+            reply = await hear(transfers, stream, *types)
+            if isinstance(reply, Ready):  # the caller has it, and has not decided
+                now()
+            return reply
+
+        async def at_decided(transfers, stream, message):
+            if isinstance(message, Commit):
+                now()
+            await tell(transfers, stream, message)
+
+        async def at_commit(transfers, stream, message):
+            await tell(transfers, stream, message)
+            if isinstance(message, Commit):
+                now()
+
+        async def at_heard(transfers, stream, *types):
+            reply = await hear(transfers, stream, *types)
+            if isinstance(reply, Commit):
+                now()
+            return reply
+
+        place, name, wrapped = {
+            "offer": (Rendezvous, "_offer", at_offer),
+            "chunk": (digest_module.HashList, "advance", at_chunk),
+            "ready": (Transfers, "_hear", at_ready),
+            "decided": (Transfers, "_tell", at_decided),
+            "commit": (Transfers, "_tell", at_commit),
+            "heard": (Transfers, "_hear", at_heard),
+        }[point]
+        setattr(place, name, wrapped)
+        self.say("armed")
+
+
+def main():
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the workers ended
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(0)
+            Worker(line.rstrip("\n")).run()
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
