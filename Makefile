@@ -18,7 +18,8 @@ CORE := $(VENV)/.installed
 TEST := $(VENV)/.installed-test
 BENCH := $(VENV)/.installed-bench
 # One command for all that is installed: pip then finds versions that fit together (hivemind is strict about protobuf).
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# PIP_USE_PEP517 spares the users of an older pip its warnings about how three small packages are built.
+INSTALL = PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
