@@ -210,7 +210,8 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _log_to_stderr(verbose: bool) -> None:
     # Warnings of ours are for the user; the rest, and all that libraries say, only with --verbose.
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+    level = logging.WARNING if verbose else logging.ERROR
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
     for name in ("node", "swarm", "optim"):
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")

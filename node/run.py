@@ -31,7 +31,7 @@ from node.membership import (
 from node.metrics import Metrics, RoundRecord
 from node.stopper import Stopper
 from node.task import Shard, Task
-from node.trainer import Progress, Trainer, TrainingError
+from node.trainer import Progress, Trainer
 from optim import Alone, RoundInfo
 from swarm.directory import State as DirectoryState
 from swarm.exchange import SwarmExchange, model_digest
@@ -250,6 +250,7 @@ class NodeRun:
             result.loss_last = trainer.evaluate()
             if self.baseline:
                 result.loss_local = self._train_alone(shard)
+                result.interrupted = self.stopper.requested
         self.metrics.write("end", **asdict(result))
         _write_json(self.folder / RESULT, asdict(result))
         return result
@@ -322,17 +323,15 @@ class NodeRun:
         self._announce("leaving", self._speed, self._loss)
         self.directory.leave(LEAVE_S)
 
-    def _train_alone(self, shard: Shard) -> float:
-        """The same model, seed, shard and steps without any exchange."""
+    def _train_alone(self, shard: Shard) -> float | None:
+        """Held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
         self.display.message("training the same once more without any exchange, to compare")
         alone = Trainer(
             self._task(), self.settings.outer.model_copy(update={"method": "none"}), self.settings.train, device=self.device
         )
         alone.connect(Alone(), "alone", shard)
         alone.run(stop=lambda: self.stopper.requested)
-        if self.stopper.requested:
-            raise TrainingError("The comparison was stopped.")
-        return alone.evaluate()
+        return None if self.stopper.requested else alone.evaluate()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -125,15 +125,14 @@ class Shoal:
             "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments,
         )  # fmt: skip
 
-    def toml(self, name="swarm.toml", *, options=None, **tables):
-        """Write a settings file for a tiny model."""
-        small = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2, **(options or {})}
-        tables = {"task.options": small, **tables}
+    def toml(self, *, options=None, **tables):
+        """Write a settings file."""
+        tables = {**tables, "task.options": options or {}}
         text = "".join(
             f"[{table}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
             for table, values in tables.items()
         )
-        path = self.home / name
+        path = self.home / "swarm.toml"
         path.write_text(text)
         return path
 
@@ -144,7 +143,7 @@ class Shoal:
         for process in psutil.process_iter(["cmdline", "status"]):
             if mine in " ".join(process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(process.info["cmdline"]))
-        return found + [str(path) for path in self.tmp.glob("shoal-*/*")]
+        return found + [str(path) for path in self.tmp.glob(f"shoal-{os.getuid()}/*")]
 
     def metrics(self, name):
         """The events that a node has written."""

@@ -44,7 +44,7 @@ def outcomes(worker_module):
         (STOP, "callee", "chunk", ALONE),
         (STOP, "callee", "ready", PAIR),
     ],
-    ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value) if isinstance(value, str) else "-".join(value),
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(value),
 )
 def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected):
     pair = nursery.pair(wait=WAIT, chunk_timeout=CHUNK_TIMEOUT)

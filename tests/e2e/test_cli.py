@@ -1,0 +1,271 @@
+"""The commands as a person types them: bad input, joining, leaving, Ctrl-C, kill -9, and what is left behind (nothing)."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import time
+
+import pytest
+
+ID = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
+SWARM = "a" * 52
+NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{ID}"
+
+SLOW = '''
+import time
+import torch
+from node.task import Task
+
+WIDTH = {width}
+
+class Slow(Task):
+    """A least-squares fit with a step that takes a while, as real ones do."""
+
+    def model(self):
+        return torch.nn.Linear(WIDTH, 1)
+
+    def batches(self, shard):
+        generator = torch.Generator().manual_seed(shard.index)
+        while True:
+            time.sleep({seconds})
+            yield torch.randn(8, WIDTH, generator=generator)
+
+    def loss(self, model, batch):
+        return (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+
+    @torch.no_grad()
+    def evaluate(self, model):
+        return float(self.loss(model, torch.ones(4, WIDTH)))
+
+    def inner_optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.01)
+'''
+
+
+def hooks(shoal, folder="task", width=4, seconds=0.02):
+    path = shoal.home / folder / "slow.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(SLOW.format(width=width, seconds=seconds))
+    return f"{path}:Slow"
+
+
+def create(shoal, name, *arguments, seconds=0.02):
+    """A swarm of one node that trains until it is stopped; returns its node."""
+    task, outer = {"hooks": hooks(shoal, seconds=seconds)}, {"every": 5, "wait_s": 5.0}
+    file = shoal.toml(task=task, outer=outer, train={"steps": 0})
+    return shoal.start(
+        "up", file, "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key",
+        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *arguments,
+    )  # fmt: skip
+
+
+def joiner(shoal, link, name, *arguments, task=None):
+    return shoal.start(
+        "join", link, "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key",
+        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--hooks", task or hooks(shoal), *arguments,
+    )  # fmt: skip
+
+
+def rounds(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "round"]
+
+
+@pytest.fixture(scope="module")
+def swarm(shared, eventually):
+    """A swarm that is under way: its first node and its link."""
+    node = create(shared, "first")
+    link = node.line()
+    eventually(lambda: len(rounds(shared, "first")) >= 2, 60, "training")
+    return node, link
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["join", "http://example.org"], "does not start with shoal://"),
+        (["join", f"shoal://tooshort?peer={NOBODY}"], "is not 52 characters"),
+        (["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"], "its port is not a number from 1 to 65535"),
+        (["status", f"shoal://{SWARM}"], "names no peer"),
+        (["up", "absent.toml"], "There is no settings file 'absent.toml'"),
+        (["up", "typo.toml"], "There is no setting 'outer.evry': did you mean 'outer.every'?"),
+        (["up", "--shard", "4/4"], "index from 0"),
+    ],
+)
+def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_done(shared, arguments, sentence):
+    (shared.home / "typo.toml").write_text("[outer]\nevry = 3\n")
+    before = sorted(shared.home.iterdir())
+    process = shared.start(*arguments)
+    assert sentence in process.error()
+    assert sorted(p for p in shared.home.iterdir() if not p.name.startswith("errors-")) == [
+        p for p in before if not p.name.startswith("errors-")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--hooks", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
+        (["--hooks", "broken.py:Mine"], "ZeroDivisionError: division by zero, line 1"),
+        (["--folder", "file/below"], "Cannot write to the folder 'file/below'"),
+        (["--identity", "file"], "file"),
+        (["--resume"], "There is no checkpoint"),
+        (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
+    ],
+)
+def test_a_node_that_cannot_start_says_why_and_leaves_nothing(shoal, arguments, sentence):
+    (shoal.home / "broken.py").write_text("1 / 0\n")
+    (shoal.home / "file").write_text("no key\n")
+    (shoal.home / "file").chmod(0o600)
+    node = shoal.start("up", "--name", "n", "--folder", "n", "--identity", "n.key", *arguments)
+    assert sentence in node.error()
+    assert shoal.left() == []
+    assert list((shoal.home / "n").glob("*")) == []
+    assert (shoal.home / "file").read_text() == "no key\n"
+
+
+def test_an_unreachable_bootstrap_peer_is_named(shoal):
+    for verb in ("join", "status"):
+        said = shoal.start(verb, f"shoal://{SWARM}?peer={NOBODY}").error()
+        assert NOBODY in said
+        assert "refused the connection" in said
+    assert shoal.left() == []
+
+
+def test_the_wrong_swarm_id_is_refused(shared, swarm):
+    _, link = swarm
+    wrong = f"shoal://{SWARM}?{link.partition('?')[2]}"
+    said = [joiner(shared, wrong, "lost"), shared.start("status", wrong)]
+    for process in said:
+        assert "Wrong swarm id" in process.error()
+
+
+def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on(shared, swarm, eventually):
+    node, link = swarm
+    other = joiner(shared, link, "other", task=hooks(shared, "theirs", width=6))
+    assert "tensor 0 has shape [1, 6] here and [1, 4] there" in other.error()
+    done = len(rounds(shared, "first"))
+    eventually(lambda: len(rounds(shared, "first")) > done, 20, "another round")
+    assert node.popen.poll() is None
+
+
+def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
+    _, link = swarm
+    process = shared.start("join", link, "--name", "x", "--folder", "x", "--identity", "x.key", "--listen", "/ip4/127.0.0.1/tcp/0")
+    assert "The swarm trains 'slow.py:Slow', which this node must have" in process.error()
+
+
+# -- a swarm at work -----------------------------------------------------------------------------------------------------
+
+
+def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(shared, swarm, eventually):
+    _, link = swarm
+    at = len(rounds(shared, "first"))
+    late = joiner(shared, link, "late", "--steps", "60", "--json")
+    met = eventually(lambda: [r for r in rounds(shared, "late") if r["partner"]], 60, "an exchange of the late joiner")
+    assert met[0]["round"] >= at
+    status = shared.start("status", link, "--json").json()
+    assert {"first", "late"} >= {member["name"] for member in status["members"]} >= {"first"}
+    (first,) = [member for member in status["members"] if member["name"] == "first"]
+    assert (status["peers"], status["method"], status["task"]) == (len(status["members"]), "noloco", "slow.py:Slow")
+    assert first["state"] == "training"
+    assert first["round"] > 0
+    assert first["loss"] is not None
+
+    result = late.json(60)
+    assert "took over the swarm's weights at round" in late.said()
+    assert (result["steps"], result["interrupted"], result["name"]) == (60, False, "late")
+    assert result["exchanges"] == len([r for r in rounds(shared, "late") if r["partner"]]) > 0
+    assert result == shared.result("late")
+    # The fit was under way already: its start is not that of a fresh model.
+    assert result["loss_first"] < shared.metrics("first")[0]["loss_first"]
+
+
+def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
+    key = shoal.home / "config" / "shoal" / "identity.key"
+    assert "no key" in shoal.start("id", "show").error().lower()
+    made = shoal.start("id", "new", "--json").json()
+    assert made["path"] == str(key)
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    shown = shoal.start("id", "show")
+    assert shown.wait() == 0
+    assert shown.lines == [made["peer"], str(key)]
+    content = key.read_bytes()
+    assert str(key) in shoal.start("id", "new").error()
+    assert key.read_bytes() == content
+
+
+# -- ends of every kind --------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
+    node = create(shoal, "n", "--json")
+    eventually(lambda: len(rounds(shoal, "n")) >= 2, 60, "training")
+    began = time.monotonic()
+    node.signal(signal.SIGINT)
+    assert node.wait(10) == 130
+    assert time.monotonic() - began < 10
+    (line,) = node.lines
+    first = json.loads(line)
+    assert first["interrupted"]
+    assert first["steps"] >= 10
+    assert shoal.left() == []
+    (saved,) = (shoal.home / "n").glob("step-*")
+    assert saved.name == f"step-{first['steps']:08d}"
+
+    again = ["up", "--name", "n", "--folder", "n", "--identity", "n.key", "--threads", "1", "--listen", "/ip4/127.0.0.1/tcp/0"]
+    assert "say --resume" in shoal.start(*again).error()
+    resumed = shoal.start(*again, "--resume", "--hooks", hooks(shoal), "--steps", str(first["steps"] + 7), "--json")
+    result = resumed.json()
+    assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
+    assert result["loss_first"] < first["loss_first"]
+
+    newest = max((shoal.home / "n").glob("step-*")) / "tensors.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    assert "The checkpoint is damaged" in shoal.start(*again, "--resume").error()
+    assert newest.read_bytes() == content
+
+
+def test_a_second_ctrl_c_ends_the_node_at_once(shoal, eventually):
+    # A step of 20 s, which the first Ctrl-C lets finish.
+    node = create(shoal, "n", seconds=20)
+    eventually(lambda: shoal.metrics("n"), 60, "the first step")
+    node.signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.popen.wait(1)
+    began = time.monotonic()
+    node.signal(signal.SIGINT)
+    assert node.wait(10) == 130
+    assert time.monotonic() - began < 1
+    eventually(lambda: not shoal.left(), 5, "the end of daemon and guard")
+
+
+def test_ctrl_c_before_anything_runs_ends_the_node_too(shoal, eventually):
+    node = create(shoal, "n")
+    eventually(lambda: shoal.left()[1:], 60, "the start of the daemon")
+    node.signal(signal.SIGTERM)
+    assert node.wait(10) == 130
+    eventually(lambda: not shoal.left(), 5, "the end of daemon and guard")
+
+
+def test_after_kill_9_of_a_node_nothing_is_left(shoal, eventually):
+    node = create(shoal, "n")
+    node.line()
+    assert shoal.left() != []
+    node.signal(signal.SIGKILL)
+    node.wait()
+    eventually(lambda: not shoal.left(), 5, "the end of daemon and guard")
+
+
+def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, eventually):
+    demo = shoal.start("demo", "--peers", "2", "--rounds", "1000", "--hooks", hooks(shoal), "--every", "5")
+    eventually(lambda: len(list(shoal.tmp.glob("shoal-demo-*/peer-*/metrics.jsonl"))) == 2, 90, "the training of two nodes")
+    os.kill(demo.popen.pid, signal.SIGKILL)
+    demo.wait()
+    eventually(lambda: not shoal.left(), 5, "the end of everything")

@@ -1,0 +1,57 @@
+"""``shoal demo``: what a newcomer sees first."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+FIELDS = {
+    "peers", "method", "rounds", "steps", "loss_first", "loss_last", "loss_local", "exchanges", "pairs_none", "bytes_sent",
+    "bytes_received", "wait_s", "wall_s", "spread", "params", "seconds",
+}  # fmt: skip
+TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
+
+
+def checked(report, peers, rounds, every):
+    """The report, after what holds in every demo has been seen to hold."""
+    assert set(report) >= FIELDS
+    assert (report["peers"], report["rounds"], report["steps"]) == (peers, rounds, rounds * every)
+    assert (report["exchanges"], report["pairs_none"]) == (rounds * peers // 2, 0)
+    # Every node sends its whole model once a round, and little else.
+    payload = report["params"] * 4 * peers * rounds
+    assert payload < report["bytes_sent"] < payload * 1.05 + 10_000 * peers * rounds
+    assert payload < report["bytes_received"] < payload * 1.05 + 10_000 * peers * rounds
+    assert len(report["spread"]) == rounds
+    assert all(0 <= spread < 1 for spread in report["spread"])
+    assert 0 <= report["wait_s"] < report["wall_s"] < report["seconds"]
+    assert all(math.isfinite(report[key]) for key in ("loss_first", "loss_last", "loss_local"))
+    assert report["loss_last"] < report["loss_first"]
+    return report
+
+
+def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
+    demo = shoal.start("demo", "--rounds", "6", "--peers", "4", "--every", "10", "--json")
+    report = checked(demo.json(150), 4, 6, 10)
+    assert (report["method"], report["params"]) == ("noloco", 135_808)
+    assert abs(report["loss_first"] - math.log(256)) < 0.5
+    assert "round 6 of 6" in demo.said()
+    assert shoal.left() == []
+    assert not list(shoal.tmp.glob("shoal-demo-*"))
+
+
+def test_a_model_of_ones_own_and_plain_averaging(shoal):
+    demo = shoal.start("demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "8", "--every", "10", "--method", "local", "--json")
+    report = checked(demo.json(150), 2, 8, 10)
+    assert report["method"] == "local"
+    # With two peers the mean of both is the mean of all, so they agree after every round.
+    assert report["spread"] == pytest.approx([0] * 8, abs=1e-6)
+    assert shoal.left() == []
+
+
+@pytest.mark.slow
+def test_forty_rounds_together_are_better_than_alone(shoal):
+    demo = shoal.start("demo", "--json")
+    report = checked(demo.json(280), 4, 40, 25)
+    assert report["loss_last"] < 0.96 * report["loss_local"]
+    assert report["loss_last"] < 0.6 * report["loss_first"]
+    assert report["spread"][-1] < 0.7 * max(report["spread"])
