@@ -1,0 +1,232 @@
+"""The contenders of bench/exchange.py: one end each of ours, raw TCP and hivemind, with the same few methods."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECES = 16  # tensors of a payload
+SWARM = "a" * 52
+PATIENCE = 120.0  # seconds for one exchange
+FLOATS_PER_MB = 250_000
+
+
+def payload(mb: int, number: int) -> list[Tensor]:
+    """``mb`` million bytes of float32 that both ends can make: the tensors of peer ``number``."""
+    flat = torch.empty(mb * FLOATS_PER_MB).uniform_(-1, 1, generator=torch.Generator().manual_seed(1000 * mb + number))
+    return list(flat.tensor_split(PIECES))
+
+
+class Peer(ABC):
+    """One end. ``prepare`` is not timed, ``exchange`` is."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.mb = 0
+        self.own: list[Tensor] = []
+
+    @abstractmethod
+    def address(self) -> dict[str, Any]:
+        """What the other end must know."""
+
+    @abstractmethod
+    def meet(self, other: dict[str, Any]) -> None:
+        """Connect to the other end."""
+
+    def prepare(self, mb: int) -> None:
+        if mb != self.mb:
+            self.own, self.mb = [], mb
+            self.own = payload(mb, self.number)
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """From the tensors here to the result here."""
+
+    @abstractmethod
+    def right(self) -> bool:
+        """Whether the last exchange did what it should have."""
+
+    def close(self) -> None:  # noqa: B027 - not every contender has something to leave
+        """Leave."""
+
+    def mean(self) -> list[Tensor]:
+        """The pair's mean, correctly rounded."""
+        return [(mine + theirs) / 2 for mine, theirs in zip(self.own, payload(self.mb, 1 - self.number), strict=True)]
+
+
+class Ours(Peer):
+    """A host with its daemon and a SwarmExchange: encoding, digest, meeting, transfer, verification, confirm, mean."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        from swarm.host import Host
+        from swarm.identity import Identity
+
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity)
+        self.rounds = 0
+        self.got: Any = None
+
+    def address(self) -> dict[str, Any]:
+        return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
+
+    def meet(self, other: dict[str, Any]) -> None:
+        from optim.exchange import RoundKey
+        from swarm.exchange import SwarmExchange
+        from swarm.messages import Member
+
+        def member(peer: str, addresses: Sequence[str]) -> Member:
+            return Member(
+                swarm=SWARM, peer=peer, name="bench", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
+                shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
+            )  # fmt: skip
+
+        members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other)}
+        self.key = RoundKey
+        self.swarm = SwarmExchange(
+            self.host, self.identity, swarm=SWARM, model="0" * 64, seed=0, members=lambda: members, exchange_timeout=PATIENCE
+        )
+
+    def prepare(self, mb: int) -> None:
+        self.got = None
+        super().prepare(mb)
+
+    def exchange(self) -> None:
+        self.got = self.swarm.start(self.key(SWARM, self.rounds), self.own).result()
+        self.rounds += 1
+
+    def right(self) -> bool:
+        return self.got is not None and all(map(torch.equal, self.got.tensors, self.mean()))
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class Tcp(Peer):
+    """The bytes alone, over one plain asyncio connection: no digest, no encryption, no confirm, no mean."""
+
+    STEP = 1 << 20
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.loop = asyncio.new_event_loop()
+        self.connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = self.loop.create_future()
+        self.port = 0
+        if number == 0:
+            self.server = self.loop.run_until_complete(
+                asyncio.start_server(lambda *ends: self.connected.set_result(ends), "127.0.0.1", 0, limit=self.STEP)
+            )
+            self.port = self.server.sockets[0].getsockname()[1]
+
+    def address(self) -> dict[str, Any]:
+        return {"port": self.port}
+
+    def meet(self, other: dict[str, Any]) -> None:
+        if other["port"]:
+            opening = asyncio.open_connection("127.0.0.1", other["port"], limit=self.STEP)
+            self.connected.set_result(self.loop.run_until_complete(opening))
+        self.reader, self.writer = self.loop.run_until_complete(asyncio.wait_for(self.connected, PATIENCE))
+
+    def prepare(self, mb: int) -> None:
+        if mb != self.mb:
+            super().prepare(mb)
+            self.outgoing = torch.cat(self.own).numpy().data.cast("B")
+        self.incoming = memoryview(b"")
+
+    async def _send(self) -> None:
+        for start in range(0, len(self.outgoing), self.STEP):
+            self.writer.write(self.outgoing[start : start + self.STEP])
+            await self.writer.drain()
+
+    async def _receive(self) -> None:
+        self.incoming = memoryview(bytearray(len(self.outgoing)))  # like ours, it gives its caller memory of his own
+        for start in range(0, len(self.incoming), self.STEP):
+            into = self.incoming[start : start + self.STEP]
+            into[:] = await self.reader.readexactly(len(into))
+
+    async def _both(self) -> None:
+        await asyncio.wait_for(asyncio.gather(self._send(), self._receive()), PATIENCE)
+
+    def exchange(self) -> None:
+        self.loop.run_until_complete(self._both())
+
+    def right(self) -> bool:
+        return self.incoming == torch.cat(payload(self.mb, 1 - self.number)).numpy().data.cast("B")
+
+
+class Hivemind(Peer):
+    """DecentralizedAverager, two peers, no compression.
+
+    Only its all-reduce is timed. With ``require_trigger`` a step finds its group and then waits in the stage AWAITING_TRIGGER,
+    which is visible here in shared memory; when both peers are there, the benchmark's signal sets both triggers, and the time
+    is that from the trigger to the result. Matchmaking (about a second, in both peers) is not counted, although ours is.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        # hivemind's default keeps a manager process and files, which outlive it if it dies; this leaves nothing behind.
+        os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
+        import hivemind
+
+        # The first peer is where the second one joins, so the peers are started one after the other by ``meet``.
+        self.hivemind: Any = hivemind
+        self.dht: Any = hivemind.DHT(start=True, use_ipfs=False) if number == 0 else None
+        self.averager: Any = None
+        self.step: Any = None
+
+    def address(self) -> dict[str, Any]:
+        return {"addresses": [str(address) for address in self.dht.get_visible_maddrs()] if self.dht else []}
+
+    def meet(self, other: dict[str, Any]) -> None:
+        if self.dht is None:
+            self.dht = self.hivemind.DHT(initial_peers=other["addresses"], start=True, use_ipfs=False)
+
+    def prepare(self, mb: int) -> None:
+        from hivemind.averaging.control import AveragingStage
+
+        if mb != self.mb:
+            if self.averager is not None:
+                self.averager.shutdown()
+            super().prepare(mb)
+            self.averager = self.hivemind.DecentralizedAverager(
+                [tensor.clone() for tensor in self.own],
+                self.dht,
+                prefix=f"bench{mb}",
+                target_group_size=2,  # full with two: no waiting for more
+                min_matchmaking_time=1.0,
+                request_timeout=0.5,
+                allow_state_sharing=False,
+                start=True,
+            )
+        with self.averager.get_tensors() as tensors:
+            for tensor, own in zip(tensors, self.own, strict=True):
+                tensor.copy_(own)
+        self.step = self.averager.step(wait=False, require_trigger=True, timeout=PATIENCE)
+        until = time.monotonic() + PATIENCE
+        while self.step.stage != AveragingStage.AWAITING_TRIGGER:
+            if self.step.done() or time.monotonic() > until:
+                raise RuntimeError("hivemind's averagers did not find each other")
+            time.sleep(0.01)
+
+    def exchange(self) -> None:
+        self.step.allow_allreduce()
+        self.step.result(PATIENCE)
+
+    def right(self) -> bool:
+        with self.averager.get_tensors() as tensors:
+            return all(torch.allclose(*pair, atol=1e-5) for pair in zip(tensors, self.mean(), strict=True))
+
+    def close(self) -> None:
+        if self.averager is not None:
+            self.averager.shutdown()
+        self.dht.shutdown()
+
+
+KINDS: dict[str, Callable[[int], Peer]] = {"ours": Ours, "tcp": Tcp, "hivemind": Hivemind}

@@ -1,0 +1,224 @@
+"""How long two processes on this machine take to exchange and average a payload: `python bench/exchange.py --mb 4,40,400`.
+
+Ours is the whole of a round: copy and digest of the tensors, finding the partner, the encrypted transfer both ways through two
+daemons, verification, confirm, mean. Raw TCP moves the same bytes both ways and does nothing else. Of hivemind's
+DecentralizedAverager only the all-reduce is counted, not its matchmaking (bench/_contenders.py says how). The contenders take
+turns, so that a change of the machine's pace meets all of them; one turn of each is thrown away, the median of the others counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RIVALS = ("tcp", "hivemind")
+LIMIT = 1800.0  # seconds that the whole may take
+PATIENCE = 180.0  # seconds for one answer of a process
+
+
+class BenchError(Exception):
+    """One sentence for the user."""
+
+
+class Process:
+    """One end of a contender: bench/_end.py in a process of its own."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.name = f"{kind} {number}"
+        command = [sys.executable, "-m", "bench._end", kind, str(number), str(LIMIT)]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its processes one by one
+        )
+        self.answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(line)
+        self.answers.put("")
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise BenchError(f"the process {self.name} died: its messages above say why.") from None
+
+    def answer(self) -> dict[str, Any]:
+        try:
+            line = self.answers.get(timeout=PATIENCE)
+        except queue.Empty:
+            raise BenchError(f"the process {self.name} did not answer within {PATIENCE:g} s.") from None
+        if not line:
+            raise BenchError(f"the process {self.name} died: its messages above say why.")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Let it end by itself, then make sure that it and all that it forked are gone."""
+        try:
+            itself = psutil.Process(self.process.pid)
+            family = [itself, *itself.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        for left in psutil.wait_procs(family, timeout=3)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        self.process.wait()
+
+
+class Contender:
+    """Two processes that exchange with each other."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.ends: list[Process] = []
+        self.peak = 0.0  # most megabytes that one end held during the exchanges of the present size
+        self.before = 0.0  # and before them, tensors included
+
+    def begin(self) -> None:
+        self.ends.append(Process(self.kind, 0))
+        self.ends.append(Process(self.kind, 1))
+        addresses = [end.answer()["address"] for end in self.ends]
+        self._all([{"do": "meet", "other": other} for other in reversed(addresses)])
+
+    def _all(self, orders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for end, order in zip(self.ends, orders, strict=True):
+            end.tell(**order)
+        return [end.answer() for end in self.ends]
+
+    def turn(self, mb: int, first: bool) -> float:
+        """Seconds of one exchange: both ends are ready, both are told to go, the slower one counts."""
+        ready = self._all([{"do": "prepare", "mb": mb}] * 2)
+        done = self._all([{"do": "go"}] * 2)
+        if first:
+            self.peak = 0.0
+            self.before = max(end["before"] for end in ready) / 1e6
+            if not all(end["right"] for end in self._all([{"do": "check"}] * 2)):
+                raise BenchError(f"the exchange of {mb} MB by {self.kind} gave a wrong result.")
+        self.peak = max(self.peak, *(end["peak"] / 1e6 for end in done))
+        return float(max(end["seconds"] for end in done))
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+
+
+def measure(sizes: list[int], rivals: list[str], repeats: int) -> list[dict[str, Any]]:
+    """One row per size; seconds are medians."""
+    contenders = [Contender(kind) for kind in ("ours", *rivals)]
+    rows = []
+    try:
+        for contender in contenders:
+            contender.begin()
+        for mb in sizes:
+            seconds: dict[str, list[float]] = {contender.kind: [] for contender in contenders}
+            for number in range(repeats + 1):
+                for contender in contenders:
+                    took = contender.turn(mb, first=number == 0)
+                    if number:
+                        seconds[contender.kind].append(took)
+            rows.append(row(mb, seconds, contenders[0]))
+    finally:
+        for contender in contenders:
+            contender.close()
+    return rows
+
+
+def row(mb: int, seconds: dict[str, list[float]], ours: Contender) -> dict[str, Any]:
+    median = {kind: statistics.median(values) for kind, values in seconds.items()}
+    found: dict[str, Any] = {"mb": mb, "seconds": round(median["ours"], 4)}
+    for rival in RIVALS:
+        found[f"ratio_{rival}"] = round(median[rival] / median["ours"], 3) if rival in median else None
+        found[f"{rival}_seconds"] = round(median[rival], 4) if rival in median else None
+    found["peak_rss_mb"] = round(ours.peak, 1)
+    found["before_rss_mb"] = round(ours.before, 1)
+    found["all_seconds"] = {kind: [round(value, 4) for value in values] for kind, values in seconds.items()}
+    return found
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("MB", "ours s", "TCP s", "hivemind s", "TCP / ours", "hivemind / ours", "peak MB", title="Pair exchange")
+    for row in rows:
+        names = ("mb", "seconds", "tcp_seconds", "hivemind_seconds", "ratio_tcp", "ratio_hivemind", "peak_rss_mb")
+        table.add_row(*("-" if row[name] is None else f"{row[name]:g}" for name in names))
+    Console(stderr=True).print(table)
+
+
+def arguments() -> argparse.Namespace:
+    def sizes(text: str) -> list[int]:
+        values = [int(part) for part in text.split(",")]
+        if not all(1 <= value <= 4000 for value in values):
+            raise argparse.ArgumentTypeError("sizes are whole numbers of megabytes from 1 to 4000")
+        return values
+
+    def rivals(text: str) -> list[str]:
+        names = [part for part in text.split(",") if part]
+        if not set(names) <= set(RIVALS):
+            raise argparse.ArgumentTypeError(f"choose among {', '.join(RIVALS)}")
+        return list(dict.fromkeys(names))
+
+    def count(text: str) -> int:
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError("must be at least 1")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description="Time the exchange of a pair of nodes on this machine.")
+    parser.add_argument("--mb", type=sizes, default=[4, 40, 400], help="sizes in million bytes, separated by commas")
+    parser.add_argument("--against", type=rivals, default=list(RIVALS), help="tcp, hivemind, both, or '' for none")
+    parser.add_argument("--repeats", type=count, default=5, help="exchanges of each size that count")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began = time.monotonic()
+    try:
+        rows = measure(options.mb, options.against, options.repeats)
+    except BenchError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    show(rows)
+    if options.json:
+        machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
+        took = round(time.monotonic() - began, 1)
+        print(json.dumps({"rows": rows, "machine": machine, "repeats": options.repeats, "took": took}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
