@@ -5,7 +5,9 @@ A codec must know the size of a payload from the shapes alone, so that a receive
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +16,23 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+
+HUGE = 4 << 20  # bytes from which on huge pages pay
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+
+
+def buffer(nbytes: int) -> Tensor:
+    """A fresh uint8 tensor on the CPU of ``nbytes`` elements, its content undefined.
+
+    A large one asks for huge pages: to fill memory that was never touched costs three times as much in pages of 4 KiB
+    (20 against 6 ms for 40 MB), and every exchange fills two payloads.
+    """
+    if _HUGE_PAGES is None or nbytes < HUGE:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(_HUGE_PAGES)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the memory as long as the tensor lives
 
 
 class Codec(Protocol):
@@ -55,7 +74,7 @@ class FloatCodec:
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Copy the tensors, rounded to ``dtype``, into one flat buffer."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        flat = torch.empty(self.nbytes(shapes) // self.dtype.itemsize, dtype=self.dtype)
+        flat = buffer(self.nbytes(shapes)).view(self.dtype)
         offset = 0
         for tensor in tensors:
             flat[offset : offset + tensor.numel()].copy_(tensor.detach().reshape(-1))

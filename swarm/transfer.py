@@ -30,10 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
-from optim.codec import Codec, Shape
+from optim.codec import Codec, Shape, buffer
 from optim.exchange import RoundKey
 from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
@@ -124,7 +123,7 @@ class Transfers:
     async def _swap(self, stream: Stream, mine: Contribution, theirs: Offer) -> Received:
         """Receive into scratch and verify. Raises NetworkError or MessageError; nothing of the scratch is used then."""
         # The size equals our own payload's (rendezvous checked it), so a peer cannot make us allocate more than that.
-        scratch = torch.empty(theirs.nbytes, dtype=torch.uint8)
+        scratch = buffer(theirs.nbytes)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
         await stream.swap(
