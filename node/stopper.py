@@ -41,7 +41,7 @@ class Stopper:
 
 
 def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
-    """Stop this process (as SIGTERM does) once ``parent`` is no longer its parent: a demo that was killed leaves no nodes."""
+    """End this process at once when ``parent`` is no longer its parent: a demo that was killed leaves no nodes."""
 
     def watch() -> None:
         never = threading.Event()

@@ -70,7 +70,12 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
 
 
 def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
-    """Ask the link's peers in turn. MessageError if one answers for another swarm; NetworkError if none answers."""
+    """Ask the link's peers in turn; the first that hands out this swarm's manifest will do.
+
+    Raises:
+        MessageError: none did, and one is in another swarm or speaks another version.
+        NetworkError: none answered.
+    """
 
     async def ask(address: str) -> ManifestReply:
         peer = address.rsplit("/p2p/", 1)[-1]
@@ -81,19 +86,22 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
         finally:
             stream.close()
 
-    problem = ""
+    problem, wrong = "", None
     for address in link.bootstrap:
         try:
             reply = host.call(ask(address), timeout)
-        except NetworkError as error:
-            problem = f"{address}: {error}"
-            continue
-        if reply.manifest is None:
-            raise MessageError(
+            if reply.manifest is not None:
+                return reply.manifest, open_manifest(reply.manifest, link.swarm)
+            wrong = wrong or MessageError(
                 f"Wrong swarm id: the peer at {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
                 "ask for a fresh link."
             )
-        return reply.manifest, open_manifest(reply.manifest, link.swarm)
+        except NetworkError as error:
+            problem = f"{address}: {error}"
+        except MessageError as error:
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong
     raise NetworkError(f"No peer of the link handed out the swarm's manifest ({problem}); ask for a fresh link.")
 
 

@@ -1,0 +1,106 @@
+"""What a newcomer is told: the manifest of the right swarm, and weights that are whole or none."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from swarm.errors import MessageError, NetworkError
+from swarm.link import Link
+from swarm.manifest import Manifest, swarm_id
+from swarm.messages import ManifestReply, pack, seal
+from swarm.stream import Stream
+from swarm.welcome import (
+    MANIFEST_PROTOCOL,
+    ModelDiffersError,
+    State,
+    StateServer,
+    fetch_manifest,
+    fetch_state,
+    serve_manifest,
+)
+
+MODEL = "0" * 64
+SHAPES = [(300, 1000), (3,)]
+
+
+def sealed(host, name="mine"):
+    return seal(Manifest(name=name, created=0.0, creator=host.peer_id, task="text", model=MODEL), host.identity)
+
+
+def link(manifest, *hosts):
+    return Link(swarm_id(manifest), tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{host.peer_id}" for host in hosts))
+
+
+def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
+    me, dead, stranger, liar, friend = (network.host() for _ in range(5))
+    manifest, other = sealed(friend), sealed(stranger, "other")
+    dead.dead = True
+    serve_manifest(stranger, swarm_id(other), other)
+    serve_manifest(friend, swarm_id(manifest), manifest)
+
+    async def lie(stream):
+        await stream.receive(1000, 2)
+        await stream.send(pack(ManifestReply(manifest=other, swarm=swarm_id(manifest))), 2)
+
+    liar.serve(MANIFEST_PROTOCOL, lie)
+    data, opened = fetch_manifest(me, link(manifest, dead, stranger, liar, friend))
+    assert (data, opened.name) == (manifest, "mine")
+    with pytest.raises(MessageError, match=r"Wrong swarm id: the peer at .* belongs to swarm"):
+        fetch_manifest(me, link(manifest, dead, stranger))
+    with pytest.raises(MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"):
+        fetch_manifest(me, link(manifest, liar))
+    with pytest.raises(NetworkError, match=r"No peer of the link handed out .* ask for a fresh link\."):
+        fetch_manifest(me, link(manifest, dead))
+
+
+@pytest.fixture
+def giver(network):
+    """A member that trains: it offers its weights between steps."""
+    host = network.host()
+    swarm = "a" * 52
+    server = StateServer(host, swarm, MODEL, SHAPES)
+    slow = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in SHAPES]
+    stop, tick = threading.Event(), threading.Event()
+
+    def train():
+        while not stop.is_set():
+            server.offer(lambda: State(7, 70, slow))
+            tick.wait(0.01)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    yield host, swarm, slow
+    stop.set()
+    thread.join(10)
+
+
+def test_weights_come_whole(network, giver):
+    host, swarm, slow = giver
+    dead = network.host()
+    dead.dead = True
+    state = fetch_state(network.host(), swarm, MODEL, SHAPES, [(dead.peer_id, ()), (host.peer_id, ())])
+    assert (state.round, state.step) == (7, 70)
+    assert all(torch.equal(a, b) for a, b in zip(state.slow, slow, strict=True))
+
+
+def test_weights_that_are_damaged_or_not_finite_are_not_used(network, giver, monkeypatch):
+    host, swarm, slow = giver
+    slow[1][0] = math.nan
+    assert fetch_state(network.host(), swarm, MODEL, SHAPES, [(host.peer_id, ())]) is None
+    slow[1][0] = 0.0
+    swap = Stream.swap
+
+    async def damaging(stream, outgoing, incoming, **options):
+        await swap(stream, memoryview(bytes(len(outgoing))), incoming, **options)
+
+    monkeypatch.setattr(Stream, "swap", damaging)
+    assert fetch_state(network.host(), swarm, MODEL, SHAPES, [(host.peer_id, ())]) is None
+
+
+def test_another_model_is_told_the_difference_and_another_swarm_nothing(network, giver):
+    host, swarm, _ = giver
+    with pytest.raises(ModelDiffersError, match=r"tensor 1 has shape \[4\] here and \[3\] there"):
+        fetch_state(network.host(), swarm, "1" * 64, [(300, 1000), (4,)], [(host.peer_id, ())])
+    assert fetch_state(network.host(), "b" * 52, MODEL, SHAPES, [(host.peer_id, ())]) is None
