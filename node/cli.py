@@ -33,7 +33,7 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
         click.option("--folder", type=click.Path(path_type=Path), help="Where checkpoints and metrics go.  [default: runs/NAME]"),
         click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
-        click.option("--threads", type=int, help="Threads for computing."),
+        click.option("--threads", type=int, help="Threads for computing on the CPU.  [default: half of the processors]"),
         click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
         click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="The task to train.  [default: text]"),

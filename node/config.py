@@ -99,7 +99,7 @@ class NodeSettings(_Table):
     folder: PathSetting | None = Field(
         default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."
     )
-    threads: int = Field(default=0, ge=0, le=1024, description="Threads for computing; 0 leaves the choice to PyTorch.")
+    threads: int = Field(default=0, ge=0, le=1024, description="Threads for computing on the CPU; 0 takes half of the processors.")
     slow_on_device: bool = Field(
         default=False, description="Keep the slow weights on the device: faster, for 4 to 8 bytes of its memory a parameter."
     )

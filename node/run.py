@@ -103,8 +103,8 @@ class NodeRun:
         saved = self._saved()
         identity = Identity.load_or_create(self.settings.node.identity_path)
         self.device = resolve_device(self.settings.node.device)
-        if self.settings.node.threads:
-            torch.set_num_threads(self.settings.node.threads)
+        # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
+        torch.set_num_threads(self.settings.node.threads or max((os.cpu_count() or 2) // 2, 1))
         link = self.link
         membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
         try:

@@ -17,6 +17,7 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -222,6 +223,12 @@ class Daemon(P2P):  # type: ignore[misc]
             await self._child.wait()
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)  # if the guard was killed
+
+    def end_by_force(self) -> None:
+        """Have the guard end the process, without the help of the loop; for any thread."""
+        if self._owner == os.getpid() and self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, signal.SIGTERM)
 
     def _terminate(self) -> None:
         if self._owner == os.getpid():  # a forked copy of this object owns nothing

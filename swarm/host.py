@@ -169,7 +169,7 @@ class Host:
             log.warning("the network did not close within %.3g s; its daemon is ended by force", timeout)
         daemon = self._uplink.daemon
         if daemon is not None:  # the loop hangs: the guard takes the daemon down
-            daemon._terminate()
+            daemon.end_by_force()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout * 0.2)

@@ -197,13 +197,6 @@ class Commit(Message):
     nonce: Nonce
 
 
-class Done(Message):
-    """The sender has applied the exchange."""
-
-    KIND = "done"
-    nonce: Nonce
-
-
 class Abort(Message):
     """The exchange is off: neither side applies it."""
 

@@ -108,7 +108,7 @@ def test_defaults_and_descriptions():
     assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull) == ("noloco", 25, 0.7, 0.5, None)
     assert (outer.codec, outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s) == ("float32", 10, 5, 120)
     train = TrainSettings()
-    assert (train.steps, train.seed, train.eval_every) == (1000, 0, 0)
+    assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)
     model: type[BaseModel]
     for model in (Manifest, OuterSettings, TrainSettings):
         for name, field in model.model_fields.items():

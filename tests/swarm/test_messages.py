@@ -71,7 +71,6 @@ ALL = st.one_of(
     ),
     st.builds(m.Ready, nonce=nonces, sha256=hashes),
     st.builds(m.Commit, nonce=nonces),
-    st.builds(m.Done, nonce=nonces),
     st.builds(m.Abort, nonce=nonces, reason=reasons),
     st.builds(m.OutcomeRequest, nonce=nonces),
     st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
