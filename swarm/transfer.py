@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
 REMEMBERED = 1024  # outcomes kept for callees that ask again
-ASK_S = 1.5  # seconds that a callee in doubt spends on asking again
+ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
 Outcome = Literal["committed", "aborted"]
 log = logging.getLogger(__name__)
