@@ -115,6 +115,14 @@ class NodeSettings(_Table):
         default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
     )
 
+    @field_validator("listen", "announce")
+    @classmethod
+    def _addresses(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/[0-9]{1,5}(/[^\s]*)?", address):
+                raise ValueError(f"{address!r} should be written such as /ip4/0.0.0.0/tcp/4001")
+        return value
+
     @field_validator("shard")
     @classmethod
     def _shard(cls, value: str | None) -> str | None:

@@ -149,3 +149,9 @@ def test_host_name_is_a_file_name(monkeypatch):
     assert load().node.name == "box"
     monkeypatch.setattr(config.socket, "gethostname", lambda: "...")
     assert load().node.name == "node"
+
+
+@pytest.mark.parametrize("key", ["listen", "announce"])
+def test_an_address_that_is_none_is_named(key):
+    with pytest.raises(ConfigError, match=r"'4001' should be written such as /ip4/0\.0\.0\.0/tcp/4001"):
+        load(None, {f"node.{key}": ["/ip4/127.0.0.1/tcp/1", "4001"]})
