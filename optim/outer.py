@@ -205,6 +205,8 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
+        if fragment >= len(self._parts):
+            raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
         for flight in self._in_flight[fragment]:
             self._land(fragment, flight)  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
