@@ -249,8 +249,9 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     def _detach(self) -> None:
         """Copy what this step's contributions share with the staging buffers or the slow weights, before those change."""
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)}
-        for flight in (f for flights in self._in_flight.values() for f in flights if f.step == self.steps):
+        just_sent = [flight for flights in self._in_flight.values() for flight in flights if flight.step == self.steps]
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
+        for flight in just_sent:
             flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in flight.contribution]
 
     @torch.no_grad()

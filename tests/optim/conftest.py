@@ -49,7 +49,9 @@ def linear(peer, weights):
     return torch.cat(list(weights)) @ torch.tensor(problem(peer)[0][0], dtype=torch.float32)
 
 
-def run(method, steps, peers=PEERS, *, size=None, seed=0, begin=start, loss=least_squares, faults=None, inner=None, finish=False, **o):
+def run(
+    method, steps, peers=PEERS, *, size=None, seed=0, begin=start, loss=least_squares, faults=None, inner=None, finish=False, **o
+):
     """{peer: slow and fast weights after each step (steps, 5), members of each exchange, virtual seconds, the optimizer}.
 
     The parameters are weights 0-2 and 3-4. ``method(inner, exchange, **o)`` makes the optimizer.

@@ -179,7 +179,8 @@ def test_weights_that_cannot_be_are_refused():
 def test_noloco_with_weights_still_conserves_the_mean(lab, size, pull):
     """Weights count in the pseudo-gradients; the pull is symmetric: without learning, the mean over the peers stays."""
     weights = dict(zip(lab.PEERS, [1.0, 20.0, 5.0, 0.5], strict=True))
-    options = {"every": 1, "lr": 0.7, "momentum": 0.5, "pull": pull, "weight": lambda peer, _: weights[peer], "begin": lab.own_start}
+    options = {"every": 1, "lr": 0.7, "momentum": 0.5, "pull": pull, "begin": lab.own_start}
+    options["weight"] = lambda peer, _: weights[peer]
     still = lab.run(NoLoCo, 10, size=size, inner=lambda w: torch.optim.SGD(w, lr=0.0), **options)
     mean = np.mean([lab.own_start(peer) for peer in lab.PEERS], axis=0)
     lab.close(np.mean([f.slow for f in still.values()], axis=0), np.tile(mean, (10, 1)))
@@ -278,7 +279,7 @@ def test_what_reached_nobody_goes_back_into_the_error_and_each_fragment_has_its_
 
 @pytest.mark.parametrize("arguments", [{"lr": -0.1}, {"momentum": 1.5}, {"mix": 2.0}])
 def test_the_rule_refuses_what_cannot_work(arguments):
-    with pytest.raises(ValueError, match="outer lr|outer momentum|mix must lie"):
+    with pytest.raises(ValueError, match=r"outer lr|outer momentum|mix must lie"):
         DiLoCoRule(**arguments)
 
 

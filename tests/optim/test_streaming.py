@@ -123,7 +123,7 @@ def test_3_and_4_with_mix_one_the_fast_weights_never_hear_the_others(lab, lag, c
 @given(every=st.integers(1, 40), fragments=st.integers(1, 40), lag=st.integers(0, 39))
 def test_6_each_fragment_is_sent_once_a_round_evenly_apart_and_applied_after_the_lag(every, fragments, lag):
     if fragments > every or lag >= every:
-        with pytest.raises(ValueError, match="fragments must be between|lag must be at least 0"):
+        with pytest.raises(ValueError, match=r"fragments must be between|lag must be at least 0"):
             Streaming(every, fragments, lag)
         return
     schedule = Streaming(every, fragments, lag)
@@ -337,6 +337,6 @@ def test_a_schedule_with_more_fragments_than_there_are_is_refused():
     opt = OuterOptimizer(
         torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), rule=DiLoCoRule(), schedule=Streaming(2, 2)
     )
+    opt.step()
     with pytest.raises(ValueError, match="the schedule sends fragment 1, but there are only 1"):
-        for _ in range(2):
-            opt.step()
+        opt.step()
