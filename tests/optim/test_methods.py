@@ -323,3 +323,12 @@ def test_a_joiner_measures_from_the_adopted_weights(name):
     assert (net.weight == 3).all()
     assert (net.bias == 4).all()
     assert opt.round == 13
+
+
+def test_adopting_slow_weights_only_leaves_a_bfloat16_model_where_it_is_to_the_last_bit():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    opt = LocalSGD(torch.optim.SGD([weight], lr=0.0), Alone(), every=1)
+    opt.adopt([torch.full((2,), 1.001)], round=0, into_model=True)
+    opt.adopt([torch.full((2,), 5.003)], round=3)
+    opt.step()
+    torch.testing.assert_close(opt.slow[0], torch.full((2,), 1.001), rtol=0, atol=2e-7)
