@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optim.codec import FLOAT32, Codec, Shape
+from optim.saved import Stateful, fresh
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
@@ -56,7 +58,16 @@ class WithTail:
 
     def fresh(self) -> WithTail:
         """With a fresh codec for the head."""
-        return WithTail(self.codec.fresh(), self.count) if hasattr(self.codec, "fresh") else self
+        return WithTail(fresh(self.codec), self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The head's."""
+        return self.codec.state_dict() if isinstance(self.codec, Stateful) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The head's."""
+        if isinstance(self.codec, Stateful):
+            self.codec.load_state_dict(state_dict)
 
     def _cut(self, shapes: Sequence[Shape]) -> tuple[Sequence[Shape], Sequence[Shape]]:
         return shapes[: -self.count], shapes[-self.count :]

@@ -22,7 +22,7 @@ from optim.codec import FLOAT32, Codec
 from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
 from optim.fragments import positions
 from optim.rule import START, RoundFacts, Rule, State, assign
-from optim.saved import Stateful, check_shapes, fresh, in_place
+from optim.saved import Rejectable, Stateful, check_shapes, fresh, in_place
 from optim.schedule import Schedule, Send
 from optim.weights import Weight, equal
 
@@ -232,7 +232,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         flight.mean = flight.handle.result()
         flight.landed = True
         codec = self._codecs[fragment]
-        if flight.mean is None and isinstance(codec, Stateful):
+        if flight.mean is None and isinstance(codec, Rejectable):
             codec.rejected()
 
     def _due(self, fragment: int, after: int | None) -> None:

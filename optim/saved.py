@@ -13,22 +13,27 @@ from optim.codec import Codec
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A codec with a memory, such as error feedback."""
+    """A codec that may have a memory."""
 
     def fresh(self) -> Codec:
         """The same codec with an empty memory."""
-        ...
-
-    def rejected(self) -> None:
-        """The last encoded contribution reached nobody: take it back into the memory."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """The memory, as copies."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore it."""
+        ...
+
+
+@runtime_checkable
+class Rejectable(Protocol):
+    """A codec with error feedback."""
+
+    def rejected(self) -> None:
+        """The last encoded contribution reached nobody: take it back into the memory."""
         ...
 
 
