@@ -185,13 +185,13 @@ def Eager(
     *,
     every: int = 30,
     lr: float = 0.4,
-    momentum: float = 0.9,
+    momentum: float = 0.6,
     nesterov: bool = True,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
     """Eager updates (2502.12996): the exchange takes a whole round; the own motion is applied at once (``EagerRule``).
 
-    The paper's outer settings were not available to us; these are Streaming DiLoCo's.
+    The paper's outer settings were not available to us. These are stable for any number of peers; momentum 0.9 is not.
     """
     return _outer(inner, exchange, EagerRule(lr, momentum, nesterov), Delayed(every), options)
 

@@ -125,7 +125,7 @@ class EagerRule:
     """
 
     lr: float = 0.4
-    momentum: float = 0.9
+    momentum: float = 0.6
     nesterov: bool = True
 
     def __post_init__(self) -> None:

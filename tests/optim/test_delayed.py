@@ -325,6 +325,7 @@ def test_warnings_name_the_knob():
         DiLoCo(inner, Alone())
         DiLoCo(inner, Alone(), lr=3.0, nesterov=False)
         CO2(inner, Alone())
+        warn_if_unstable(EagerRule().lr, EagerRule().momentum, 1, nesterov=True)
         warn_if_unstable(0.0, 1.0, 2, nesterov=False)
 
 
