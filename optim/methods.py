@@ -75,6 +75,7 @@ def NoLoCo(
     different weights (``weight`` given), which takes two.
     """
     rule = NoLoCoRule(lr, momentum, pull, weighted="weight" in options)
+    warn_if_unstable(lr, momentum, 0, nesterov=False)
     return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="NoLoCo")
 
 
