@@ -10,41 +10,86 @@
         evaluate(model)
 """
 
+from optim.buffers import float_buffers
 from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec, codec_named
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
-from optim.outer import LocalSGD, NoLoCo, OuterOptimizer, RoundInfo
+from optim.fragments import strided
+from optim.methods import (
+    CO2,
+    SPARTA,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Eager,
+    GASLoC,
+    LocalSGD,
+    NoLoCo,
+    Options,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
+from optim.outer import OuterOptimizer, RoundInfo
 from optim.pairing import candidates, groups, mate, order
-from optim.rules import LocalSGDRule, NoLoCoRule, Rule
-from optim.schedule import Apply, Every, Schedule, Send
+from optim.rule import RoundFacts, Rule
+from optim.rules import GASLoCRule, LocalSGDRule, NoLoCoRule
+from optim.rules_delayed import CO2Rule, EagerRule
+from optim.rules_diloco import DecoupledRule, DiLoCoRule, rda
+from optim.schedule import Apply, Delayed, Every, Schedule, Send, Streaming
 from optim.simulation import Faults, Simulation
+from optim.sparta import SpartaRule
+from optim.weights import by_rate, by_steps, by_tokens, equal
 
 __all__ = [
     "BFLOAT16",
+    "CO2",
     "FLOAT16",
     "FLOAT32",
+    "SPARTA",
     "Alone",
     "Apply",
+    "CO2Rule",
     "Codec",
+    "DecoupledDiLoCo",
+    "DecoupledRule",
+    "Delayed",
+    "DiLoCo",
+    "DiLoCoRule",
+    "Eager",
+    "EagerRule",
     "Every",
     "Exchange",
     "Faults",
+    "GASLoC",
+    "GASLoCRule",
     "Handle",
     "LocalSGD",
     "LocalSGDRule",
     "Mean",
     "NoLoCo",
     "NoLoCoRule",
+    "Options",
     "OuterOptimizer",
+    "RoundFacts",
     "RoundInfo",
     "RoundKey",
     "Rule",
     "Schedule",
     "Send",
     "Simulation",
+    "SparseLoCo",
+    "SpartaRule",
+    "Streaming",
+    "StreamingDiLoCo",
+    "by_rate",
+    "by_steps",
+    "by_tokens",
     "candidates",
     "codec_named",
+    "equal",
+    "float_buffers",
     "groups",
     "mate",
     "order",
+    "rda",
+    "strided",
     "weighted_mean",
 ]

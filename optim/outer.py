@@ -8,18 +8,23 @@ to the own contribution alone: local progress is never thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Exchange, Handle, RoundKey
-from optim.rules import LocalSGDRule, NoLoCoRule, Rule, State
-from optim.schedule import Every, Schedule, Send
+from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
+from optim.fragments import positions
+from optim.rule import START, RoundFacts, Rule, State, assign
+from optim.saved import Rejectable, Stateful, check_shapes, fresh, in_place
+from optim.schedule import Schedule, Send
+from optim.weights import Weight, equal
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,11 @@ class RoundInfo:
 @dataclass
 class _InFlight:
     handle: Handle
-    key: RoundKey
+    facts: RoundFacts
     contribution: list[Tensor]
     step: int
+    landed: bool = False
+    mean: Mean | None = None
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -49,15 +56,21 @@ class OuterOptimizer(torch.optim.Optimizer):
     Args:
         inner: any optimizer; its state is local, never exchanged or reset.
         exchange: where contributions go.
-        rule: the outer mathematics (optim/rules.py).
+        rule: the outer mathematics (optim/rule.py).
         schedule: when to send and apply (optim/schedule.py).
-        codec: how contributions become bytes.
+        codec: how contributions become bytes. One with a memory (error feedback) is copied for each fragment.
         run: names the run; peers of different runs never meet.
         slow_device: where the slow weights and the rule's state live, in float32.
         on_round: called with a ``RoundInfo`` after each applied exchange.
+        fragments: the parameters of each fragment; None: one fragment with all of them.
+        weight: of a contribution, as a number or a function of the tokens (``count``) and inner steps since the fragment was sent
+            last (optim/weights.py). 0: stay out of this round's mean, as if absent.
+        buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
+            is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
+        model: the module, for its buffers.
 
     Raises:
-        ValueError: no parameter, or parameters that are not floating point.
+        ValueError: no parameter, parameters that are not floating point, not in exactly one fragment, buffers without a model.
     """
 
     def __init__(
@@ -71,25 +84,41 @@ class OuterOptimizer(torch.optim.Optimizer):
         run: str = "run",
         slow_device: torch.device | str = "cpu",
         on_round: Callable[[RoundInfo], None] | None = None,
+        fragments: Sequence[Sequence[Tensor]] | None = None,
+        weight: float | Weight = equal,
+        buffers: Literal["ignore", "average"] = "ignore",
+        model: nn.Module | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers look into the defaults
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
-        self.codec, self.run, self.on_round = codec, run, on_round
+        self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self._share_with_inner()
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         wrong = [p.dtype for p in self._params if not p.is_floating_point()]
         if wrong or not self._params:
             raise ValueError(f"the outer optimizer averages floating-point parameters, got {wrong or 'none'}")
+        everything = list(range(len(self._params)))
+        self._parts = [everything] if fragments is None else positions(fragments, self._params)
+        if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
+            raise ValueError('buffers must be "ignore", or "average" together with model=')
+        self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
         self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in self._params]
         self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in self._params]
-        self.rule_state: State = {}
+        self._rounding: dict[int, Tensor] = {}
+        """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
+        self.rule_state: State = rule.initial(self.slow)
+        self._codecs = [codec] + [fresh(codec) for _ in self._parts[1:]]
         self.steps = 0
         self.round = 0
         """Label of the next exchange; a peer that fell behind may set it forward to meet the others again."""
-        self._in_flight: dict[int, _InFlight] = {}
+        self.tokens = 0
+        """As told to ``count``."""
+        self._sent_at = [(0, 0) for _ in self._parts]
+        """Steps and tokens when each fragment was sent last."""
+        self._in_flight: dict[int, list[_InFlight]] = {fragment: [] for fragment in range(len(self._parts))}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
@@ -111,112 +140,230 @@ class OuterOptimizer(torch.optim.Optimizer):
         for action in self.schedule.at(self.steps):
             if isinstance(action, Send):
                 self._send(action.fragment)
-            elif action.fragment in self._in_flight:
-                self._apply(action.fragment)
-        for flight in self._in_flight.values():
-            if flight.step == self.steps:  # the staging buffers are overwritten before this one is applied
-                flight.contribution = [tensor.clone() for tensor in flight.contribution]
+            else:
+                self._due(action.fragment, action.after)
+        self._detach()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self.inner.zero_grad(set_to_none)
 
-    @torch.no_grad()
-    def _read_fast(self) -> None:
-        for fast, param in zip(self._fast, self._params, strict=True):
-            fast.copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
-        self._synchronize()
-        # A bfloat16 model cannot hold the slow weights that it restarted from. Without what the rounding took away, the slow
-        # weights would creep back to the model's coarse grid even when nothing is learnt.
-        for fast, slow, param in zip(self._fast, self.slow, self._params, strict=True):
-            if param.dtype.itemsize < fast.dtype.itemsize:
-                fast.add_(slow - slow.to(param.dtype))
+    def count(self, tokens: int) -> None:
+        """Tell how many tokens (or samples) the coming step has learnt from, for weights that depend on them."""
+        self.tokens += tokens
 
     @torch.no_grad()
-    def _write(self, weights: list[Tensor]) -> None:
-        for param, weight in zip(self._params, weights, strict=True):
-            param.copy_(weight, non_blocking=param.is_cuda)
+    def _read_fast(self, part: Sequence[int]) -> None:
+        for index in part:
+            param = self._params[index]
+            self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
+        self._synchronize()
+        # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
+        # weights would creep back to the model's coarse grid even when nothing is learnt.
+        for index in part:
+            if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
+                self._fast[index].add_(self._lost(index))
+
+    def _lost(self, index: int) -> Tensor:
+        """Lost by rounding when the model was given its present starting point: the slow weights unless noted."""
+        slow = self.slow[index]
+        return self._rounding[index] if index in self._rounding else slow - slow.to(self._params[index].dtype)
+
+    @torch.no_grad()
+    def _restart(self, part: Sequence[int]) -> None:
+        """Put the staged fast weights into the model and note what it cannot hold."""
+        self._write(part, self._fast)
+        for index in part:
+            fast, dtype = self._fast[index], self._params[index].dtype
+            self._rounding.pop(index, None)
+            if dtype.itemsize < fast.dtype.itemsize and not torch.equal(fast, self.slow[index]):
+                self._rounding[index] = fast - fast.to(dtype)
+
+    @torch.no_grad()
+    def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
+        for index in part:
+            param = self._params[index]
+            param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
 
     def _synchronize(self) -> None:
         for device in {p.device for p in self._params if p.is_cuda}:
             torch.cuda.synchronize(device)
 
-    @torch.no_grad()
-    def _send(self, fragment: int) -> None:
-        self._read_fast()
-        key = RoundKey(self.run, self.round, fragment)
-        contribution = self.rule.contribution(self.slow, self._fast)
-        handle = self.exchange.start(key, contribution, 1.0, self.codec)
-        self._in_flight[fragment] = _InFlight(handle, key, contribution, self.steps)
-        self.round += 1
+    def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
+        part = self._parts[fragment]
+        state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
+        return [self.slow[index] for index in part], [self._fast[index] for index in part], state
+
+    def _weigh(self, fragment: int) -> float:
+        steps, tokens = self._sent_at[fragment]
+        weight = self.weight(self.tokens - tokens, self.steps - steps) if callable(self.weight) else self.weight
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of a contribution must be finite and not negative, got {weight}")
+        return float(weight)
 
     @torch.no_grad()
-    def _apply(self, fragment: int) -> None:
-        flight = self._in_flight[fragment]
-        mean = flight.handle.result()
-        lag = self.steps - flight.step
+    def _send(self, fragment: int) -> None:
+        if fragment >= len(self._parts):
+            raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
+        for flight in self._in_flight[fragment]:
+            self._land(fragment, flight)  # a fragment is in one exchange at a time
+        weight = self._weigh(fragment)
+        self._read_fast(self._parts[fragment])
+        slow, fast, state = self._of(fragment)
+        facts = RoundFacts(RoundKey(self.run, self.round, fragment), weight or 1.0, weight or 1.0)
+        contribution = self.rule.contribution(slow, fast, state, facts)
+        codec = self._codecs[fragment]
+        tail = self._buffers if fragment == 0 else []
+        if weight > 0:
+            wire = WithTail(codec, len(tail)) if tail else codec
+            handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
+        else:
+            handle = Nobody()
+        self._in_flight[fragment].append(_InFlight(handle, facts, contribution, self.steps, landed=weight == 0))
+        self._sent_at[fragment] = (self.steps, self.tokens)
+        self.round += 1
+
+    def _land(self, fragment: int, flight: _InFlight) -> None:
+        """Wait for the outcome, once."""
+        if flight.landed:
+            return
+        flight.mean = flight.handle.result()
+        flight.landed = True
+        codec = self._codecs[fragment]
+        if flight.mean is None and isinstance(codec, Rejectable):
+            codec.rejected()
+
+    def _due(self, fragment: int, after: int | None) -> None:
+        flights = self._in_flight[fragment]
+        due = next((f for f in flights if after is None or f.step == self.steps - after), None)
+        if due is not None:
+            self._apply(fragment, due)
+        elif flights and flights[-1].step == self.steps:  # a delayed schedule, and before this round's contribution there was none
+            slow, fast, state = self._of(fragment)
+            self._detach()
+            with torch.no_grad():
+                self.rule.apply(slow, fast, [], state, RoundFacts(flights[-1].facts.key, members=0))
+            self._restart(self._parts[fragment])
+
+    def _detach(self) -> None:
+        """Copy what this step's contributions share with the staging buffers or the slow weights, before those change."""
+        just_sent = [flight for flights in self._in_flight.values() for flight in flights if flight.step == self.steps]
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
+        for flight in just_sent:
+            flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in flight.contribution]
+
+    @torch.no_grad()
+    def _apply(self, fragment: int, flight: _InFlight) -> None:
+        self._land(fragment, flight)
+        lag, mean, part = self.steps - flight.step, flight.mean, self._parts[fragment]
         if lag > 0:
-            self._read_fast()
-        tensors = flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors]
-        self.rule.apply(self.slow, self._fast, tensors, self.rule_state, lag)
-        self._write(self._fast)
+            self._detach()
+            self._read_fast(part)
+        slow, fast, state = self._of(fragment)
+        count, weight = len(flight.contribution), flight.facts.weight
+        total, members = (weight, 1) if mean is None else (mean.weight, len(mean.members))
+        facts = RoundFacts(flight.facts.key, weight, total, members, lag, flight.contribution)
+        tensors = flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
+        self.rule.apply(slow, fast, tensors, state, facts)
+        self._restart(part)
+        if mean is not None and fragment == 0:
+            assign(self._buffers, mean.tensors[count:])
         # Only now: had anything above raised, a second call would find the exchange still there.
-        del self._in_flight[fragment]
+        self._in_flight[fragment].remove(flight)
+        self._report(facts.key, mean, lag)
+
+    def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:
         if self.on_round is not None:
-            self.on_round(RoundInfo(flight.key, () if mean is None else mean.members, self.steps, lag))
+            self.on_round(RoundInfo(key, () if mean is None else mean.members, self.steps, lag))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
+        everything = range(len(self._params))
         with torch.no_grad():
             kept = [param.detach().clone() for param in self._params]
-        self._write(self.slow)
+        self._write(everything, self.slow)
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(everything, kept)
 
-    def finish(self) -> None:
-        """Apply what is still in flight (waiting within the exchange's limits). Call it once after the last step."""
-        for fragment in sorted(self._in_flight):
-            self._apply(fragment)
+    @torch.no_grad()
+    def finish(self, *, average: bool = False) -> None:
+        """Apply what is still in flight (waiting within the exchange's limits). Call it once after the last step.
+
+        ``average``: then take the plain mean of the slow weights (and the averaged buffers) over the group once more, as float32,
+        and leave it in the model too. Gossip leaves the peers an ensemble; this makes the group equal. All must do it.
+        """
+        for fragment, flights in self._in_flight.items():
+            for flight in list(flights):
+                self._apply(fragment, flight)
+        if not average:
+            return
+        key = RoundKey(self.run, self.round, len(self._parts))
+        self.round += 1
+        mean = self.exchange.start(key, [*self.slow, *self._buffers], 1.0, FLOAT32).result()
+        if mean is not None:
+            assign([*self.slow, *self._buffers], mean.tensors)
+        assign(self._fast, self.slow)
+        self._restart(range(len(self._params)))
+        if START in self.rule_state:
+            assign(self.rule_state[START], self.slow)
+        self._report(key, mean, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on bit-identically. Exchanges in flight are not kept: they are dropped and sent again."""
+        """Everything needed to go on. Exchanges in flight are not kept: what they carry is sent again with the next contribution.
+
+        Bit-identical at any step at which nothing is in flight (always, when means are applied at once).
+        """
+        rule = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.rule_state.items()}
+        for fragment, flights in self._in_flight.items() if START in rule else ():
+            for flight in flights:
+                for index, motion in zip(self._parts[fragment], flight.contribution, strict=True):
+                    rule[START][index].add_(motion)
         return {
             "inner": self.inner.state_dict(),
             "slow": [tensor.clone() for tensor in self.slow],
-            "rule": {name: [tensor.clone() for tensor in tensors] for name, tensors in self.rule_state.items()},
+            "rounding": {index: tensor.clone() for index, tensor in self._rounding.items()},
+            "rule": rule,
+            "codecs": [codec.state_dict() if isinstance(codec, Stateful) else {} for codec in self._codecs],
             "steps": self.steps,
             "round": self.round,
+            "tokens": self.tokens,
+            "sent_at": [list(pair) for pair in self._sent_at],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned (the model's own weights are the user's to restore).
 
         Raises:
-            ValueError: shapes differ from this model's; nothing is changed then.
+            ValueError: shapes differ from this model's, or another method saved it; nothing is changed then.
         """
-        for name, tensors in {"slow": state_dict["slow"], **state_dict["rule"]}.items():
-            self._check_shapes(f"the saved outer state {name!r}", tensors)
+        rule_state = self.rule.initial(self.slow)
+        check_shapes("the saved outer state 'slow'", state_dict["slow"], self.slow)
+        for name, tensors in state_dict["rule"].items():
+            if name not in rule_state:
+                raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
+            check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
+        sent_at = [(int(steps), int(tokens)) for steps, tokens in state_dict.get("sent_at", self._sent_at)]
+        if len(sent_at) != len(self._parts):
+            raise ValueError(f"the saved outer state has {len(sent_at)} fragments, this optimizer {len(self._parts)}")
         self.inner.load_state_dict(state_dict["inner"])
         self._share_with_inner()
-        self.adopt(state_dict["slow"], round=int(state_dict["round"]))
+        for codec, saved in zip(self._codecs, state_dict.get("codecs", ()), strict=False):
+            if isinstance(codec, Stateful):
+                codec.load_state_dict(saved)
+        in_place(self.slow, state_dict["slow"])
         device = self.slow[0].device
-        self.rule_state = {
-            name: [tensor.to(device, torch.float32, copy=True) for tensor in tensors]
-            for name, tensors in state_dict["rule"].items()
-        }
-        self.steps = int(state_dict["steps"])
-
-    def _check_shapes(self, what: str, tensors: list[Tensor]) -> None:
-        if len(tensors) != len(self.slow):
-            raise ValueError(f"{what} has {len(tensors)} tensors, this model has {len(self.slow)}")
-        for index, (theirs, mine) in enumerate(zip(tensors, self.slow, strict=True)):
-            if theirs.shape != mine.shape:
-                raise ValueError(f"{what} has shape {tuple(theirs.shape)} at tensor {index}, this model has {tuple(mine.shape)}")
+        self._rounding = {int(i): t.to(device, torch.float32, copy=True) for i, t in state_dict.get("rounding", {}).items()}
+        self.rule_state = rule_state  # what a checkpoint from before the first round lacks is as it was then
+        for name, tensors in state_dict["rule"].items():
+            in_place(rule_state[name], tensors)
+        self._drop()
+        self.steps, self.round = int(state_dict["steps"]), int(state_dict["round"])
+        self.tokens, self._sent_at = int(state_dict.get("tokens", 0)), sent_at
 
     @torch.no_grad()
     def adopt(self, slow: list[Tensor], *, round: int, into_model: bool = False) -> None:
@@ -224,62 +371,21 @@ class OuterOptimizer(torch.optim.Optimizer):
 
         ``into_model`` also starts the fast weights there, as a joiner does. ValueError if shapes differ (nothing is changed).
         """
-        self._check_shapes("the given list of slow weights", slow)
-        for mine, given in zip(self.slow, slow, strict=True):
-            mine.copy_(given)
+        check_shapes("the given list of slow weights", slow, self.slow)
+        everything = range(len(self._params))
+        if not into_model:  # the model goes on from where it is, so what it could not hold stays what it was
+            self._rounding.update({i: self._lost(i) for i in everything if self._params[i].dtype.itemsize < 4})
+        in_place(self.slow, slow)
         self.round = round
-        self._in_flight.clear()
+        self._drop()
         if into_model:
-            self._write(self.slow)
+            self._codecs = [fresh(codec) for codec in self._codecs]
+            self.codec = self._codecs[0]
+            assign(self._fast, self.slow)
+            self._restart(everything)
+            if START in self.rule_state:
+                assign(self.rule_state[START], self.slow)
 
-
-def NoLoCo(
-    inner: torch.optim.Optimizer,
-    exchange: Exchange,
-    *,
-    every: int = 50,
-    lr: float = 0.7,
-    momentum: float = 0.5,
-    pull: float | None = None,
-    codec: Codec = FLOAT32,
-    run: str = "run",
-    slow_device: torch.device | str = "cpu",
-    on_round: Callable[[RoundInfo], None] | None = None,
-) -> OuterOptimizer:
-    """NoLoCo (2506.10911): every ``every`` inner steps average with one random peer. See ``NoLoCoRule`` for the mathematics.
-
-    Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent.
-    """
-    return OuterOptimizer(
-        inner,
-        exchange,
-        rule=NoLoCoRule(lr, momentum, pull),
-        schedule=Every(every),
-        codec=codec,
-        run=run,
-        slow_device=slow_device,
-        on_round=on_round,
-    )
-
-
-def LocalSGD(
-    inner: torch.optim.Optimizer,
-    exchange: Exchange,
-    *,
-    every: int = 50,
-    codec: Codec = FLOAT32,
-    run: str = "run",
-    slow_device: torch.device | str = "cpu",
-    on_round: Callable[[RoundInfo], None] | None = None,
-) -> OuterOptimizer:
-    """Local SGD: every ``every`` inner steps replace the weights by their mean over the group."""
-    return OuterOptimizer(
-        inner,
-        exchange,
-        rule=LocalSGDRule(),
-        schedule=Every(every),
-        codec=codec,
-        run=run,
-        slow_device=slow_device,
-        on_round=on_round,
-    )
+    def _drop(self) -> None:
+        for flights in self._in_flight.values():
+            flights.clear()

@@ -18,6 +18,8 @@ class Apply:
     """Wait for a fragment's mean and apply the outer rule."""
 
     fragment: int
+    after: int | None = None
+    """Inner steps since its ``Send``; what was sent then may have been dropped. None: the oldest in flight."""
 
 
 class Schedule(Protocol):
@@ -28,6 +30,13 @@ class Schedule(Protocol):
         ...
 
 
+def _check_every(every: int, fragments: int = 1) -> None:
+    if every < 1:
+        raise ValueError(f"every must be at least 1 inner step, got {every}")
+    if not 1 <= fragments <= every:
+        raise ValueError(f"fragments must be between 1 and every ({every}) so that each has a step of its own, got {fragments}")
+
+
 @dataclass(frozen=True)
 class Every:
     """The whole model once every ``every`` inner steps, applied at once (DiLoCo 2311.08105, NoLoCo 2506.10911)."""
@@ -35,9 +44,65 @@ class Every:
     every: int
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1 inner step, got {self.every}")
+        _check_every(self.every)
 
     def at(self, step: int) -> list[Send | Apply]:
         """Send and apply at each multiple of ``every``."""
         return [Send(0), Apply(0)] if step > 0 and step % self.every == 0 else []
+
+
+def _due(step: int, every: int, fragments: int) -> int | None:
+    """The fragment sent after ``step``: fragment p whenever (step - (p + 1) every / fragments) is a multiple of ``every``."""
+    if step < 1:
+        return None
+    offset = (step - 1) % every + 1  # 1 ... every
+    fragment = (offset * fragments + every - 1) // every - 1
+    return fragment if (fragment + 1) * every // fragments == offset else None
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Each of ``fragments`` once every ``every`` steps, evenly apart, applied ``lag`` steps later (Streaming DiLoCo 2501.18512).
+
+    Unlike torchft's it lets several fragments be in flight and ``every`` be no multiple of ``fragments``.
+    """
+
+    every: int
+    fragments: int = 1
+    lag: int = 0
+
+    def __post_init__(self) -> None:
+        _check_every(self.every, self.fragments)
+        if not 0 <= self.lag < self.every:
+            raise ValueError(
+                f"lag must be at least 0 and below every ({self.every}), got {self.lag}: else a fragment would be sent again "
+                "before its mean was applied"
+            )
+
+    def at(self, step: int) -> list[Send | Apply]:
+        """First what is sent, for the network to begin, then what is applied."""
+        actions: list[Send | Apply] = []
+        if (fragment := _due(step, self.every, self.fragments)) is not None:
+            actions.append(Send(fragment))
+        if (fragment := _due(step - self.lag, self.every, self.fragments)) is not None:
+            actions.append(Apply(fragment, self.lag))
+        return actions
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """As ``Streaming``, but a mean is applied one whole round later, when the fragment is sent again (CO2, eager updates).
+
+    Only for rules that know what is in flight: others would count it twice.
+    """
+
+    every: int
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        _check_every(self.every, self.fragments)
+
+    def at(self, step: int) -> list[Send | Apply]:
+        """Send what was learnt in this round, then apply the mean of the round before."""
+        fragment = _due(step, self.every, self.fragments)
+        return [] if fragment is None else [Send(fragment), Apply(fragment, self.every)]
