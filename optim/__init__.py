@@ -10,7 +10,10 @@
         evaluate(model)
 """
 
-from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec, codec_named
+from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
+from optim.codec_auto import AutoCodec
+from optim.codec_feedback import ErrorFeedback
+from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from optim.outer import LocalSGD, NoLoCo, OuterOptimizer, RoundInfo
 from optim.pairing import candidates, groups, mate, order
@@ -20,11 +23,17 @@ from optim.simulation import Faults, Simulation
 
 __all__ = [
     "BFLOAT16",
+    "E3M0",
     "FLOAT16",
     "FLOAT32",
+    "INT8",
+    "SIGN",
+    "TOPK2",
     "Alone",
     "Apply",
+    "AutoCodec",
     "Codec",
+    "ErrorFeedback",
     "Every",
     "Exchange",
     "Faults",
