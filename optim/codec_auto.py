@@ -106,7 +106,7 @@ class AutoCodec:
         return [[_padded(codec.nbytes([shape])) for codec in self.candidates] for shape in shapes]
 
     def _budget(self, shapes: Sequence[Shape]) -> int:
-        asked = math.floor(self.bits * sum(map(math.prod, shapes)) / 8)
+        asked = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
         return max(asked, sum(map(min, self._sizes(shapes))))
 
     def _measure(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from optim.codec import FLOAT32, Codec
+from optim.codec import FLOAT32, Codec, check_sends_weights
 from optim.exchange import Exchange, Handle, RoundKey
 from optim.rules import LocalSGDRule, NoLoCoRule, Rule, State
 from optim.schedule import Every, Schedule, Send
@@ -248,8 +248,10 @@ def NoLoCo(
 ) -> OuterOptimizer:
     """NoLoCo (2506.10911): every ``every`` inner steps average with one random peer. See ``NoLoCoRule`` for the mathematics.
 
-    Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent.
+    Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent. Both forms send
+    whole weights, so codecs for displacements (e3m0, topk2, sign, auto, any with error feedback) raise ValueError.
     """
+    check_sends_weights(codec, "NoLoCo")
     return OuterOptimizer(
         inner,
         exchange,
@@ -272,7 +274,11 @@ def LocalSGD(
     slow_device: torch.device | str = "cpu",
     on_round: Callable[[RoundInfo], None] | None = None,
 ) -> OuterOptimizer:
-    """Local SGD: every ``every`` inner steps replace the weights by their mean over the group."""
+    """Local SGD: every ``every`` inner steps replace the weights by their mean over the group.
+
+    ValueError for a codec that is for displacements only, since whole weights are sent.
+    """
+    check_sends_weights(codec, "LocalSGD")
     return OuterOptimizer(
         inner,
         exchange,

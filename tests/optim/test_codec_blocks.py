@@ -94,8 +94,8 @@ def test_odd(codec, x):
 
 @pytest.mark.parametrize("codec", BLOCKWISE, **by_name)
 @few
-@given(x=TENSORS, power=st.integers(-30, 30))
-def test_a_power_of_two_goes_through(codec, x, power):
+@given(x=TENSORS, power=st.integers(-10, 30))
+def test_a_power_of_two_goes_through(codec, x, power):  # down to where numbers lose digits
     plain, scaled = through(codec, [x, x * 2.0**power])
     assert torch.equal(plain * 2.0**power, scaled)
 
