@@ -11,7 +11,10 @@
 """
 
 from optim.buffers import float_buffers
-from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec, codec_named
+from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
+from optim.codec_auto import AutoCodec
+from optim.codec_feedback import ErrorFeedback
+from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from optim.fragments import strided
 from optim.methods import (
@@ -41,11 +44,16 @@ from optim.weights import by_rate, by_steps, by_tokens, equal
 __all__ = [
     "BFLOAT16",
     "CO2",
+    "E3M0",
     "FLOAT16",
     "FLOAT32",
+    "INT8",
+    "SIGN",
     "SPARTA",
+    "TOPK2",
     "Alone",
     "Apply",
+    "AutoCodec",
     "CO2Rule",
     "Codec",
     "DecoupledDiLoCo",
@@ -55,6 +63,7 @@ __all__ = [
     "DiLoCoRule",
     "Eager",
     "EagerRule",
+    "ErrorFeedback",
     "Every",
     "Exchange",
     "Faults",

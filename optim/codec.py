@@ -1,6 +1,8 @@
 """How tensors become bytes on the wire, and back.
 
 A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an oversized one before it allocates.
+Here: what a codec is, and plain floats. The others: codec_dense.py (int8, e3m0, sign), codec_topk.py, codec_auto.py (a choice for
+each tensor) and codec_feedback.py (error feedback around any of them). Their names are parsed in codecs.py.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+S = TypeVar("S")
 
 HUGE = 4 << 20  # bytes from which on huge pages pay
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
@@ -36,11 +39,20 @@ def buffer(nbytes: int) -> Tensor:
 
 
 class Codec(Protocol):
-    """Turns a list of tensors into one flat buffer of bytes and back."""
+    """Turns a list of tensors into one flat buffer of bytes and back.
+
+    ``decode`` depends on the payload and the shapes alone, so it may run in another thread than ``encode``, and every peer
+    gets the same values from the same bytes. ``encode`` may keep state (``fresh``).
+    """
 
     @property
     def name(self) -> str:
-        """The name that both partners must agree on."""
+        """The name that both partners must agree on; ``codec_named`` understands it."""
+        ...
+
+    @property
+    def displacement(self) -> bool:
+        """True if only displacements (pseudo-gradients) may be sent: of whole weights it loses too much."""
         ...
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -48,16 +60,77 @@ class Codec(Protocol):
         ...
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A fresh uint8 tensor on the CPU of ``nbytes`` elements; never shares memory with ``tensors``."""
+        """A fresh uint8 tensor on the CPU of ``nbytes`` elements; never shares memory with ``tensors``.
+
+        ValueError if a value cannot be sent (NaN or infinity, except with plain floats); no state has changed then.
+        """
         ...
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """float32 tensors on the CPU of the given shapes; may be views into ``payload``. ValueError if the size is wrong."""
+        """float32 tensors of the given shapes, on the payload's device; may be views into ``payload``.
+
+        ValueError if the size is wrong or the bytes are not those of an ``encode``. Nothing larger than the shapes is allocated.
+        """
+        ...
+
+    def fresh(self) -> Codec:
+        """The same codec without its state, for another fragment or peer; itself if it has none."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restarted node needs to go on bit-identically; empty if there is no state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. ValueError if it is not this codec's; nothing is changed then."""
         ...
 
 
+class Stateless:
+    """The part of ``Codec`` about state, for codecs that have none."""
+
+    def fresh(self: S) -> S:
+        """Itself."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """ValueError unless it is empty."""
+        if state_dict:
+            raise ValueError(f"a codec without state was given the state of {state_dict.get('codec', 'another')}")
+
+
+def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
+    """``payload``, laid out so that it can be viewed as wider numbers. ValueError unless it is ``expected`` bytes long."""
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise ValueError(f"a payload is a flat tensor of bytes, this one is {payload.dtype} of shape {tuple(payload.shape)}")
+    if payload.numel() != expected:
+        raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {expected} in {name}")
+    aligned = payload.stride(0) == 1 and payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
+    return payload if aligned else torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
+
+
+def check_finite(tensors: Sequence[Tensor], what: str) -> None:
+    """ValueError, with ``what`` as its subject, if a value is NaN or infinity."""
+    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
+    if not all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors):
+        raise ValueError(f"{what} holds NaN or infinity: lower the learning rate or clip gradients")
+
+
+def check_sends_weights(codec: Codec, method: str) -> None:
+    """ValueError if ``codec`` is for displacements only; called for every method that sends whole weights."""
+    if codec.displacement:
+        raise ValueError(
+            f"{method} sends whole weights, of which the codec {codec.name} loses too much: choose float32, bfloat16, float16 "
+            "or int8, or a method that sends pseudo-gradients"
+        )
+
+
 @dataclass(frozen=True)
-class FloatCodec:
+class FloatCodec(Stateless):
     """Each value as one little-endian float of ``dtype``, tensor after tensor in row-major order.
 
     float16 overflows above 65,504 and is meant for pseudo-gradients; for whole weights bfloat16 keeps the range of
@@ -66,6 +139,11 @@ class FloatCodec:
 
     name: str
     dtype: torch.dtype
+
+    @property
+    def displacement(self) -> bool:
+        """Weights may be sent."""
+        return False
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
         """Size of the payload in bytes."""
@@ -83,23 +161,11 @@ class FloatCodec:
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """For float32 the result shares the payload's memory; otherwise it is a fresh float32 copy."""
-        if payload.numel() != self.nbytes(shapes):
-            raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}")
-        flat = payload.view(self.dtype).to(torch.float32)
+        flat = check_payload(payload, self.nbytes(shapes), self.name).view(self.dtype).to(torch.float32)
         sizes = [math.prod(shape) for shape in shapes]
         parts = torch.split(flat, sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-
 FLOAT32 = FloatCodec("float32", torch.float32)
 FLOAT16 = FloatCodec("float16", torch.float16)
 BFLOAT16 = FloatCodec("bfloat16", torch.bfloat16)
-
-_CODECS = {codec.name: codec for codec in (FLOAT32, FLOAT16, BFLOAT16)}
-
-
-def codec_named(name: str) -> Codec:
-    """The codec of that name; ValueError lists the known ones."""
-    if name not in _CODECS:
-        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(_CODECS)}")
-    return _CODECS[name]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from optim.codec import FLOAT32, Codec
+from optim.codec import FLOAT32, Codec, check_sends_weights
 from optim.exchange import Exchange
 from optim.fragments import positions, strided
 from optim.outer import OuterOptimizer, RoundInfo
@@ -50,12 +50,8 @@ def _outer(
     fragments: Sequence[Sequence[Tensor]] | None = None,
     weights_sent_by: str | None = None,
 ) -> OuterOptimizer:
-    codec = options.get("codec", FLOAT32)
-    if weights_sent_by is not None and getattr(codec, "displacement", False):
-        raise ValueError(
-            f"{weights_sent_by} sends weights, of which the codec {codec.name} loses too much: choose float32, bfloat16 or "
-            "float16, or a method that sends pseudo-gradients"
-        )
+    if weights_sent_by is not None:
+        check_sends_weights(options.get("codec", FLOAT32), weights_sent_by)
     return OuterOptimizer(inner, exchange, rule=rule, schedule=schedule, fragments=fragments, **options)
 
 
@@ -83,7 +79,7 @@ def LocalSGD(
     inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]
 ) -> OuterOptimizer:
     """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group."""
-    return _outer(inner, exchange, LocalSGDRule(), Every(every), options, weights_sent_by="local SGD")
+    return _outer(inner, exchange, LocalSGDRule(), Every(every), options, weights_sent_by="LocalSGD")
 
 
 def GASLoC(

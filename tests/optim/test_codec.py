@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from optim import BFLOAT16, FLOAT16, FLOAT32, codec_named
+from optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, Alone, LocalSGD, NoLoCo, codec_named
+from optim.codec import check_sends_weights
 
 CODECS = [FLOAT32, FLOAT16, BFLOAT16]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
@@ -99,5 +101,44 @@ def test_bytes_are_little_endian_in_row_major_order():
 
 def test_codecs_are_found_by_name():
     assert [codec_named(codec.name) for codec in CODECS] == CODECS
-    with pytest.raises(ValueError, match=r"unknown codec 'int3': choose one of float32, float16, bfloat16"):
-        codec_named("int3")
+    assert [codec_named(name) for name in ("fp32", "fp16", "bf16")] == CODECS
+    assert [codec_named(codec.name) for codec in (INT8, E3M0, SIGN, TOPK2)] == [INT8, E3M0, SIGN, TOPK2]
+    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef"):
+        assert codec_named(name).name == name
+        assert codec_named(name) is not codec_named(name)  # each has a state of its own
+        assert re.fullmatch(r"[a-z0-9_.:,=+-]{1,64}", name)  # what a message between peers admits
+    spellings = {"topk2+ef:0.950": "topk2+ef:0.95", "sign+ef:1": "sign+ef", "auto:02.0": "auto:2", "bf16+ef": "bfloat16+ef"}
+    for short, name in spellings.items():
+        assert codec_named(short).name == name
+
+
+UNKNOWN = ["int3", "", "int8+", "int8+ef+ef", "int8:4", "auto", "auto:", "topk2+ef:", "INT8", " int8", "int8\n"]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_gets_the_known_ones(name):
+    with pytest.raises(ValueError, match=rf"unknown codec {re.escape(repr(name))}: choose one of float32, float16, bfloat16, int8"):
+        codec_named(name)
+
+
+def test_numbers_out_of_range_are_explained():
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
+        codec_named("int8+ef:1.5")
+    with pytest.raises(ValueError, match="above 0 and up to 32, got 40"):
+        codec_named("auto:40")
+
+
+def test_whole_weights_are_not_sent_through_what_is_for_displacements():
+    for name in ("float32", "float16", "bfloat16", "int8"):
+        check_sends_weights(codec_named(name), "LocalSGD")
+    for name in ("e3m0", "topk2", "sign", "auto:4", "int8+ef"):
+        with pytest.raises(ValueError, match=f"LocalSGD sends whole weights, of which the codec {re.escape(name)} loses too much"):
+            check_sends_weights(codec_named(name), "LocalSGD")
+
+
+@pytest.mark.parametrize("method", [NoLoCo, LocalSGD])
+def test_a_method_that_sends_weights_refuses_such_a_codec(method):
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ValueError, match=rf"{method.__name__} sends whole weights, of which the codec topk2\+ef:0.95"):
+        method(inner, Alone(), codec=codec_named("topk2+ef:0.95"))
+    method(inner, Alone(), codec=INT8)
