@@ -133,11 +133,14 @@ class Transfers:
             deadline=asyncio.get_running_loop().time() + self.exchange_timeout,
             on_progress=hashes.advance,
         )
-        problem = None
+        problem, tensors = None, list[Tensor]()
         if hashes.digest() != theirs.sha256:
             problem = "its payload does not match the digest it announced"
         else:
-            tensors = await asyncio.to_thread(mine.codec.decode, scratch, mine.shapes)
+            try:
+                tensors = await asyncio.to_thread(mine.codec.decode, scratch, mine.shapes)
+            except ValueError as error:  # what a codec raises at bytes that its other side never made
+                problem = f"its payload is not {mine.codec.name}: {error}"
             if not await asyncio.to_thread(_finite, tensors):
                 problem = "its weights hold NaN or infinity"
         if problem is not None:
