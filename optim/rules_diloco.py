@@ -93,8 +93,9 @@ class DecoupledRule:
 
     Directions and lengths are both sent, so that the merge is a mean and any exchange can take it. The merge restores the full
     length whatever a codec left of the direction, so use it with codecs that keep it (one toy run with top-k and error feedback
-    ended far worse than in float32; the cause is not isolated). The quorum, the grace window and the merging server are the exchange's; tokens^2 / steps is ``weights.by_rate``. Whoever receives a fragment goes
-    on from the slow weights (the paper's choice).
+    ended far worse than in float32; the cause is not isolated). The quorum, the grace window and the merging server are the
+    exchange's; tokens^2 / steps is ``weights.by_rate``. Whoever receives a fragment goes on from the slow weights (the paper's
+    choice).
     """
 
     lr: float = 0.7
