@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import psutil
+import torch
 
 from bench._contenders import KINDS
 
@@ -53,6 +54,7 @@ def main(kind: str, number: int, limit: float) -> None:
     watchdog = threading.Timer(limit, overdue)
     watchdog.daemon = True
     watchdog.start()
+    torch.set_num_threads(max((os.cpu_count() or 2) // 2, 1))  # as a node does
     try:
         peer = KINDS[kind](number)
         say(address=peer.address())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,22 +21,32 @@ from torch import Tensor
 Shape = tuple[int, ...]
 S = TypeVar("S")
 
-HUGE = 4 << 20  # bytes from which on huge pages pay
-_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+SMALL = 1 << 20  # bytes; below it fresh memory costs nothing worth keeping
+_kept: deque[bytearray] = deque(maxlen=2)  # what one exchange takes
 
 
 def buffer(nbytes: int) -> Tensor:
-    """A fresh uint8 tensor on the CPU of ``nbytes`` elements, its content undefined.
+    """A uint8 tensor on the CPU of ``nbytes`` elements, its content undefined, its memory in nobody else's use.
 
-    A large one asks for huge pages: to fill memory that was never touched costs three times as much in pages of 4 KiB
-    (20 against 6 ms for 40 MB), and every exchange fills two payloads.
+    When the last tensor in it is gone, the memory is kept for the next call, two of them at most: the kernel takes longer to
+    hand out fresh pages (and the host below, if this is a virtual machine) than it takes to hash what is then put into them.
     """
-    if _HUGE_PAGES is None or nbytes < HUGE:
+    if nbytes < SMALL:
         return torch.empty(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(_HUGE_PAGES)
-    return torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the memory as long as the tensor lives
+    memory = _again(nbytes) or bytearray(nbytes)
+    lease = memoryview(memory)  # the tensor's storage refers to it
+    weakref.finalize(lease, _kept.append, memory).atexit = False
+    return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes)
+
+
+def _again(nbytes: int) -> bytearray | None:
+    """Memory that was kept and fits; what does not fit is let go."""
+    with contextlib.suppress(IndexError):  # none is left
+        while True:
+            memory = _kept.popleft()
+            if nbytes <= len(memory) <= nbytes + nbytes // 4:
+                return memory
+    return None
 
 
 class Codec(Protocol):
