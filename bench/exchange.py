@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-RIVALS = ("tcp", "hivemind")
+RIVALS = ("tcp", "hivemind", "allreduce")
 LIMIT = 1800.0  # seconds that the whole may take
 PATIENCE = 180.0  # seconds for one answer of a process
 
@@ -44,13 +44,12 @@ class Process:
     def __init__(self, kind: str, number: int) -> None:
         self.name = f"{kind} {number}"
         command = [sys.executable, "-m", "bench._end", kind, str(number), str(LIMIT)]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            cwd=ROOT,  # where Python then finds the modules
             start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its processes one by one
         )
         self.answers: queue.Queue[str] = queue.Queue()
@@ -195,7 +194,7 @@ def arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Time the exchange of a pair of nodes on this machine.")
     parser.add_argument("--mb", type=sizes, default=[4, 40, 400], help="sizes in million bytes, separated by commas")
-    parser.add_argument("--against", type=rivals, default=list(RIVALS), help="tcp, hivemind, both, or '' for none")
+    parser.add_argument("--against", type=rivals, default=list(RIVALS), help="of tcp, hivemind and allreduce, or '' for none")
     parser.add_argument("--repeats", type=count, default=5, help="exchanges of each size that count")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser.parse_args()
