@@ -50,7 +50,7 @@ lint: $(TEST)
 	$(BIN)/python -m mypy
 
 bench: $(BENCH)
-	$(BIN)/python bench/exchange.py --mb 4,40,400 --against tcp,hivemind $(ARGS)
+	$(BIN)/python bench/exchange.py --mb 4,40,400 --against tcp,hivemind,allreduce $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
