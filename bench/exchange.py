@@ -2,9 +2,9 @@
 
 Ours is the whole of a round: copy and digest of the tensors, finding the partner, the encrypted transfer both ways through two
 daemons, verification, confirm, mean. Raw TCP moves the same bytes both ways and does nothing else, by asyncio's streams with
-their defaults (bench/_contenders.py says what is faster). "hivemind" is a whole ``step`` of its DecentralizedAverager, finding the partner
-included, "allreduce" the same without that. The contenders take turns, so that a change of the machine's pace meets all of them;
-one turn of each is thrown away, the median of the others counts.
+their defaults (bench/_contenders.py says what is faster). "hivemind" is a whole ``step`` of its DecentralizedAverager, finding
+the partner included, "allreduce" the same without that. The contenders take turns, so that a change of the machine's pace meets
+all of them; one turn of each is thrown away, the median of the others counts.
 """
 
 from __future__ import annotations
