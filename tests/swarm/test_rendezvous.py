@@ -168,7 +168,7 @@ def test_peers_that_disagree_about_the_membership_still_come_to_an_end(network):
 
 def test_peers_left_over_meet_each_other(network):
     # The mates of a and of b are dead.
-    a, b, c, d = peers = [Peer(network, wait=3.0) for _ in range(4)]
+    a, b, c, d = peers = [Peer(network, wait=10.0) for _ in range(4)]  # listening: a second
     round = a_round([peer.id for peer in peers], [(a.id, c.id), (b.id, d.id)])
     c.host.die()
     d.host.die()
