@@ -138,8 +138,8 @@ def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optim
 
 def _backward(task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0) -> None:
     loss = task.loss(model, batch)
-    if not math.isfinite(float(loss)):
-        raise Diverged(f"the training loss is {float(loss)}")
+    if not math.isfinite(value := float(loss.detach())):
+        raise Diverged(f"the training loss is {value}")
     torch.autograd.backward([loss * share])
 
 

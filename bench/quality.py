@@ -71,9 +71,12 @@ class Runner:
     def __init__(self, file: Path | None, jobs: int, until: float) -> None:
         self.file, self.jobs, self.until = file, jobs, until
         self.results: dict[str, dict[str, Any]] = {}
-        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-        for line in lines:
-            if line.endswith("}"):  # the last line may have been cut off
+        if file is not None and file.exists():
+            text = file.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                file.write_text(whole, encoding="utf-8")  # the last line was cut off when a run was stopped
+            for line in whole.splitlines():
                 self._keep(json.loads(line))
 
     def _keep(self, result: dict[str, Any]) -> dict[str, Any]:
