@@ -25,9 +25,18 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     row["loss"] = statistics.fmean(losses) if losses else None
     row["loss_sd"] = statistics.stdev(losses) if len(losses) > 1 else None
     row["loss_averaged"] = statistics.fmean(run["loss_averaged"] for run in good) if good else None
-    row.update(seeds=len(losses), diverged=len(runs) - len(losses))
+    row.update(seeds=len(losses), diverged=len(runs) - len(losses), losses={run["seed"]: run["loss"] for run in good})
     row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
     return row
+
+
+def _above(row: Row, other: Row | None) -> tuple[float, float | None] | None:
+    """How much higher the loss is than the other's: mean and standard deviation over the seeds that both have."""
+    shared = sorted(set(row["losses"]) & set(other["losses"])) if other is not None else []
+    if other is None or not shared:
+        return None
+    ratios = [row["losses"][seed] / other["losses"][seed] - 1 for seed in shared]
+    return statistics.fmean(ratios), statistics.stdev(ratios) if len(ratios) > 1 else None
 
 
 def rows(results: Sequence[Row]) -> list[Row]:
@@ -41,14 +50,18 @@ def rows(results: Sequence[Row]) -> list[Row]:
     found = []
     for cell, settings in cells.items():
         found.append(_row(cell, min(settings.values(), key=lambda runs: (-len(runs), _validation(runs)))))
-    reference = {(row["steps"], row["batch"], row["peers"]): row["loss"] for row in found if row["method"] == "ddp"}
-    anywhere = {key[:2]: loss for key, loss in reference.items()}
+    reference = {(row["steps"], row["batch"], row["peers"]): row for row in found if row["method"] == "ddp"}
+    anywhere = {key[:2]: row for key, row in reference.items()}
     for row in found:
         # Data parallel is the same mathematics for any number of peers, as long as the batch of all together is the same.
         ddp = reference.get((row["steps"], row["batch"], row["peers"]), anywhere.get((row["steps"], row["batch"])))
-        row["above_ddp"] = None if ddp is None or row["loss"] is None else row["loss"] / ddp - 1
+        row["above_ddp"], row["above_ddp_sd"] = _above(row, ddp) or (None, None)
     found.sort(key=lambda row: (row["steps"], row["peers"], row["loss"] if row["loss"] is not None else float("inf")))
     return found
+
+
+def _percent(mean: float | None, sd: float | None) -> str:
+    return "" if mean is None else f"{100 * mean:+.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "") + " %"
 
 
 def _cells(row: Row) -> list[str]:
@@ -64,7 +77,7 @@ def _cells(row: Row) -> list[str]:
         ", ".join(f"{name} {value:g}" for name, value in row["outer"].items()),
         loss,
         "" if averaged is None or averaged == row["loss"] else f"{averaged:.3f}",
-        "" if row["above_ddp"] is None else f"{100 * row['above_ddp']:+.1f} %",
+        _percent(row["above_ddp"], row["above_ddp_sd"]) if row["method"] != "ddp" else "",
         "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.4g}",
         str(row["seeds"]) + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
     ]
@@ -91,21 +104,38 @@ def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _two_budgets(found: Sequence[Row]) -> str:
     """The distance to DDP of whatever was run with several numbers of steps."""
-    by: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
+    by: dict[tuple[Any, ...], dict[int, Row]] = defaultdict(dict)
     for row in found:
         if row["above_ddp"] is not None and row["method"] != "ddp":
-            by[row["method"], row["codec"], row["peers"], row["every"]][row["steps"]] = row["above_ddp"]
+            by[row["method"], row["codec"], row["peers"], row["every"]][row["steps"]] = row
     several = {key: gaps for key, gaps in by.items() if len(gaps) > 1}
-    budgets = sorted({steps for gaps in several.values() for steps in gaps})
     if not several:
         return ""
+    budgets = sorted({steps for gaps in several.values() for steps in gaps})
     lines = [
-        [*map(str, key), *(f"{100 * gaps[steps]:+.1f} %" if steps in gaps else "" for steps in budgets)]
-        for key, gaps in sorted(several.items(), key=lambda item: min(item[1].values()))
+        [*map(str, key), *(_percent(gaps[n]["above_ddp"], gaps[n]["above_ddp_sd"]) if n in gaps else "" for n in budgets)]
+        for key, gaps in sorted(several.items(), key=lambda item: float(item[1][max(item[1])]["above_ddp"]))
     ]
-    return "Above DDP by the number of steps:\n\n" + _markdown(
-        ["method", "codec", "peers", "every", *(f"{steps} steps" for steps in budgets)], lines
-    )
+    heads = ["method", "codec", "peers", "every", *(f"{steps} steps" for steps in budgets)]
+    return "Above ddp, by the number of steps:\n\n" + _markdown(heads, lines)
+
+
+def _codecs(found: Sequence[Row]) -> str:
+    """What each codec costs and saves next to DiLoCo's exchange in float32."""
+    plain = {(r["peers"], r["every"], r["steps"]): r for r in found if r["method"] == "diloco" and r["codec"] == "float32"}
+    lines = []
+    for row in found:
+        other = plain.get((row["peers"], row["every"], row["steps"]))
+        above = _above(row, other) if row["method"] in ("diloco", "sparseloco") and row["codec"] != "float32" else None
+        if above is not None and other is not None:
+            fewer = f"{other['bytes_per_token'] / row['bytes_per_token']:.1f}"
+            where = [str(row[name]) for name in ("peers", "every", "steps")]
+            shared = len(set(row["losses"]) & set(other["losses"]))
+            lines.append([row["method"], row["codec"], *where, _percent(*above), fewer, str(shared)])
+    if not lines:
+        return ""
+    heads = ["method", "codec", "peers", "every", "steps", "against diloco in float32", "times fewer bytes", "seeds"]
+    return "Codecs:\n\n" + _markdown(heads, lines)
 
 
 def markdown(found: Sequence[Row]) -> str:
@@ -114,5 +144,4 @@ def markdown(found: Sequence[Row]) -> str:
     for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (-pair[1], pair[0] != 4, pair[0])):
         lines = [_cells(row) for row in found if (row["peers"], row["steps"]) == (peers, steps)]
         parts.append(f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + _markdown(HEADS, lines))
-    parts.insert(1, _two_budgets(found))
-    return "\n".join(filter(None, parts))
+    return "\n".join(filter(None, [_two_budgets(found), _codecs(found), *parts]))
