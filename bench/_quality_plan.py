@@ -8,7 +8,7 @@ from typing import NamedTuple
 SHORT, LONG = 500, 3000
 PAIRS = 560  # steps of NoLoCo against the heavy ball: a multiple of every 20, 40 and 70
 SPARSE = "topk2+ef:0.95"
-OTHERS = ("local-sgd", "streaming", "gasloc", "noloco-2", "eager", "co2", "decoupled", "diloco-hb")
+OTHERS = ("local-sgd", "streaming", "gasloc", "eager", "co2", "decoupled", "noloco-2", "diloco-hb")
 
 
 class Cell(NamedTuple):
@@ -23,38 +23,49 @@ class Cell(NamedTuple):
     """The ``every`` whose tuning it takes over; None: its own."""
 
 
+class Stage(NamedTuple):
+    """Cells and the seeds that each is run with; ``halve``: half of the learning rate is tried too."""
+
+    cells: Sequence[Cell]
+    seeds: Sequence[int]
+    halve: bool = False
+
+
 def _cell(
     method: str, every: int = 50, *, peers: int = 4, steps: int = SHORT, codec: str = "float32", like: int | None = None
 ) -> Cell:
     return Cell(method, codec, peers, every, steps, like)
 
 
-_LEADERS = [_cell("ddp", 1), _cell("diloco"), _cell("noloco"), _cell("diloco", 10)]
-_LONG = [_cell("ddp", 1, steps=LONG), _cell("diloco", steps=LONG), _cell("noloco", steps=LONG), _cell("diloco", 10, steps=LONG)]
+_LEADERS = [_cell("ddp", 1), _cell("diloco", 10), _cell("diloco"), _cell("noloco")]
+_LONG = [cell._replace(steps=LONG) for cell in _LEADERS]
 _LONG_CODECS = [_cell("diloco", steps=LONG, codec="e3m0+ef"), _cell("sparseloco", steps=LONG, codec=SPARSE)]
-_CODECS = [_cell("diloco", codec=name) for name in ("int8", "e3m0", "e3m0+ef", SPARSE)] + [_cell("sparseloco", codec=SPARSE)]
+_CODECS = [_cell("diloco", codec=name) for name in ("e3m0+ef", "int8")] + [_cell("sparseloco", codec=SPARSE)]
 # With 8 peers a ring sends each payload 1.75 times, a pair once: NoLoCo every 40 steps sends what the heavy ball does every 70.
-# The two-tensor form sends twice as much: as the heavy ball every 35 over a ring; by payloads alone as every 20.
 _GOSSIP = [
     _cell("noloco", 40, peers=8, steps=PAIRS, like=50),
     _cell("diloco-hb", 40, peers=8, steps=PAIRS, like=50),
     _cell("diloco-hb", 70, peers=8, steps=PAIRS, like=50),
     _cell("ddp", 1, peers=8, steps=PAIRS),
-    _cell("noloco-2", 40, peers=8, steps=PAIRS, like=50),
-    _cell("diloco-hb", 20, peers=8, steps=PAIRS, like=50),
 ]
+# The two-tensor form sends twice as much: counted by payloads, as the heavy ball every 20.
+_GOSSIP_2 = [_cell("noloco-2", 40, peers=8, steps=PAIRS, like=50), _cell("diloco-hb", 20, peers=8, steps=PAIRS, like=50)]
 _PEERS = [_cell(method, peers=peers) for peers in (1, 2, 8) for method in ("diloco", "noloco") if peers > 1 or method == "diloco"]
 
 ONE, ALL = (0,), (0, 1, 2)
-STAGES: list[tuple[Sequence[Cell], Sequence[int]]] = [
-    (_LEADERS, ALL),
-    (_LONG, ONE),
-    (_CODECS, ALL),
-    (_LONG_CODECS, ONE),
-    (_GOSSIP, ALL),
-    (_LONG + _LONG_CODECS, (0, 1)),
-    ([_cell(name) for name in OTHERS] + [_cell("ddp-xK", 1), _cell("ddp-updates", 1), _cell("sparta", 1)], ALL),
-    ([*_PEERS, _cell("lookahead", peers=1)], ALL),
-    (_LONG + _LONG_CODECS, ALL),
-    ([*(_cell(name, 10) for name in ("noloco", *OTHERS)), _cell("sparseloco", 10, codec=SPARSE)], ALL),
+STAGES = [
+    Stage(_LEADERS, ALL),
+    Stage(_LONG, ONE),
+    Stage(_CODECS, ALL),
+    Stage(_GOSSIP, ALL),
+    Stage(_LONG_CODECS, ONE),
+    Stage([_cell(name) for name in OTHERS[:4]] + [_cell("ddp-updates", 1), _cell("ddp-xK", 1)], ALL),
+    Stage(_LONG, (0, 1)),
+    Stage(_PEERS, ALL),
+    Stage([_cell(name) for name in OTHERS] + [_cell("sparta", 1), _cell("lookahead", peers=1)], ALL),
+    Stage(_LONG, ONE, halve=True),
+    Stage(_GOSSIP_2, ALL),
+    Stage([_cell("diloco", codec=name) for name in ("e3m0", SPARSE)], ALL),
+    Stage([*(_cell(name, 10) for name in ("noloco", *OTHERS)), _cell("sparseloco", 10, codec=SPARSE)], ALL),
+    Stage(_LONG + _LONG_CODECS, ALL, halve=True),
 ]

@@ -18,10 +18,10 @@ of peers, each of the K peers making N steps with 1/K of the batch. With B = bat
 At K = 1 "diloco" is SNOO and "lookahead" Lookahead. "diloco-hb" is the heavy-ball form, "noloco" sends one tensor (pull = lr),
 "noloco-2" two. See bench/_quality_methods.py for what each may choose from.
 
-Tuning, the same for every method at each ``--every``: with seed 0, ``--tune-steps`` and 4 peers, the learning rates 6e-3 and
-1.2e-2, then the next one (3e-3 or 2.4e-2) on the side of the better one; then, at the best rate, the two other settings. Runs that
-are twice as long or longer also try half of that rate, with seed 0. All choices by the validation half. Codecs take over the choice
-that was made for the method's own.
+Tuning, the same for every method at each ``--every``, by seed 0 with ``--tune-steps`` and 4 peers: its three settings at the
+learning rate 6e-3, then the best of them at 1.2e-2, and at the next rate (3e-3 or 2.4e-2) on the side of the better one. (The
+settings first, because a high outer momentum wants a low rate.) The choice is made on the validation half. Codecs take over the
+choice that was made for the method's own, longer runs that of the short ones.
 
 "loss": nats per byte on the reported half, of the slow weights after ``finish()``; where the peers differ in the end (gossip,
 eager, SPARTA), the mean over their losses; "averaged" is the loss of the mean of their weights instead, one more exchange with
@@ -51,7 +51,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
 from bench._quality_methods import METHODS, Setting
-from bench._quality_plan import STAGES, Cell
+from bench._quality_plan import STAGES, Cell, Stage
 from bench._quality_table import markdown, rows, tables
 from bench._quality_train import Spec, run
 from optim import codec_named
@@ -140,17 +140,16 @@ class Quality:
         if self.lr is not None:
             return self.lr, recipe.settings[0]
         cell = Cell(method, recipe.codec, recipe.tuned_at, every, self.tune_steps)
-        first: list[Chosen] = [(rate, recipe.settings[0]) for rate in RATES]
-        higher = self._best(cell, first[1:3])[0] == RATES[2]
-        lr, _ = self._best(cell, first[1:] if higher else first[:3])
-        return self._best(cell, [(lr, setting) for setting in recipe.settings])
+        middle, higher = RATES[1:3]
+        _, setting = self._best(cell, [(middle, setting) for setting in recipe.settings])
+        up = self._best(cell, [(middle, setting), (higher, setting)])[0] == higher
+        return self._best(cell, [(rate, setting) for rate in (RATES[1:] if up else RATES[:3])])
 
-    def run(self, cell: Cell, seeds: Sequence[int]) -> None:
-        """All seeds of a cell."""
+    def run(self, cell: Cell, seeds: Sequence[int], halve: bool) -> None:
+        """All seeds of a cell; ``halve``: at half of the learning rate, if seed 0 is better there."""
         chosen = self.tuned(cell.method, METHODS[cell.method].every or cell.tuned_every or cell.every)
-        if cell.steps >= 2 * self.tune_steps and self.lr is None:
-            plain = Cell(cell.method, METHODS[cell.method].codec, cell.peers, cell.every, cell.steps)
-            chosen = self._best(plain, [chosen, (chosen[0] / 2, chosen[1])])
+        if halve and self.lr is None:
+            chosen = self._best(cell, [chosen, (chosen[0] / 2, chosen[1])])
         self.runner(self.spec(cell, chosen, seed) for seed in seeds)
 
 
@@ -245,9 +244,9 @@ def main() -> int:
     quality = Quality(runner, options.tune_steps, options.batch, options.lr)
     done, complete = [], False
     try:
-        for stage in STAGES if options.plan else [(_cells(options), range(options.seeds))]:
-            for cell in stage[0]:
-                quality.run(cell, stage[1])
+        for stage in STAGES if options.plan else [Stage(_cells(options), range(options.seeds))]:
+            for cell in stage.cells:
+                quality.run(cell, stage.seeds, stage.halve)
                 done.append(cell)
         complete = True
     except TimeUp:
