@@ -24,11 +24,11 @@ class Cell(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Cells and the seeds that each is run with; ``halve``: half of the learning rate is tried too."""
+    """Cells and the seeds that each is run with; ``again``: half of the learning rate and the default setting are tried too."""
 
     cells: Sequence[Cell]
     seeds: Sequence[int]
-    halve: bool = False
+    again: bool = False
 
 
 def _cell(
@@ -57,18 +57,20 @@ STAGES = [
     Stage(_LEADERS, ALL),
     Stage(_LONG[:2], ONE),
     Stage(_CODECS, ALL),
-    Stage(_LONG, ONE),
+    Stage(_LONG[:1], ONE, again=True),
     Stage(_GOSSIP, ONE),
+    Stage(_LONG[:3], ONE),
     Stage([_cell(name) for name in OTHERS[:4]], ONE),
     Stage(_LONG_CODECS, ONE),
     Stage(_GOSSIP, ALL),
-    Stage(_LONG[:2], (0, 1)),
+    Stage(_LONG, ONE),
+    Stage(_LONG[:2], (0, 1), again=True),
     Stage([_cell(name) for name in OTHERS] + [_cell("ddp-updates", 1), _cell("ddp-xK", 1)], ONE),
     Stage(_PEERS, ALL),
     Stage([_cell(name) for name in OTHERS] + [_cell("sparta", 1), _cell("lookahead", peers=1)], ALL),
-    Stage(_LONG, ONE, halve=True),
+    Stage(_LONG, ONE, again=True),
     Stage(_GOSSIP_2, ALL),
     Stage([_cell("diloco", codec=name) for name in ("int8", "e3m0", SPARSE)], ALL),
     Stage([*(_cell(name, 10) for name in ("noloco", *OTHERS)), _cell("sparseloco", 10, codec=SPARSE)], ALL),
-    Stage(_LONG + _LONG_CODECS, ALL, halve=True),
+    Stage(_LONG + _LONG_CODECS, ALL, again=True),
 ]

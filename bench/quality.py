@@ -21,7 +21,8 @@ At K = 1 "diloco" is SNOO and "lookahead" Lookahead. "diloco-hb" is the heavy-ba
 Tuning, the same for every method at each ``--every``, by seed 0 with ``--tune-steps`` and 4 peers: its three settings at the
 learning rate 6e-3, then the best of them at 1.2e-2, and at the next rate (3e-3 or 2.4e-2) on the side of the better one. (The
 settings first, because a high outer momentum wants a low rate.) The choice is made on the validation half. Codecs take over the
-choice that was made for the method's own, longer runs that of the short ones.
+choice that was made for the method's own, longer runs that of the short ones; the leaders among those are tried at half of the rate
+and with the default setting too.
 
 "loss": nats per byte on the reported half, of the slow weights after ``finish()``; where the peers differ in the end (gossip,
 eager, SPARTA), the mean over their losses; "averaged" is the loss of the mean of their weights instead, one more exchange with
@@ -150,11 +151,12 @@ class Quality:
         best = min(tried, key=_validation)
         return best["lr"], best["outer"]
 
-    def run(self, cell: Cell, seeds: Sequence[int], halve: bool) -> None:
-        """All seeds of a cell; ``halve``: at half of the learning rate, if seed 0 is better there."""
+    def run(self, cell: Cell, seeds: Sequence[int], again: bool) -> None:
+        """All seeds of a cell; ``again``: at half of the learning rate or with the default setting, if seed 0 is better there."""
         chosen = self.tuned(cell.method, METHODS[cell.method].every or cell.tuned_every or cell.every)
-        if halve and self.lr is None:
-            chosen = self._best(cell, [chosen, (chosen[0] / 2, chosen[1])])
+        if again and self.lr is None:
+            lr, setting = chosen
+            chosen = self._best(cell, [chosen, (lr / 2, setting), (lr, METHODS[cell.method].settings[0])])
         self.runner(self.spec(cell, chosen, seed) for seed in seeds)
 
 
@@ -251,7 +253,7 @@ def main() -> int:
     try:
         for stage in STAGES if options.plan else [Stage(_cells(options), range(options.seeds))]:
             for cell in stage.cells:
-                quality.run(cell, stage.seeds, stage.halve)
+                quality.run(cell, stage.seeds, stage.again)
                 done.append(cell)
         complete = True
     except TimeUp:
