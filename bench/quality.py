@@ -156,7 +156,8 @@ class Quality:
         chosen = self.tuned(cell.method, METHODS[cell.method].every or cell.tuned_every or cell.every)
         if again and self.lr is None:
             lr, setting = chosen
-            chosen = self._best(cell, [chosen, (lr / 2, setting), (lr, METHODS[cell.method].settings[0])])
+            plain = cell._replace(codec=METHODS[cell.method].codec)
+            chosen = self._best(plain, [chosen, (lr / 2, setting), (lr, METHODS[cell.method].settings[0])])
         self.runner(self.spec(cell, chosen, seed) for seed in seeds)
 
 
