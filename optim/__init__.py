@@ -32,6 +32,7 @@ from optim.methods import (
 )
 from optim.outer import OuterOptimizer, RoundInfo
 from optim.pairing import candidates, groups, mate, order
+from optim.registry import METHODS, Method, method_named, methods_with
 from optim.rule import RoundFacts, Rule
 from optim.rules import GASLoCRule, LocalSGDRule, NoLoCoRule
 from optim.rules_delayed import CO2Rule, EagerRule
@@ -48,6 +49,7 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "INT8",
+    "METHODS",
     "SIGN",
     "SPARTA",
     "TOPK2",
@@ -73,6 +75,7 @@ __all__ = [
     "LocalSGD",
     "LocalSGDRule",
     "Mean",
+    "Method",
     "NoLoCo",
     "NoLoCoRule",
     "Options",
@@ -97,6 +100,8 @@ __all__ = [
     "float_buffers",
     "groups",
     "mate",
+    "method_named",
+    "methods_with",
     "order",
     "rda",
     "strided",

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from optim.codec import FLOAT32, Codec, check_sends_weights
+from optim.codec_feedback import ErrorFeedback
+from optim.codec_topk import TopK2Codec
 from optim.exchange import Exchange
 from optim.fragments import positions, strided
 from optim.outer import OuterOptimizer, RoundInfo
@@ -27,6 +29,9 @@ from optim.weights import Weight, by_rate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
+"""SparseLoCo's codec, ``topk2+ef:0.95``; a pattern: each optimizer gets one with a memory of its own."""
 
 
 class Options(TypedDict, total=False):
@@ -218,13 +223,20 @@ def CO2(
 
 
 def SparseLoCo(
-    inner: torch.optim.Optimizer, exchange: Exchange, *, codec: Codec, every: int = 30, lr: float = 1.0, **options: Any
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    codec: Codec | None = None,
+    every: int = 30,
+    lr: float = 1.0,
+    **options: Any,
 ) -> OuterOptimizer:
     """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds its error back.
 
     There is no outer momentum: the error buffer plays its role. (The file of that name by NoLoCo's authors has both.)
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose errors fade by 0.95 a round.
     """
-    options["codec"] = codec
+    options["codec"] = SPARSE.fresh() if codec is None else codec
     return DiLoCo(inner, exchange, every=every, lr=lr, momentum=0.0, **options)
 
 
