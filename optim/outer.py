@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
 from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
+from optim.flight import Flight
 from optim.fragments import positions
 from optim.rule import START, RoundFacts, Rule, State, assign
-from optim.saved import Rejectable, Stateful, check_shapes, fresh, in_place
+from optim.saved import Stateful, check_shapes, fresh, in_place
 from optim.schedule import Schedule, Send
 from optim.weights import Weight, equal
 
@@ -38,16 +39,6 @@ class RoundInfo:
     """Inner steps finished when the mean was applied."""
     lag: int
     """Inner steps between sending and applying."""
-
-
-@dataclass
-class _InFlight:
-    handle: Handle
-    facts: RoundFacts
-    contribution: list[Tensor]
-    step: int
-    landed: bool = False
-    mean: Mean | None = None
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -118,7 +109,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """As told to ``count``."""
         self._sent_at = [(0, 0) for _ in self._parts]
         """Steps and tokens when each fragment was sent last."""
-        self._in_flight: dict[int, list[_InFlight]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
@@ -208,7 +199,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         if fragment >= len(self._parts):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
         for flight in self._in_flight[fragment]:
-            self._land(fragment, flight)  # a fragment is in one exchange at a time
+            flight.land(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
@@ -221,19 +212,9 @@ class OuterOptimizer(torch.optim.Optimizer):
             handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
         else:
             handle = Nobody()
-        self._in_flight[fragment].append(_InFlight(handle, facts, contribution, self.steps, landed=weight == 0))
+        self._in_flight[fragment].append(Flight(handle, facts, contribution, self.steps, landed=weight == 0))
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
-
-    def _land(self, fragment: int, flight: _InFlight) -> None:
-        """Wait for the outcome, once."""
-        if flight.landed:
-            return
-        flight.mean = flight.handle.result()
-        flight.landed = True
-        codec = self._codecs[fragment]
-        if flight.mean is None and isinstance(codec, Rejectable):
-            codec.rejected()
 
     def _due(self, fragment: int, after: int | None) -> None:
         flights = self._in_flight[fragment]
@@ -255,8 +236,8 @@ class OuterOptimizer(torch.optim.Optimizer):
             flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in flight.contribution]
 
     @torch.no_grad()
-    def _apply(self, fragment: int, flight: _InFlight) -> None:
-        self._land(fragment, flight)
+    def _apply(self, fragment: int, flight: Flight) -> None:
+        flight.land(self._codecs[fragment])
         lag, mean, part = self.steps - flight.step, flight.mean, self._parts[fragment]
         if lag > 0:
             self._detach()
