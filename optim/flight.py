@@ -20,6 +20,8 @@ class Flight:
     facts: RoundFacts
     contribution: list[Tensor]
     step: int
+    position: int
+    """In the schedule, when it was sent."""
     landed: bool = False
     mean: Mean | None = None
 
