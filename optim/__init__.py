@@ -17,6 +17,7 @@ from optim.codec_feedback import ErrorFeedback
 from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from optim.fragments import strided
+from optim.length import RoundLength, Seconds, Steps, Tokens
 from optim.methods import (
     CO2,
     SPARTA,
@@ -83,14 +84,18 @@ __all__ = [
     "RoundFacts",
     "RoundInfo",
     "RoundKey",
+    "RoundLength",
     "Rule",
     "Schedule",
+    "Seconds",
     "Send",
     "Simulation",
     "SparseLoCo",
     "SpartaRule",
+    "Steps",
     "Streaming",
     "StreamingDiLoCo",
+    "Tokens",
     "by_rate",
     "by_steps",
     "by_tokens",

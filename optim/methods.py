@@ -17,6 +17,7 @@ from optim.codec_feedback import ErrorFeedback
 from optim.codec_topk import TopK2Codec
 from optim.exchange import Exchange
 from optim.fragments import positions, strided
+from optim.length import RoundLength
 from optim.outer import OuterOptimizer, RoundInfo
 from optim.rule import Rule
 from optim.rules import GASLoCRule, LocalSGDRule, NoLoCoRule
@@ -25,7 +26,7 @@ from optim.rules_diloco import DecoupledRule, DiLoCoRule
 from optim.schedule import Delayed, Every, Schedule, Streaming
 from optim.sparta import SpartaRule
 from optim.stability import warn_if_unstable
-from optim.weights import Weight, by_rate
+from optim.weights import Weight, by_rate, equal
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,6 +43,7 @@ class Options(TypedDict, total=False):
     slow_device: torch.device | str
     on_round: Callable[[RoundInfo], None] | None
     weight: float | Weight
+    length: RoundLength | None
     buffers: Literal["ignore", "average"]
     model: nn.Module | None
 
@@ -60,6 +62,18 @@ def _outer(
     return OuterOptimizer(inner, exchange, rule=rule, schedule=schedule, fragments=fragments, **options)
 
 
+def _weighted(options: Options, method: str) -> bool:
+    """True if peers count differently. ValueError for a codec that cannot hold weights divided by what a peer counts."""
+    if options.get("weight", equal) is equal:
+        return False
+    if options.get("codec", FLOAT32).name.startswith("float16"):
+        raise ValueError(
+            f"{method} with uneven weights sends weights divided by the tokens, for which float16 has too small a range: "
+            "choose bfloat16 or float32"
+        )
+    return True
+
+
 def NoLoCo(
     inner: torch.optim.Optimizer,
     exchange: Exchange,
@@ -73,9 +87,9 @@ def NoLoCo(
     """NoLoCo (2506.10911): every ``every`` inner steps average with one random peer. See ``NoLoCoRule`` for the mathematics.
 
     Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent, unless peers have
-    different weights (``weight`` given), which takes two.
+    different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
     """
-    rule = NoLoCoRule(lr, momentum, pull, weighted="weight" in options)
+    rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options, "NoLoCo"))
     warn_if_unstable(lr, momentum, 0, nesterov=False)
     return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="NoLoCo")
 
@@ -83,8 +97,15 @@ def NoLoCo(
 def LocalSGD(
     inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]
 ) -> OuterOptimizer:
-    """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group."""
-    return _outer(inner, exchange, LocalSGDRule(), Every(every), options, weights_sent_by="LocalSGD")
+    """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group.
+
+    With different weights (``weight`` given) what each has learnt is weighted, not where each began, so that the mean over all
+    peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two tensors. Where
+    the group is everyone, all begin equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one.
+    """
+    weighted = _weighted(options, "LocalSGD")
+    rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
+    return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="LocalSGD")
 
 
 def GASLoC(
@@ -101,6 +122,7 @@ def GASLoC(
 
     The defaults are NoLoCo's, for comparison; the paper's were not available to us.
     """
+    _weighted(options, "GASLoC")
     warn_if_unstable(lr, momentum, 0, nesterov=True)
     return _outer(inner, exchange, GASLoCRule(lr, momentum, mix), Every(every), options, weights_sent_by="GASLoC")
 

@@ -229,7 +229,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         due = next((f for f in flights if after is None or f.position == self.position - after), None)
         if due is not None:
             self._apply(fragment, due)
-        elif flights and flights[-1].position == self.position:  # a delayed schedule, and before this round's contribution there was none
+        elif flights and flights[-1].position == self.position:  # a delayed schedule's first round: there was none before
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():

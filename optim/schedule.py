@@ -1,4 +1,4 @@
-"""When to send and when to apply: a pure function of the position, so that every peer agrees and every schedule can be tested alone.
+"""When to send and when to apply: a pure function of the position, so that peers agree and every schedule can be tested alone.
 
 The position is the number of inner steps, unless rounds are tokens or seconds (optim/length.py); "steps" below are positions.
 """
