@@ -9,13 +9,15 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from node.outer import make_outer, tokens_in
 from node.task import Shard, Task
-from optim import Alone, Exchange, LocalSGD, NoLoCo, OuterOptimizer, RoundInfo, codec_named
+from optim import Alone, Exchange, RoundInfo, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
 
@@ -47,8 +49,9 @@ class _MeanLoss:
         self._sum = self._sum + loss.detach()
         self._count += 1
 
-    def take(self) -> float:
-        mean = float(self._sum) / max(self._count, 1)
+    def take(self) -> float | None:
+        """None if there was none since the last call."""
+        mean = float(self._sum) / self._count if self._count else None
         self._sum, self._count = 0.0, 0
         return mean
 
@@ -83,7 +86,12 @@ class Trainer:
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         inner = task.inner_optimizer(self.params)
         self.opt = make_outer(
-            outer, inner, Alone(), slow_device=self.device if slow_on_device else torch.device("cpu"), on_round=on_round
+            outer,
+            inner,
+            Alone(),
+            model=self.model,
+            slow_device=self.device if slow_on_device else torch.device("cpu"),
+            on_round=on_round,
         )
         self.scheduler = task.lr_scheduler(self.opt, train.steps)
         self._recent = _MeanLoss()
@@ -97,8 +105,9 @@ class Trainer:
         self._batches = self.task.batches(shard)
 
     def evaluate(self) -> float:
-        """Held-out loss of the model as it stands, nats."""
-        return float(self.task.evaluate(self.model))
+        """Held-out loss, nats: of the model as it stands, or of the slow weights where the method says so (``Method.slow``)."""
+        with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext():
+            return float(self.task.evaluate(self.model))
 
     def run(
         self,
@@ -119,11 +128,12 @@ class Trainer:
             now = time.monotonic()
             if now - reported >= REPORT_S:
                 speed = (self.opt.steps - since) / (now - reported)
-                on_progress(Progress(self.opt.steps, self._finite(self._recent.take()), speed))
+                on_progress(Progress(self.opt.steps, self._finite(self._recent.take() or 0.0), speed))
                 reported, since = now, self.opt.steps
             after_step()
         if not stop():
-            self.opt.finish()
+            # Who averages with nobody has nothing to gain from it, and would lose the steps since its last round.
+            self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
         return time.monotonic() - began
 
     def step(self) -> None:
@@ -140,14 +150,16 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self._recent.add(loss)
         self._of_round.add(loss)
+        self.opt.count(tokens_in(self.task, batch))
         self.opt.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.opt.zero_grad()
 
-    def round_loss(self) -> float:
-        """Mean training loss since the last call, nats: called once a round. TrainingError if it is not finite."""
-        return self._finite(self._of_round.take())
+    def round_loss(self) -> float | None:
+        """Mean training loss since the last call, nats, None without a step: called once a round. TrainingError if not finite."""
+        loss = self._of_round.take()
+        return None if loss is None else self._finite(loss)
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):
@@ -186,32 +198,6 @@ class Trainer:
         # Batches follow from the shard alone, so drawing and dropping those already seen leads to the next one.
         self._batches = itertools.islice(self.task.batches(self.shard), self.opt.steps, None)
         torch.set_rng_state(state["rng"])
-
-
-def make_outer(
-    settings: OuterSettings,
-    inner: torch.optim.Optimizer,
-    exchange: Exchange,
-    *,
-    slow_device: torch.device,
-    on_round: Callable[[RoundInfo], None] | None,
-) -> OuterOptimizer:
-    """The outer optimizer that the settings describe."""
-    codec = codec_named(settings.codec)
-    if settings.method == "noloco":
-        return NoLoCo(
-            inner,
-            exchange,
-            every=settings.every,
-            lr=settings.lr,
-            momentum=settings.momentum,
-            pull=settings.pull,
-            codec=codec,
-            slow_device=slow_device,
-            on_round=on_round,
-        )
-    # With the method ``none`` the exchange stays ``Alone``: each "mean" is then the own weights, which is no outer step at all.
-    return LocalSGD(inner, exchange, every=settings.every, codec=codec, slow_device=slow_device, on_round=on_round)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -26,10 +26,18 @@ class Flight:
     mean: Mean | None = None
 
     def land(self, codec: Codec) -> None:
-        """Wait for the outcome, once."""
+        """Wait for the outcome, once, and tell it to the codec."""
         if self.landed:
             return
         self.mean = self.handle.result()
         self.landed = True
-        if self.mean is None and isinstance(codec, Rejectable):
-            codec.rejected()
+        if isinstance(codec, Rejectable) and codec.pending:  # an exchange without a partner in view need not have encoded
+            if self.mean is None:
+                codec.rejected(self.contribution)
+            else:
+                codec.accepted()
+
+    def drop(self, codec: Codec) -> None:
+        """Forget it. What it carried is still in the difference of slow and fast weights, and will be sent with that."""
+        if not self.landed and isinstance(codec, Rejectable) and codec.pending:
+            codec.rejected(self.contribution)

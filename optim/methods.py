@@ -16,7 +16,7 @@ from optim.codec import FLOAT32, Codec, check_sends_weights
 from optim.codec_feedback import ErrorFeedback
 from optim.codec_topk import TopK2Codec
 from optim.exchange import Exchange
-from optim.fragments import positions, strided
+from optim.fragments import layers, positions, strided
 from optim.length import RoundLength
 from optim.outer import OuterOptimizer, RoundInfo
 from optim.rule import Rule
@@ -160,7 +160,8 @@ def StreamingDiLoCo(
 ) -> OuterOptimizer:
     """Streaming DiLoCo (2501.18512): a fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
 
-    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each), or lists of parameters.
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; there are never more than
+    layers), or lists of parameters.
     Each fragment has a momentum of its own. Evaluate within ``averaged()``: the slow weights are better than any peer's own.
     lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
     An exchange that fails keeps the fast weights (torchft throws the round away).
@@ -277,4 +278,4 @@ def _cut(fragments: int | Sequence[Sequence[Tensor]], options: Options) -> Seque
     model = options.get("model")
     if model is None:
         raise ValueError(f"to cut {fragments} fragments by layer, hand in model=, or lists of parameters as fragments=")
-    return strided(model, fragments)
+    return strided(model, min(fragments, len(layers(model))))

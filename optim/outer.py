@@ -24,7 +24,7 @@ from optim.flight import Flight
 from optim.fragments import positions
 from optim.length import RoundLength, Steps
 from optim.rule import START, RoundFacts, Rule, State, assign
-from optim.saved import Stateful, check_shapes, fresh, in_place
+from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
 from optim.schedule import Schedule, Send
 from optim.weights import Weight, equal
 
@@ -317,7 +317,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             "slow": [tensor.clone() for tensor in self.slow],
             "rounding": {index: tensor.clone() for index, tensor in self._rounding.items()},
             "rule": rule,
-            "codecs": [codec.state_dict() if isinstance(codec, Stateful) else {} for codec in self._codecs],
+            "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
             "steps": self.steps,
             "position": self.position,
             "length": self.length.state_dict(),
@@ -379,6 +379,12 @@ class OuterOptimizer(torch.optim.Optimizer):
             if START in self.rule_state:
                 assign(self.rule_state[START], self.slow)
 
+    def _unsent(self, fragment: int) -> list[Tensor] | None:
+        """The contribution whose exchange is under way."""
+        return next((flight.contribution for flight in self._in_flight[fragment] if not flight.landed), None)
+
     def _drop(self) -> None:
-        for flights in self._in_flight.values():
+        for fragment, flights in self._in_flight.items():
+            for flight in flights:
+                flight.drop(self._codecs[fragment])
             flights.clear()

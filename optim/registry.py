@@ -53,6 +53,8 @@ class Method:
     """Evaluate with the slow weights (``OuterOptimizer.averaged``): with a delay the fast ones are not where the group is."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the factory that make this method and are no knobs."""
+    weights: Literal["equal", "tokens", "rate"] = "equal"
+    """How contributions are weighed where nothing is said (optim/weights.py)."""
     codec: Codec = FLOAT32
     """Its own codec, where none is asked for."""
 
@@ -81,7 +83,10 @@ _ALL = (
     Method("diloco", DiLoCo, "everyone", "displacement", "few, equal, reliable peers: all hold the same weights after a round"),
     Method("diloco-hb", DiLoCo, "everyone", "displacement", "diloco with heavy-ball momentum", fixed={"nesterov": False}),
     Method("streaming", StreamingDiLoCo, "everyone", "displacement", "a thin link: fragments, sent while training", slow=True),
-    Method("decoupled", DecoupledDiLoCo, "everyone", "displacement", "uneven peers: fragments, merged by direction", slow=True),
+    Method(
+        "decoupled", DecoupledDiLoCo, "everyone", "displacement", "uneven peers: fragments, merged by direction",
+        slow=True, weights="rate",
+    ),
     Method("eager", Eager, "everyone", "displacement", "a slow link: the exchange has a whole round of time", slow=True),
     Method("co2", CO2, "everyone", "displacement", "the same, with a penalty on stale means and a clip", slow=True),
     Method("sparseloco", SparseLoCo, "everyone", "displacement", "the fewest bytes: the largest values in 2 bits", codec=SPARSE),
