@@ -58,6 +58,9 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="How to average: noloco, local, gasloc (with one partner), diloco, diloco-hb, streaming, decoupled, eager, co2, "
             "sparseloco, sparta (over everyone), or none.  [default: noloco]",
         ),
+        click.option(
+            "--round", "length", metavar="LENGTH", help="Of a round: steps, tokens:N, seconds:S or seconds:auto.  [default: steps]"
+        ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
         click.option(
@@ -73,7 +76,7 @@ def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """What the options of ``_outer_options`` say, as dotted settings."""
     from node.config import assignment
 
-    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "finish")}
+    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "finish")} | {"outer.round": flags.get("length")}
     return {**dict(map(assignment, flags.get("assigned", ()))), **{key: value for key, value in named.items() if value is not None}}
 
 
@@ -121,7 +124,7 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     from node.demo import run_demo, summary
 
     outer = _outer_overrides(options)
-    own = {name: value for name, value in options.items() if name not in ("method", "codec", "finish", "assigned")}
+    own = {name: value for name, value in options.items() if name not in ("method", "length", "codec", "finish", "assigned")}
     report = run_demo(verbose=verbose, outer=outer, **own)
     click.echo(json.dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from optim import Exchange, OuterOptimizer, RoundInfo, by_rate, by_tokens, codec_named, equal, method_named
+from node.task import elements
+from optim import Exchange, OuterOptimizer, RoundInfo, RoundLength, by_rate, by_tokens, codec_named, equal, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings
 
@@ -25,13 +26,14 @@ def make_outer(
     *,
     model: torch.nn.Module,
     slow_device: torch.device,
+    length: RoundLength | None = None,
     on_round: Callable[[RoundInfo], None] | None,
 ) -> OuterOptimizer:
     """The outer optimizer that the settings describe. OuterError, where only the model shows that they cannot be used."""
     method = method_named(settings.method)
     options: dict[str, Any] = {"codec": codec_named(settings.codec)} if settings.codec is not None else {}
-    if (settings.weights or method.weights) != method.weights:
-        options["weight"] = WEIGHTS[settings.weights or method.weights]
+    if settings.weighing != method.weights:
+        options["weight"] = WEIGHTS[settings.weighing]
     try:
         return method.make(
             inner,
@@ -39,6 +41,7 @@ def make_outer(
             model=model,
             buffers=settings.buffers,
             slow_device=slow_device,
+            length=length,
             on_round=on_round,
             **settings.knobs(),
             **options,
@@ -47,18 +50,13 @@ def make_outer(
         raise OuterError(f"The outer settings cannot be used for {settings.method!r}: {error}.") from error
 
 
-
 def tokens_in(task: Any, batch: Any) -> int:
-    """How much a batch counts: what the task's ``tokens(batch)`` says, else the number of elements of its first tensor, else 1."""
+    """How much a batch counts: what the task's ``tokens(batch)`` says, else the number of elements of its first tensor, else 1.
+
+    OuterError unless that is at least 1.
+    """
     own = getattr(task, "tokens", None)
-    if callable(own):
-        return int(own(batch))
-    first = _first_tensor(batch)
-    return 1 if first is None else first.numel()
-
-
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    if isinstance(batch, torch.Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+    tokens = int(own(batch)) if callable(own) else elements(batch)
+    if tokens < 1:
+        raise OuterError(f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number of at least 1.")
+    return tokens

@@ -147,7 +147,12 @@ class NodeRun:
             device=self.device,
             slow_on_device=self.settings.node.slow_on_device,
             on_round=self._on_round,
+            speeds=self._speeds,
         )
+
+    def _speeds(self) -> list[float]:
+        """Inner steps a second of all members, as they say."""
+        return [member.steps_per_s for member in self.directory.members().values()]
 
     def _in_swarm(self, saved: dict[str, Any] | None) -> Result:
         membership = self.membership

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from node.outer import make_outer, tokens_in
+from node.pace import Speed, round_length
 from node.task import Shard, Task
 from optim import Alone, Exchange, RoundInfo, method_named
 from swarm.errors import ShoalError
@@ -36,6 +37,7 @@ class Progress:
     loss: float
     """Mean training loss since the last report, nats."""
     steps_per_s: float
+    """Of late, and not counting what was spent waiting for others."""
 
 
 class _MeanLoss:
@@ -67,6 +69,7 @@ class Trainer:
         device: where the model lives.
         slow_on_device: keep the slow weights there too.
         on_round: called after each outer step with its ``RoundInfo``.
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (node/pace.py).
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class Trainer:
         device: torch.device | None = None,
         slow_on_device: bool = False,
         on_round: Callable[[RoundInfo], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        speeds: Callable[[], Iterable[float]] = lambda: (),
     ) -> None:
         self.task, self.outer, self.train = task, outer, train
         self.device = device or torch.device("cpu")
@@ -91,6 +96,7 @@ class Trainer:
             Alone(),
             model=self.model,
             slow_device=self.device if slow_on_device else torch.device("cpu"),
+            length=round_length(outer.round, clock, speeds),
             on_round=on_round,
         )
         self.scheduler = task.lr_scheduler(self.opt, train.steps)
@@ -103,6 +109,10 @@ class Trainer:
             self.opt.exchange = exchange
         self.opt.run, self.shard = run, shard
         self._batches = self.task.batches(shard)
+
+    def _waited(self) -> float:
+        """Seconds spent waiting for others so far, as the network's exchanges count them."""
+        return float(getattr(self.opt.exchange, "waited", 0.0))
 
     def evaluate(self) -> float:
         """Held-out loss, nats: of the model as it stands, or of the slow weights where the method says so (``Method.slow``)."""
@@ -122,15 +132,18 @@ class Trainer:
             TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
-        since = self.opt.steps
+        since, idle, speed = self.opt.steps, self._waited(), Speed()
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
             now = time.monotonic()
             if now - reported >= REPORT_S:
-                speed = (self.opt.steps - since) / (now - reported)
-                on_progress(Progress(self.opt.steps, self._finite(self._recent.take() or 0.0), speed))
-                reported, since = now, self.opt.steps
+                loss = self._finite(self._recent.take() or 0.0)  # a GPU has caught up then
+                busy = time.monotonic() - reported - (self._waited() - idle)
+                on_progress(Progress(self.opt.steps, loss, speed.add(self.opt.steps - since, busy)))
+                reported, since, idle = time.monotonic(), self.opt.steps, self._waited()
+            before = time.monotonic()
             after_step()
+            reported += time.monotonic() - before  # saving and evaluating are no inner steps
         if not stop():
             # Who averages with nobody has nothing to gain from it, and would lose the steps since its last round.
             self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from swarm.errors import MessageError
 from swarm.messages import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unseal
+from swarm.round_setting import RoundSetting
 
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
@@ -47,6 +48,11 @@ class OuterSettings(BaseModel):
     every: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Inner steps in a round, between two exchanges of the same weights."
     )
+    round: RoundSetting = Field(
+        default="steps",
+        description="Length of a round: steps (as many as every says), tokens:N, seconds:S, or seconds:auto (so that the slowest "
+        "useful peer makes 10 steps). Seconds need clocks that agree to much less than wait_s.",
+    )
     lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
     pull: float | None = Field(
@@ -70,7 +76,8 @@ class OuterSettings(BaseModel):
     clip: float | None = Field(default=None, gt=0, le=1e9, description="co2: largest absolute value in the outer momentum.")
     part: float | None = Field(default=None, gt=0, le=1, description="sparta: part of the weights that is averaged each time.")
     weights: Literal["equal", "tokens", "rate"] | None = Field(
-        default=None, description="How much a peer counts in the mean: equal, tokens, or rate (tokens times tokens over steps)."
+        default=None,
+        description="How much a peer counts in the mean: equal, tokens, or rate (tokens times tokens over steps).",
     )
     buffers: Literal["ignore", "average"] = Field(
         default="ignore", description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average)."
@@ -124,6 +131,20 @@ class OuterSettings(BaseModel):
             method.check_codec(codec_named(self.codec))
         return self
 
+    @property
+    def weighing(self) -> Literal["equal", "tokens", "rate"]:
+        """``weights``, or what is usual: tokens in rounds of seconds, where peers learn from unequally much, else the method's.
+
+        In rounds of steps or tokens all learn from as much, and weights would only cost noloco and local twice the bytes.
+        """
+        from optim import method_named
+
+        method = method_named(self.method)
+        if method.group == "nobody":
+            return "equal"
+        uneven = self.round.startswith("seconds") and method.weights == "equal"
+        return self.weights or ("tokens" if uneven else method.weights)
+
     def knobs(self) -> dict[str, int | float]:
         """The method's knobs that are given."""
         return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None}
@@ -135,7 +156,7 @@ class OuterSettings(BaseModel):
         method = method_named(self.method)
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
         return self.model_copy(
-            update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weights or method.weights}
+            update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing}
         )
 
 

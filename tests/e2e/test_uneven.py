@@ -1,0 +1,44 @@
+"""Two real nodes, one ten times as quick as the other, in rounds of seconds."""
+
+import itertools
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+TASK = f"{Path(__file__).parent / 'uneven_task.py'}:Uneven"
+ROUNDS = 6
+
+
+def rounds(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "round"]
+
+
+@pytest.mark.parametrize("length", ["seconds:2", "seconds:auto"])
+def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, length):
+    table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": length})
+    quick = shoal.node("up", table, "quick", "--hooks", TASK, "--shard", "0/2")
+    link = quick.line()
+    slow = shoal.node("join", link, "slow", "--hooks", TASK, "--shard", "1/2")
+    eventually(lambda: min(len(rounds(shoal, name)) for name in ("quick", "slow")) >= ROUNDS, 60, "six rounds")
+    slow.signal(signal.SIGINT)
+    quick.signal(signal.SIGINT)
+    assert (slow.wait(), quick.wait()) == (130, 130)
+
+    met = {name: {event["round"]: event for event in rounds(shoal, name)} for name in ("quick", "slow")}
+    # The very last one may be the round in which the other was told to stop.
+    common = sorted(set(met["quick"]) & set(met["slow"]))[: ROUNDS - 1]
+    assert common == list(range(common[0], common[0] + ROUNDS - 1))
+    assert common[0] <= 1
+    assert {met["quick"][number]["partner"] for number in common} == {"slow"}
+    assert {met["slow"][number]["partner"] for number in common} == {"quick"}
+    steps = {name: [met[name][number]["step"] for number in common] for name in met}
+    made = {name: [later - earlier for earlier, later in itertools.pairwise(ends)] for name, ends in steps.items()}
+    assert all(q > s >= 1 for q, s in zip(made["quick"], made["slow"], strict=True))
+    assert shoal.left() == []
+
+
+def test_a_round_that_is_none_is_said_before_anything_starts(shoal):
+    error = shoal.start("up", "--round", "seconds:0").error()
+    assert re.fullmatch(r"The setting outer\.round='seconds:0' cannot be used: a round must take between 0\.1 and .* seconds\.", error)
