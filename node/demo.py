@@ -226,13 +226,19 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
         done //= every
         if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
             shown = done
-            ended = [[event for event in node if event["event"] == "round" and event["step"] == done * every] for node in events]
+            ended = [_ended(node, done * every) for node in events]
             losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in (_loss(node) for node in ended))
             moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
             alone = sum(event["partner"] is None for node in ended for event in node)
             display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {alone} alone")
             if done == rounds:
                 display.message("now the same once more without any exchange, to compare")
+
+
+def _ended(events: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The exchanges that ended last by ``step``; where rounds are not steps, that is seldom at ``step`` itself."""
+    rounds = [event for event in events if event["event"] == "round" and event["step"] <= step]
+    return [event for event in rounds if event["step"] == rounds[-1]["step"]]
 
 
 def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
@@ -249,7 +255,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def spreads(folders: Sequence[Path]) -> list[float]:
     """Per round: RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
-    names = sorted(path.name for path in folders[0].glob("*.safetensors")) if folders[0].is_dir() else []
+    # Rounds of seconds: a quick node ends sooner, and then has fewer.
+    names = sorted(set.intersection(*({path.name for path in folder.glob("*.safetensors")} for folder in folders)))
     result = []
     for name in names:
         flat = torch.stack([_flat(folder / name) for folder in folders])  # (K, d)

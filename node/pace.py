@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from statistics import median_high
 
 from optim import RoundLength, Seconds, Steps, Tokens
 from optim.length_auto import agreed_seconds
@@ -13,20 +14,19 @@ WINDOW = 20  # reports that the speed is measured over
 
 
 class Speed:
-    """Inner steps a second, without what is spent waiting for others, over the last reports."""
+    """Inner steps a second, as they usually are: the median of the last reports.
+
+    So neither the first one, which compiles and reads data for the first time, nor one in which the machine slept, counts much.
+    """
 
     def __init__(self) -> None:
-        self._reports: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._warm = False
+        self._rates: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, steps: int, seconds: float) -> float:
-        """The speed, after one more report of ``steps`` inner steps that took ``seconds``."""
-        if len(self._reports) == 1 and not self._warm:  # the first one warms up, compiles and reads data for the first time
-            self._reports.clear()
-            self._warm = True
-        self._reports.append((steps, max(seconds, 0.0)))
-        took = sum(seconds for _, seconds in self._reports)
-        return sum(steps for steps, _ in self._reports) / took if took > 0 else 0.0
+        """The speed, after one more report of ``steps`` inner steps that took ``seconds`` without waiting for others."""
+        if seconds > 0:
+            self._rates.append(steps / seconds)
+        return median_high(self._rates) if self._rates else 0.0
 
 
 def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], Iterable[float]]) -> RoundLength:

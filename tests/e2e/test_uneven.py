@@ -1,27 +1,26 @@
 """Two real nodes, one ten times as quick as the other, in rounds of seconds."""
 
 import itertools
-import re
 import signal
 from pathlib import Path
 
 import pytest
 
 TASK = f"{Path(__file__).parent / 'uneven_task.py'}:Uneven"
-ROUNDS = 6
+ROUNDS = 5
 
 
 def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "round"]
 
 
-@pytest.mark.parametrize("length", ["seconds:2", "seconds:auto"])
+@pytest.mark.parametrize("length", ["seconds:1", "seconds:auto"])
 def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, length):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": length})
     quick = shoal.node("up", table, "quick", "--hooks", TASK, "--shard", "0/2")
     link = quick.line()
     slow = shoal.node("join", link, "slow", "--hooks", TASK, "--shard", "1/2")
-    eventually(lambda: min(len(rounds(shoal, name)) for name in ("quick", "slow")) >= ROUNDS, 60, "six rounds")
+    eventually(lambda: min(len(rounds(shoal, name)) for name in ("quick", "slow")) >= ROUNDS, 60, "five rounds")
     slow.signal(signal.SIGINT)
     quick.signal(signal.SIGINT)
     assert (slow.wait(), quick.wait()) == (130, 130)
@@ -41,4 +40,4 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
 
 def test_a_round_that_is_none_is_said_before_anything_starts(shoal):
     error = shoal.start("up", "--round", "seconds:0").error()
-    assert re.fullmatch(r"The setting outer\.round='seconds:0' cannot be used: a round must take between 0\.1 and .* seconds\.", error)
+    assert error == "The setting outer.round='seconds:0' cannot be used: a round must take between 0.1 and 86400 seconds."

@@ -10,10 +10,10 @@ NOBODY = threading.Event()
 
 
 class Uneven(Task):
-    """Least squares in 64 dimensions; a step takes ``quick_s`` or ``slow_s`` seconds, in which the processor is free. No data is read."""
+    """Least squares in 64 dimensions; a step takes ``quick_s`` or ``slow_s`` seconds, in which the processor is free."""
 
     def __init__(self, quick_s=0.02, slow_s=0.2, data=""):
-        self.quick_s, self.slow_s = quick_s, slow_s
+        self.quick_s, self.slow_s = quick_s, slow_s  # data: the fixture hands some to every node; it is not read
 
     def model(self):
         return torch.nn.Linear(64, 1)

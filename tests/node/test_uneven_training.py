@@ -8,7 +8,6 @@ import torch
 from node import trainer as trainer_module
 from node.config import ConfigError, load
 from node.outer import OuterError
-from node.pace import Speed
 from node.task import Shard, Task
 from node.trainer import Trainer
 from optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
@@ -113,7 +112,8 @@ def test_tokens_are_what_the_task_says_or_the_first_tensor():
 
 
 @pytest.mark.parametrize(
-    ("round", "rounds"), [("steps", 5), ("tokens:96", 5), ("tokens:24", 20), ("seconds:8", 5), ("seconds:10", 4), ("seconds:auto", 5)]
+    ("round", "rounds"),
+    [("steps", 5), ("tokens:96", 5), ("tokens:24", 20), ("seconds:8", 5), ("seconds:10", 4), ("seconds:auto", 5)],
 )
 def test_the_setting_decides_when_a_round_is_over(round, rounds):
     now, infos = [1000.0], []
@@ -193,9 +193,3 @@ def test_the_reported_speed_counts_neither_waiting_nor_what_is_done_between_step
     trainer.run(on_progress=reports.append, after_step=between)
     assert len(reports) > 40
     assert {report.steps_per_s for report in reports} == {4.0}
-
-
-def test_the_speed_recovers_from_a_slow_start():
-    speed = Speed()
-    assert speed.add(1, 60.0) < 0.1
-    assert speed.add(10, 1.0) == 10.0
