@@ -184,10 +184,18 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.opt.state_dict(),
+            "parameters": self._names(),
             "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
             "rng": torch.get_rng_state(),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
         }
+
+    def _names(self) -> list[list[str]]:
+        """Of each parameter, in the order of the slow weights: all its names in the model's state."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [names.get(id(parameter), []) for group in self.opt.param_groups for parameter in group["params"]]
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. TrainingError if it belongs to another model or shard; nothing is changed then."""

@@ -11,8 +11,10 @@ from node.exchange import check_exchange
 from node.outer import OuterError, make_outer, tokens_in
 from node.task import Shard, Task
 from node.trainer import Trainer
-from optim import METHODS, Alone, NoLoCoRule, Simulation, by_rate, by_tokens, equal, method_named, methods_with
+from optim import METHODS, Alone, NoLoCoRule, Simulation, by_rate, by_tokens, codec_named, equal, method_named, methods_with
+from optim.buffers import WithTail
 from swarm.manifest import KNOBS, OuterSettings, TrainSettings
+from swarm.messages import Offer
 
 EVERY, PEERS = 4, ["0", "1"]
 VALUES = {
@@ -99,6 +101,14 @@ def test_a_knob_of_other_methods_is_refused_by_name(name, knob):
         return
     with pytest.raises(ValueError, match=f"the method '{name}' has no {knob}: leave it out, or choose one that has it "):
         OuterSettings.model_validate({"method": name, knob: VALUES[knob]})
+
+
+@pytest.mark.parametrize("name", ["float32", "topk2+ef:0.95", "auto:2.5+ef:0.999"])
+def test_a_codecs_name_fits_the_wire_also_with_buffers(name):
+    (pattern,) = [bound.pattern for bound in Offer.model_fields["codec"].metadata if getattr(bound, "pattern", None)]
+    codec = codec_named(name)
+    assert re.fullmatch(pattern, codec.name)
+    assert re.fullmatch(pattern, WithTail(codec, 1000).name)
 
 
 def test_weights_are_the_methods_own_unless_asked_for():
