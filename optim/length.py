@@ -99,6 +99,9 @@ class Seconds:
     ones. So nobody waits for another peer longer than that peer's step takes. A round of less than half the length is not worth an
     exchange: it goes on to the next multiple. A clock that is set forward or back costs at most one round of wrong length.
 
+    That peers do as many steps as they can is Anarchic Federated Learning's idea (2108.09875), a common length that follows from
+    measured speeds FedCompass's (2309.14675); the common moments are ours.
+
     ``seconds``: a number, or a function that is asked when a round begins (optim/length_auto.py).
     ``clock``: seconds since a moment that is the same for all peers, such as ``time.time``; a simulation's own.
 
