@@ -2,20 +2,23 @@
 
 import re
 import typing
+from pathlib import Path
 
 import pytest
 import torch
 
+from node import checkpoint
 from node.cli import demo, up
 from node.exchange import check_exchange
 from node.outer import OuterError, make_outer, tokens_in
 from node.task import Shard, Task
 from node.trainer import Trainer
-from optim import METHODS, Alone, NoLoCoRule, Simulation, by_rate, by_tokens, codec_named, equal, method_named, methods_with
+from optim import METHODS, Alone, Mean, NoLoCoRule, Simulation, by_rate, by_tokens, codec_named, equal, method_named, methods_with
 from optim.buffers import WithTail
 from swarm.manifest import KNOBS, OuterSettings, TrainSettings
 from swarm.messages import Offer
 
+README = Path(__file__).parents[2] / "README.md"
 EVERY, PEERS = 4, ["0", "1"]
 VALUES = {
     "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
@@ -69,6 +72,14 @@ def test_the_help_names_every_method(command):
     assert [name for name in METHODS if name not in words] == []
 
 
+def test_the_readmes_table_has_every_method_with_whom_it_meets_and_a_command():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([a-z ]+) \| .* \| `(shoal .*)` \|$", README.read_text(encoding="utf-8"), re.M)
+    who = {"a partner": "pair", "everyone": "everyone", "nobody": "nobody"}
+    assert {name: who[group] for name, group, _ in rows} == {name: method.group for name, method in METHODS.items()}
+    for name, _, command in rows:
+        assert f"--method {name}" in command or name == "noloco"
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_not_said_is_the_methods_own(name):
     torch.manual_seed(0)
@@ -77,7 +88,8 @@ def test_what_is_not_said_is_the_methods_own(name):
     task = Layers()
     model = task.model()
     theirs = method_named(name).make(task.inner_optimizer(model.parameters()), Alone(), model=model)
-    resolved = made(OuterSettings(method=name).resolved())
+    written = OuterSettings(method=name).resolved().model_dump_json()  # as in a manifest
+    resolved = made(OuterSettings.model_validate_json(written))
     for opt in (ours, resolved):
         assert (opt.rule, opt.schedule, opt.weight) == (theirs.rule, theirs.schedule, theirs.weight)
         assert opt.codec.name == theirs.codec.name
@@ -143,6 +155,41 @@ def test_every_method_trains_two_rounds_between_two_peers(name, finish):
         for mine, theirs in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
             assert torch.equal(mine, theirs)
         assert one.round_loss() is not None
+
+
+class Echo:
+    """A group of one that gets back what the codec made of its own."""
+
+    def start(self, key, tensors, weight=1.0, codec=None):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        mean = Mean(codec.decode(codec.encode(tensors), shapes), weight, ("me",))
+        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+
+
+@pytest.mark.parametrize("saved_at", [6, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_goes_on_from_a_checkpoint(name, saved_at, tmp_path):
+    codec = "auto:2+ef" if method_named(name).sends == "displacement" else "int8"
+
+    def trainer():
+        made = Trainer(Layers(), OuterSettings(method=name, every=EVERY, codec=codec), TrainSettings(steps=12, seed=1))
+        made.connect(Echo(), "run", Shard(0, 2, 1))
+        return made
+
+    whole = trainer()
+    for _ in range(saved_at):
+        whole.step()
+    checkpoint.save(tmp_path, saved_at, whole.state())
+    whole.run()
+    again = trainer()
+    again.resume(checkpoint.load(tmp_path)[1])
+    again.run()
+    assert again.opt.steps == whole.opt.steps == 12
+    if method_named(name).slow:  # something was in flight, and is sent again
+        assert all(tensor.isfinite().all() for tensor in again.opt.slow)
+    else:
+        for mine, theirs in zip([*again.opt.slow, *again.params], [*whole.opt.slow, *whole.params], strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", METHODS)
