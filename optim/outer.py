@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
+from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsence
 from optim.fragments import positions
 from optim.rule import START, RoundFacts, Rule, State, assign
 from optim.saved import Rejectable, Stateful, check_shapes, fresh, in_place
 from optim.schedule import Schedule, Send
+from optim.shards import local
 from optim.weights import Weight, equal
 
 
@@ -105,8 +106,9 @@ class OuterOptimizer(torch.optim.Optimizer):
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
-        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in self._params]
-        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in self._params]
+        parts = [local(p) for p in self._params]
+        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
+        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
         self._rounding: dict[int, Tensor] = {}
         """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
@@ -156,7 +158,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _read_fast(self, part: Sequence[int]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
         self._synchronize()
         # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
@@ -183,7 +185,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
 
@@ -221,6 +223,8 @@ class OuterOptimizer(torch.optim.Optimizer):
             handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
         else:
             handle = Nobody()
+            if isinstance(self.exchange, TellsAbsence):
+                self.exchange.absent(facts.key)
         self._in_flight[fragment].append(_InFlight(handle, facts, contribution, self.steps, landed=weight == 0))
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
@@ -283,7 +287,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
         everything = range(len(self._params))
         with torch.no_grad():
-            kept = [param.detach().clone() for param in self._params]
+            kept = [local(param).detach().clone() for param in self._params]
         self._write(everything, self.slow)
         try:
             yield

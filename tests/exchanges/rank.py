@@ -43,16 +43,25 @@ def answer_to(order, store):
         return getattr(__import__(Path(order["file"]).stem), order["function"])(**order["arguments"])
     exchange = Distributed(**order["options"])
     marks = dist.PrefixStore(order["marks"], store)
+
+    def mark(what):
+        marks.set(what, "-")
+
+    def after(what):
+        marks.wait([what], timedelta(seconds=30))
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
     try:
-        return script.play(
-            exchange, "run", order["steps"], lambda what: marks.set(what, "-"), lambda what: marks.wait([what], timedelta(seconds=30)),
-            lambda: os.kill(os.getpid(), signal.SIGKILL),
-        )  # fmt: skip
+        return script.play(exchange, "run", order["steps"], mark, after, die)
     finally:
         exchange.close()
 
 
 def main():
+    import torch._dynamo  # the first optimizer would import it, in each rank anew  # noqa: F401
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,7 +1,8 @@
-"""The exchanges under test, each as a world in which peers play scripts. Another exchange needs one class here, and its line in WORLDS.
+"""The exchanges under test, each as a world in which peers play scripts.
 
-A world has ``size``, the peers that average with each other, and ``play(scripts, wait)``: what each peer noted, None for a dead
-one. Peers are called by their index in ``members``.
+Another exchange needs a class here and a line in WORLDS. A world has ``size``, the peers that average with each other;
+``overlaps``, whether a peer may be in two exchanges at once; and ``play(scripts, wait)``: what each peer noted, None for a dead
+one. In ``members`` peers are called by their index.
 """
 
 import contextlib
@@ -37,6 +38,8 @@ class Dead(BaseException):
 
 
 class OnSimulation:
+    overlaps = True
+
     def __init__(self, size):
         self.size = size
 
@@ -117,6 +120,7 @@ def start_nursery():
 
 
 class OnTorchDistributed:
+    overlaps = True
     _tests = itertools.count()
 
     def __init__(self, size, nursery):
@@ -142,7 +146,7 @@ class OnTorchDistributed:
 class OnSwarm:
     """Real hosts, each with a daemon of its own, in this process."""
 
-    size = 2
+    size, overlaps = 2, False
     _tests = itertools.count()
 
     def __init__(self):
