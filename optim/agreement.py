@@ -85,16 +85,18 @@ class Agreement:
         if self.place.peer not in seat.expected or len(seat.expected) < 2:
             return ()
         began = looked = time.monotonic()
-        until = began + self._patience(seat, 0.0)
+        until, processes = began, -1
         pause = Pause(seat.closed)
         while not self.store.check([f"{seat.name}/members"]):
             now = time.monotonic()
-            if now - looked > LOOK_S:
+            before, processes = processes, self.store.add(f"{seat.name}/come", 0)
+            if processes == len(seat.expected) * self.place.shards or seat.closed.is_set():
+                self._propose(seat)
+                break
+            if processes != before or now - looked > LOOK_S:  # who is missing, and is it worth the wait?
                 looked, until = now, began + self._patience(seat, 0.0)
-            everybody = self.store.add(f"{seat.name}/come", 0) >= len(seat.expected) * self.place.shards
-            if everybody or now >= until or seat.closed.is_set():
-                if now >= until:
-                    self._patience(seat, now - began)
+            if now >= until:
+                self._patience(seat, now - began)
                 self._propose(seat)
                 break
             pause()

@@ -6,7 +6,7 @@
 
     mesh = init_device_mesh("cuda", (peers, gpus), mesh_dim_names=("peer", "shard"))
     fully_shard(model, mesh=mesh["shard"])                             # before the inner optimizer is made
-    opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50)        # shard r of a peer with shard r of the others
+    opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of a peer with shard r of the others
 
 A round goes as in the swarm: find out who is there, move the bytes, count them only if everybody has them. The first and the last
 of these go through the job's store (optim/agreement.py), so somebody late is waited for without any collective in flight. The

@@ -24,7 +24,7 @@ from optim.fragments import positions
 from optim.rule import START, RoundFacts, Rule, State, assign
 from optim.saved import Rejectable, Stateful, check_shapes, fresh, in_place
 from optim.schedule import Schedule, Send
-from optim.shards import local
+from optim.shards import check_whole, local, reshard
 from optim.weights import Weight, equal
 
 
@@ -68,10 +68,10 @@ class OuterOptimizer(torch.optim.Optimizer):
             last (optim/weights.py). 0: stay out of this round's mean, as if absent.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
             is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
-        model: the module, for its buffers.
+        model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
 
     Raises:
-        ValueError: no parameter, parameters that are not floating point, not in exactly one fragment, buffers without a model.
+        ValueError: no parameter, parameters that are not floating point, not in exactly one fragment; buffers or shards, but no model.
     """
 
     def __init__(
@@ -102,6 +102,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
+        check_whole(self._params, model)
+        self._model = model
         self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
@@ -188,6 +190,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             param = local(self._params[index])
             param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
+        reshard(self._model)
 
     def _synchronize(self) -> None:
         for device in {p.device for p in self._params if p.is_cuda}:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def local(param: Tensor) -> Tensor:
@@ -16,3 +18,17 @@ def local(param: Tensor) -> Tensor:
     with torch.no_grad():
         part: Tensor = param.to_local()
         return part
+
+
+def check_whole(params: Iterable[Tensor], model: nn.Module | None) -> None:
+    """ValueError if there are shards and no ``model`` to call ``reshard`` with."""
+    if model is None and any(hasattr(param, "to_local") for param in params):
+        raise ValueError("the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed")
+
+
+def reshard(model: nn.Module | None) -> None:
+    """Make FSDP2 gather the weights anew in the next forward pass; it may keep whole copies of them since the last one."""
+    for module in model.modules() if model is not None else ():
+        again = getattr(module, "reshard", None)
+        if callable(again):
+            again()
