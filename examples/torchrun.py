@@ -70,7 +70,7 @@ def main() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         opt.step()  # every 25th step also averages with the other peers
         opt.zero_grad()
-    opt.finish(average=True)  # what pairs left different becomes one model
+    opt.finish(average=True)  # the mean of the slow weights once more; with everybody, all hold one model then
     after = loss_over_all()
     if dist.get_rank() == 0:
         print(f"loss over the whole text: {before:.3f} before, {after:.3f} after {chosen.steps} steps, each on its own part")

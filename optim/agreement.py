@@ -55,6 +55,11 @@ class Seat:
     lock: threading.Lock = field(default_factory=threading.Lock)
     voted: bool = False
 
+    @property
+    def label(self) -> str:
+        """The round, for people."""
+        return self.name.split(" of ")[0]
+
 
 class Agreement:
     """The rounds of one exchange.
@@ -155,7 +160,7 @@ class Agreement:
                 if used - waited < self.wait - 1e-3 <= used:
                     logger.warning(
                         "peer %d did not come to %s within %g s: rounds go on without it until it comes again.",
-                        peer, seat.name, self.wait,
+                        peer, seat.label, self.wait,
                     )  # fmt: skip
                 self._silent[peer] = came, used
             if not self.store.check([f"gone/{peer}"]):

@@ -13,10 +13,13 @@ of these go through the job's store (optim/agreement.py), so somebody late is wa
 bytes go through gloo groups of our own, in main memory, whatever the training uses: they do not mix with the training's
 collectives, which may run meanwhile, and other than nccl's a failure leaves the process alive. A thread does it all.
 
-When a rank dies, gloo notices if bytes were moving, and the round is ``None`` for all. Later rounds wait for it once more at most
-(``wait``) and then go on among those who are left. It comes back only with the whole job (``torchrun --max-restarts``); what
-dies and returns by itself belongs into a swarm. When the store dies (it lives with torchrun's agent, or else in rank 0) all
-later rounds are ``None`` at once. Each is said once in a warning.
+When a rank dies, gloo notices if bytes were moving, or else the others wait up to 10 s for its word, and the round is ``None`` for
+all. Later rounds wait for it once at most (``wait``) and then go on among those who are left. It comes back only with the whole
+job (``torchrun --max-restarts``); what dies and returns by itself belongs into a swarm. When the store dies (it lives with
+torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. Each is said in one warning.
+
+Rules and codecs see a shard as if it were the model. Nothing changes where every value is treated by itself, as with float codecs
+and all rules but these: CO2's clip and Decoupled DiLoCo's merge take norms, and block-wise codecs cut blocks, of the shard.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -41,7 +45,7 @@ from optim.agreement import Agreement, Offer, Place, Seat
 from optim.codec import FLOAT32, Codec
 from optim.exchange import Handle, Mean, Nobody, RoundKey
 from optim.pairing import groups
-from optim.wires import Load, Wires
+from optim.wires import GIVEN_UP, Load, Wires
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
+CONFIRM_S = 10.0
 KEEP = 64  # rounds after which what was said in one is deleted from the store; twice that for what was decided
 _instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
@@ -218,19 +223,25 @@ class Distributed:
         members = agreement.members(seat)
         if self._place.peer not in members:
             return None
-        mean = None
+        mean: Mean | str = GIVEN_UP
+        began = time.monotonic()
         try:
             offers = agreement.offers(seat, members)
             if (other := next((o.what for o in offers if o.what != round.offer.what), None)) is not None:
-                logger.warning("no mean in %s: peers sent %s and %s; all must be set up alike.", seat.name, round.offer.what, other)
+                mean = f"peers sent {round.offer.what} and {other}; all must be set up alike"
             else:
                 weights = [offer.weight for offer in offers]
                 mean = self._wires.mean(seat, members, weights, round.load, lambda: agreement.over(seat))
         finally:
-            counts = agreement.agree(seat, members, mean is not None, self._timeout)
+            # The bytes end at about the same time for all, so who takes much longer to say so is dead.
+            limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
+            counts = agreement.agree(seat, members, isinstance(mean, Mean), limit)
             if not counts:
                 self._wires.drop(members)
-        return mean if counts else None
+        if isinstance(mean, Mean) and counts:
+            return mean
+        logger.warning("no mean in %s: %s.", seat.label, mean if isinstance(mean, str) else GIVEN_UP)
+        return None
 
     def _forget(self, round: _Round) -> None:
         self._old.append((round.key, round.seat))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +17,8 @@ from optim.buffers import WithTail
 from optim.codec import FLOAT32, Codec, Shape, check_finite
 from optim.exchange import Mean, weighted_mean
 
-logger = logging.getLogger(__name__)
-
-CONNECT_S = 30.0
+CONNECT_S = 10.0
+GIVEN_UP = "another rank has given it up"
 Gloo = Any
 """A ``ProcessGroupGloo``, of which torch's stubs know no collective."""
 
@@ -53,8 +51,8 @@ class Wires:
 
     def mean(
         self, seat: Seat, members: tuple[int, ...], weights: Sequence[float], load: Load, over: Callable[[], bool]
-    ) -> Mean | None:
-        """The weighted mean of what the members' payloads stand for, the same bits on all; None if it cannot be had.
+    ) -> Mean | str:
+        """The weighted mean of what the members' payloads stand for, the same bits on all; or why it cannot be had.
 
         ``weights`` in the order of ``members``. ``over`` is asked now and then and ends the waiting. The payload is used up.
         """
@@ -63,25 +61,27 @@ class Wires:
         peers = [str(peer) for peer in members]
         try:
             group = self._group(seat, members)
-            if len(members) > 2 and load.plain:
+            # Of two equal weights the sum has the bits of ``weighted_mean``, the swarm's and the simulation's.
+            if load.plain and (len(members) > 2 or weights[0] == weights[1]):
                 share = weights[members.index(self._place.peer)] / sum(weights)
-                arrived = self._sum(group, load.payload, share, over)
-                mean = Mean(load.codec.decode(load.payload, load.shapes), sum(weights), tuple(sorted(peers))) if arrived else None
+                if not self._sum(group, load.payload, share, over):
+                    return GIVEN_UP
+                mean = Mean(load.codec.decode(load.payload, load.shapes), sum(weights), tuple(sorted(peers)))
             else:
                 payloads = self._gather(group, load.payload, len(members), over)
+                if not payloads:
+                    return GIVEN_UP
                 parts = [self._decoded(load, payload) for payload in payloads]
-                mean = weighted_mean(list(zip(peers, weights, parts, strict=True))) if parts else None
-            if mean is not None:
-                check_finite(mean.tensors, "the mean")
+                mean = weighted_mean(list(zip(peers, weights, parts, strict=True)))
+            check_finite(mean.tensors, "the mean")
         except ValueError as error:
-            logger.warning("no mean in %s: %s.", seat.name, error)
-            return None
+            return str(error)
         except RuntimeError as error:
-            logger.warning(
-                "no mean in %s: a connection between ranks failed (%s). If a rank died, the others go on without it; to have it "
-                "back restart the job, best under torchrun --max-restarts.", seat.name, str(error).split("\n")[0][:200],
-            )  # fmt: skip
-            return None
+            first = str(error).split("\n")[0][:200]
+            return (
+                f"a connection between ranks failed ({first}): if a rank died, the others go on without it; to have it back "
+                "restart the job, best under torchrun --max-restarts"
+            )
         return mean
 
     def drop(self, members: tuple[int, ...]) -> None:

@@ -69,7 +69,12 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
 
 def dies_in_transfer(rank, exchange):
     if rank == 2:
-        Wires._finish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        Wires._sum = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_before_its_vote(rank, exchange):
+    if rank == 2:
+        exchange._agreement.agree = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stalls_in_transfer(rank, exchange):
@@ -104,6 +109,7 @@ def loses_its_store(rank, exchange):
 
 SPOILERS = {
     "dies in transfer": dies_in_transfer,
+    "dies before its vote": dies_before_its_vote,
     "stalls in transfer": stalls_in_transfer,
     "leaves before": leaves_before,
     "store": loses_its_store,

@@ -87,7 +87,7 @@ def fail(wires, round):
 
     def failing(seat, *arguments):
         found = mean(seat, *arguments)
-        return None if seat.name.startswith(f"round {round},") else found
+        return "it was to fail" if seat.name.startswith(f"round {round},") else found
 
     wires.mean = failing
     assert isinstance(wires, Wires)

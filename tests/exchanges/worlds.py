@@ -131,7 +131,7 @@ class OnTorchDistributed:
         count = len(scripts)
         if count not in self._ranks:
             self._ranks[count] = Ranks(self._nursery, count)
-        options = {"size": self._option, "wait": wait, "exchange_timeout": 20.0}
+        options = {"size": self._option, "wait": wait, "exchange_timeout": 4.0}
         marks = f"marks/{next(self._tests)}"
         notes = self._ranks[count].do([{"steps": steps, "options": options, "marks": marks} for steps in scripts])
         if None in notes:
