@@ -58,7 +58,7 @@ KEEP = 64  # rounds after which what was said in one is deleted from the store; 
 _instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Round:
     """An exchange in flight; also its handle."""
 

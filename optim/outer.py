@@ -71,7 +71,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
 
     Raises:
-        ValueError: no parameter, parameters that are not floating point, not in just one fragment, buffers or shards without a model.
+        ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
     """
 
     def __init__(

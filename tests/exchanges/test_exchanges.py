@@ -104,7 +104,7 @@ def test_who_does_not_come_is_not_waited_for_longer_than_the_wait_and_is_met_aga
             return [["after", "gave up"], *rounds]
         return [start("0", peer=0), ["result", "0"], ["mark", "gave up"], *rounds]
 
-    notes = world.play(each(world, script), wait=1.0)
+    notes = world.play(each(world, script), wait=2.0)
     for peer in range(last):
         without = notes[peer].pop(0)
         assert without is None or last not in without["members"]
