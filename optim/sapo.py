@@ -183,8 +183,8 @@ def clip_fraction(batch: Completions, low: float = LOW, high: float = HIGH) -> T
 def effective_sample_size(logs: Tensor) -> Tensor:
     """(sum w)^2 / sum w^2 (Kish, Survey Sampling, 1965): how many equally weighted samples the weighted ones are worth.
 
-    ``logs``: (N,), natural logarithms of the weights, -inf for a weight of 0; only their differences matter. Returns a scalar in [1, N], or
-    0 if there is no weight above 0. With `log_weights` of foreign completions: how many own ones they replace.
+    ``logs``: (N,), natural logarithms of the weights, -inf for a weight of 0; only their differences matter. Returns a scalar in
+    [1, N], or 0 if there is no weight above 0. With `log_weights` of foreign completions: how many own ones they replace.
     """
     if logs.numel() == 0 or bool(logs.isneginf().all()):
         return _wide(logs).new_zeros(())

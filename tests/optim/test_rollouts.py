@@ -107,7 +107,9 @@ def test_the_draw_is_uniform_and_fresh_each_round():
 def test_of_a_sender_with_many_groups_some_are_drawn_and_others_get_their_share():
     flood = [Candidate(f"flood-{number}", "flood", 0, (0.0, 1.0)) for number in range(1000)]
     few = [Candidate(f"few-{number}", f"peer-{number}", 0, (0.0, 1.0)) for number in range(3)]
-    drawn = [select(flood + few, 4, seed=1, round=round, max_age=200, per_sender=2).places for round in range(200)]
+    picked = [select(flood + few, 4, seed=1, round=round, max_age=200, per_sender=2) for round in range(200)]
+    assert all(one.left["over_quota"] == 998 and one.left["not_drawn"] == 1 for one in picked)
+    drawn = [one.places for one in picked]
     from_flood = [[place for place in places if place < 1000] for places in drawn]
     assert all(len(places) <= 2 for places in from_flood)
     assert len({place for places in from_flood for place in places}) > 250  # not always the same ones
