@@ -68,7 +68,7 @@ STAGES = [
     Stage(_LONG[3:], ONE, again=True),
     Stage([_cell("diloco", 10, codec="e3m0+ef"), _cell("sparseloco", 10, codec=SPARSE)], ALL),
     Stage(_PEERS, ALL),
-    Stage([_cell(name) for name in OTHERS] + [_cell("sparta", 1), _cell("lookahead", peers=1)], ALL),
+    Stage([_cell(name) for name in OTHERS] + [_cell("sparta", 1), _cell("lookahead", peers=1), _cell("none", 1), _cell("local")], ALL),
     Stage(_GOSSIP_2, ALL),
     Stage([_cell("diloco", codec=name) for name in ("int8", "e3m0", SPARSE)], ALL),
     Stage([_cell(name, 10) for name in ("noloco", *OTHERS)], ALL),

@@ -20,7 +20,7 @@ from bench._quality_methods import METHODS
 from node.corpus import Document
 from node.task import Shard
 from node.text import TextTask, _digest
-from optim import FLOAT32, Codec, Simulation, codec_named
+from optim import FLOAT32, Alone, Codec, Simulation, codec_named
 from optim.codec import Shape
 from optim.exchange import Exchange, Handle, RoundKey
 from optim.simulation import SimulatedExchange
@@ -182,9 +182,9 @@ def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
 
     def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:
         torch.manual_seed(spec.seed)
-        model, meter = task.model(), Meter(exchange)
+        model, meter = task.model(), Meter(Alone() if recipe.group == "nobody" else exchange)
         codec = codec_named(spec.codec)
-        more = {**knobs, **(recipe.fixed or {})}
+        more = {**knobs, **recipe.fixed}
         optimizer = make(_inner(task, model, spec), meter, every=spec.every, model=model, codec=codec, **more)
         scheduler = task.lr_scheduler(optimizer, spec.steps)
         for data in islice(task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed)), spec.steps):

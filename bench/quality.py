@@ -16,7 +16,8 @@ of peers, each of the K peers making N steps with 1/K of the batch. With B = bat
     ddp-updates  one machine, batch B, K N steps, K times as long (DiLoCo's table: "8x updates")
 
 At K = 1 "diloco" is SNOO and "lookahead" Lookahead. "diloco-hb" is the heavy-ball form, "noloco" sends one tensor (pull = lr),
-"noloco-2" two. See bench/_quality_methods.py for what each may choose from.
+"noloco-2" two, "local" averages with a partner, "local-sgd" with everyone, "none" never (but see "averaged"). What each may choose
+from: bench/_quality_methods.py.
 
 Tuning, the same for every method at each ``--every``, by seed 0 with ``--tune-steps`` and 4 peers: its three settings at the
 learning rate 6e-3, then the best of them at 1.2e-2, and at the next rate (3e-3 or 2.4e-2) on the side of the better one. (The

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from optim.registry import METHODS as REGISTRY
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
 quality = importlib.import_module("bench.quality")
@@ -54,6 +56,11 @@ def test_rows_bytes_and_resuming(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["method"] for line in lines] == [json.loads(line)["method"] for line in before.splitlines()]
     assert lines[:4] == [json.loads(line) for line in before.splitlines()[:4]]
+
+
+def test_every_method_of_the_library_is_compared():
+    assert {recipe.name for recipe in quality.METHODS.values()} == {*REGISTRY, None}
+    assert {len(recipe.settings) for recipe in quality.METHODS.values()} == {3}
 
 
 def test_report_is_written_between_its_marks(tmp_path):
