@@ -24,7 +24,7 @@ class Cell(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Cells and the seeds that each is run with; ``again``: half of the learning rate and the default setting are tried too."""
+    """Cells and the seeds that each is run with; ``again``: half of the learning rate is tried too."""
 
     cells: Sequence[Cell]
     seeds: Sequence[int]
@@ -58,17 +58,16 @@ STAGES = [
     Stage(_CODECS, ALL),
     Stage(_LONG[:2], ONE, again=True),
     Stage(_GOSSIP, ONE),
-    Stage(_LONG[2:3], ONE, again=True),
-    Stage(_LONG_CODECS[:1], ONE, again=True),
-    Stage([_cell(name) for name in OTHERS[:4]], ONE),
-    Stage(_LONG_CODECS[1:], ONE),
+    Stage(_LONG[2:3], ONE),
+    Stage([_cell(name) for name in OTHERS], ONE),
     Stage(_GOSSIP, ALL),
+    Stage([_cell("ddp-updates", 1), _cell("ddp-xK", 1)], ONE),
     Stage(_LONG[:2], (0, 1), again=True),
-    Stage([_cell(name) for name in OTHERS] + [_cell("ddp-updates", 1), _cell("ddp-xK", 1)], ONE),
-    Stage(_LONG[3:], ONE, again=True),
-    Stage([_cell("diloco", 10, codec="e3m0+ef"), _cell("sparseloco", 10, codec=SPARSE)], ALL),
     Stage(_PEERS, ALL),
-    Stage([_cell(name) for name in OTHERS] + [_cell("sparta", 1), _cell("lookahead", peers=1), _cell("none", 1), _cell("local")], ALL),
+    Stage([_cell(name) for name in OTHERS], ALL),
+    Stage(_LONG[3:] + _LONG_CODECS, ONE),
+    Stage([_cell("sparta", 1), _cell("lookahead", peers=1), _cell("none", 1), _cell("local")], ALL),
+    Stage([_cell("diloco", 10, codec="e3m0+ef"), _cell("sparseloco", 10, codec=SPARSE)], ALL),
     Stage(_GOSSIP_2, ALL),
     Stage([_cell("diloco", codec=name) for name in ("int8", "e3m0", SPARSE)], ALL),
     Stage([_cell(name, 10) for name in ("noloco", *OTHERS)], ALL),
