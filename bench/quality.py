@@ -22,7 +22,8 @@ from: bench/_quality_methods.py.
 Tuning, the same for every method at each ``--every``, by seed 0 with ``--tune-steps`` and 4 peers: its three settings at the
 learning rate 6e-3, then the best of them at 1.2e-2, and at the next rate (3e-3 or 2.4e-2) on the side of the better one. (The
 settings first, because a high outer momentum wants a low rate.) The choice is made on the validation half. Codecs take over the
-choice that was made for the method's own, longer runs that of the short ones; the leaders among those are tried at half of the rate too.
+choice that was made for the method's own, longer runs that of the short ones; the leaders among those are tried at half of the rate
+too.
 
 "loss": nats per byte on the reported half, of the slow weights after ``finish()``; where the peers differ in the end (gossip,
 eager, SPARTA), the mean over their losses; "averaged" is the loss of the mean of their weights instead, one more exchange with
