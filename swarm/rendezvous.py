@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 from optim.exchange import RoundKey
 from optim.pairing import candidates, mate, rank
+from swarm.contribution import Contribution, shapes_differ
 from swarm.errors import MessageError, NetworkError
 from swarm.identity import Identity
 from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
-from swarm.transfer import Contribution, Received, Transfers
+from swarm.transfer import Received, Transfers
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -361,13 +362,3 @@ class Rendezvous:
         if reason is None and theirs.nbytes != mine.payload.numel():
             reason = f"the payload has {mine.payload.numel()} bytes here and {theirs.nbytes} there"
         return reason
-
-
-def shapes_differ(mine: tuple[tuple[int, ...], ...], theirs: tuple[tuple[int, ...], ...]) -> str | None:
-    """The first difference between two lists of shapes, in words, or None."""
-    if len(mine) != len(theirs):
-        return f"the model has {len(mine)} tensors here and {len(theirs)} there"
-    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
-        if here != there:
-            return f"tensor {number} has shape {list(here)} here and {list(there)} there"
-    return None
