@@ -60,7 +60,8 @@ def _shapes(value: object) -> object:
     return tuple(shapes)
 
 
-def _pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
+def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
+    """Shapes as the wire has them."""
     return b"".join(struct.pack(f"<B{len(shape)}I", len(shape), *shape) for shape in shapes)
 
 
@@ -76,4 +77,4 @@ Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 # One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.
-Shapes = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_shapes), PlainSerializer(_pack_shapes)]
+Shapes = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_shapes), PlainSerializer(pack_shapes)]
