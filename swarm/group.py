@@ -1,7 +1,8 @@
 """The exchange with a group over libp2p: what ``optim.Exchange`` promises, for methods that want the mean of many peers.
 
 How a round's group comes about is in swarm/group_join.py (a member's side, and what is guaranteed) and swarm/group_lead.py (the
-leader's); how the bytes move, in swarm/group_gather.py. Several rounds may be in flight at once, one for each fragment.
+leader's); how the bytes move, in swarm/group_gather.py and swarm/group_allreduce.py. Several rounds may be in flight at once, one
+for each fragment.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from optim.codec import FLOAT32, Codec
 from optim.exchange import RoundKey
 from swarm.contribution import contribution
 from swarm.group_decisions import Decisions
-from swarm.group_gather import Gathered
 from swarm.group_join import Groups
 from swarm.group_lead import Leader
 from swarm.group_messages import MAX_GROUP
+from swarm.group_reduction import Outcome
 from swarm.group_rounds import Rounds
 from swarm.handle import Decision, SwarmHandle, Waiter
 from swarm.identity import Identity
@@ -45,6 +46,7 @@ class GroupExchange(Waiter):
         max_group: largest group; if more are ready they are dealt into several (one of which may be larger by one).
         follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
             masks do: then it goes on alone, and only ``next_round`` follows.
+        gather: never all-reduce, as this node leads: then a mean has the same bits in every run, at the price of more bytes.
         wait: seconds that a round waits for its group.
         chunk_timeout: seconds without a byte, or a sign of life, after which a transfer, or a peer, is given up.
         exchange_timeout: seconds that one reduction may take.
@@ -68,6 +70,7 @@ class GroupExchange(Waiter):
         grace: float = 1.0,
         max_group: int = 16,
         follow: bool = True,
+        gather: bool = False,
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
@@ -81,7 +84,7 @@ class GroupExchange(Waiter):
         decisions = Decisions(host, identity, swarm)
         self._leader = Leader(
             identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, members=members, look=look,
-            quorum=quorum, grace=grace, max_group=max_group, wait=wait, chunk_timeout=chunk_timeout,
+            quorum=quorum, grace=grace, max_group=max_group, gather=gather, wait=wait, chunk_timeout=chunk_timeout,
             exchange_timeout=exchange_timeout,
         )  # fmt: skip
         self._groups = Groups(
@@ -100,8 +103,8 @@ class GroupExchange(Waiter):
     def next_round(self, round: int) -> None:
         self._rounds.next_round = round
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Gathered]:
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Outcome]:
         """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
         mine = contribution(self._swarm, key, tensors, weight, codec)
-        decision: Decision[Gathered] = mine.decision
-        return SwarmHandle(self, decision, self._groups.meet(mine), Gathered.mean)
+        decision: Decision[Outcome] = mine.decision
+        return SwarmHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,11 @@ from optim.exchange import Mean, weighted_mean
 from swarm.contribution import Contribution, finite
 from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
-from swarm.group_messages import GroupHello
+from swarm.group_reduction import Streams
 from swarm.group_roster import Group
-from swarm.messages import Member
-from swarm.wire import pack, unpack
 
 if TYPE_CHECKING:
-    from swarm.host import Host
     from swarm.stream import Stream
-
-PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
-MAX_HELD = 64  # callers from groups that this node has not heard of yet
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +48,17 @@ class Gathered:
 class Gathering:
     """One group's payloads, at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, gather: Gather, group: Group, me: str, mine: Contribution, until: float) -> None:
-        self._gather, self.group, self._me, self._mine, self._until = gather, group, me, mine, until
+    def __init__(self, streams: Streams, group: Group, me: str, mine: Contribution, until: float) -> None:
+        self._streams, self.group, self._me, self._mine, self._until = streams, group, me, mine, until
         self._parts = {me: (mine.weight, mine.payload)}
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
 
     async def run(self) -> None:
         """Exchange payloads with everybody; returns when each has succeeded or failed."""
-        self._gather.running[self.group.nonce] = self
-        self._gather.arrived(self.group.nonce)
         try:
             await asyncio.gather(*(self._with(peer) for peer in self._called))
         finally:
-            del self._gather.running[self.group.nonce]
             for moving in self._moving.values():
                 moving.cancel()
             if self._moving:
@@ -93,7 +84,7 @@ class Gathering:
         """Call, or be called by, one member: of two the first in order calls."""
         with contextlib.suppress(asyncio.TimeoutError):
             if self._me > peer:
-                await asyncio.wait_for(self._called[peer].wait(), self._gather.chunk_timeout)
+                await asyncio.wait_for(self._called[peer].wait(), self._streams.chunk_timeout)
             elif not self._called[peer].is_set():
                 self._moving[peer] = asyncio.ensure_future(self._call(peer))
         if peer in self._moving:
@@ -101,11 +92,9 @@ class Gathering:
         self._called[peer].set()
 
     async def _call(self, peer: str) -> None:
-        patience = self._gather.chunk_timeout
         try:
-            stream = await self._gather.open(peer)
+            stream = await self._streams.open(peer, self.group.nonce)
             try:
-                await stream.send(pack(GroupHello(nonce=self.group.nonce)), patience)
                 await self._swap(stream)
             finally:
                 stream.close()
@@ -129,7 +118,7 @@ class Gathering:
         hashes = HashList(incoming)
         try:
             await stream.swap(
-                self._mine.view(), incoming, chunk_timeout=self._gather.chunk_timeout, deadline=self._until,
+                self._mine.view(), incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
                 on_progress=hashes.advance,
             )  # fmt: skip
             if hashes.digest() != ready.sha256:
@@ -147,45 +136,3 @@ class Gathering:
         except ValueError as error:  # what a codec raises at bytes that its other side never made
             return f"it is not {self._mine.codec.name}: {error}"
         return None if finite(tensors) else "it holds NaN or infinity"
-
-
-class Gather:
-    """The gatherings of one host."""
-
-    def __init__(self, host: Host, members: Callable[[], Mapping[str, Member]], chunk_timeout: float) -> None:
-        self._host, self._members, self.chunk_timeout = host, members, chunk_timeout
-        self.running: dict[bytes, Gathering] = {}
-        self._held: dict[asyncio.Event, bytes] = {}
-        host.serve(PAYLOAD_PROTOCOL, self._serve)
-
-    async def open(self, peer: str) -> Stream:
-        """A stream to a member."""
-        return await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=self.addresses(peer), timeout=self.chunk_timeout)
-
-    def addresses(self, peer: str) -> Sequence[str]:
-        """Where a member says it can be reached."""
-        member = self._members().get(peer)
-        return member.addresses if member is not None else ()
-
-    def arrived(self, nonce: bytes) -> None:
-        """Let in who has called before this node heard of the group."""
-        for event, wanted in self._held.items():
-            if wanted == nonce:
-                event.set()
-
-    async def _serve(self, stream: Stream) -> None:
-        hello = unpack(await stream.receive(GroupHello.LIMIT, self.chunk_timeout), GroupHello)
-        if hello.nonce not in self.running:
-            if len(self._held) >= MAX_HELD:
-                return
-            event = asyncio.Event()
-            self._held[event] = hello.nonce
-            try:
-                await asyncio.wait_for(event.wait(), self.chunk_timeout)
-            except asyncio.TimeoutError:
-                return
-            finally:
-                del self._held[event]
-        running = self.running.get(hello.nonce)
-        if running is not None:
-            await running.accept(stream)

@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING
 from optim.pairing import order
 from swarm.contribution import Contribution
 from swarm.errors import MessageError, NetworkError
+from swarm.group_allreduce import AllReducing
 from swarm.group_decisions import Decisions
-from swarm.group_gather import Gather, Gathered, Gathering
+from swarm.group_gather import Gathering
 from swarm.group_lead import Leader
 from swarm.group_line import Line
 from swarm.group_messages import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
+from swarm.group_reduction import Outcome, Reduction, Streams
 from swarm.group_roster import Group, open_group, ready_message
 from swarm.group_rounds import Rounds
 from swarm.identity import Identity
@@ -88,11 +90,11 @@ class Groups:
         self._swarm, self._model, self._seed, self._members = swarm, model, seed, members
         self._largest, self._follow, self._wait = largest, follow, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
-        self._gather = Gather(host, members, chunk_timeout)
+        self._streams = Streams(host, members, chunk_timeout)
         self._local: set[asyncio.Task[None]] = set()
         host.serve(LEADER_PROTOCOL, leader.serve)
 
-    async def meet(self, mine: Contribution) -> Gathered | None:
+    async def meet(self, mine: Contribution) -> Outcome | None:
         """Take part in a round. None: go on with the own contribution alone."""
         meeting = _Meeting(mine, asyncio.get_running_loop().time() + self._wait)
         try:
@@ -101,7 +103,7 @@ class Groups:
             log.warning("round %d was given up because of an error in shoal; please report it", mine.key.round, exc_info=True)
         finally:
             self._rounds.end(meeting.mine.key.round, meeting.mine.key.fragment)
-        outcome: Gathered | None = mine.decision.received
+        outcome: Outcome | None = mine.decision.received
         return outcome
 
     async def _meet(self, meeting: _Meeting) -> None:
@@ -167,7 +169,7 @@ class Groups:
     async def _open(self, leader: str, seconds: float) -> Stream:
         if leader != self._identity.peer_id:
             return await self._host.open(
-                leader, LEADER_PROTOCOL, addresses=self._gather.addresses(leader), timeout=seconds
+                leader, LEADER_PROTOCOL, addresses=self._streams.addresses(leader), timeout=seconds
             )
         # The own daemon connects to others only. What goes over this line is no traffic.
         mine, theirs = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
@@ -199,16 +201,18 @@ class Groups:
 
     async def _attempt(self, line: Line, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
         """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
-        gathering = Gathering(self._gather, group, self._identity.peer_id, mine, until)
-        reducing = asyncio.ensure_future(gathering.run())
-        listening = asyncio.ensure_future(self._listen(line, gathering, until))
+        way = AllReducing if group.reduction == "allreduce" else Gathering
+        reduction: Reduction = way(self._streams, group, self._identity.peer_id, mine, until)
+        self._streams.begin(reduction)
+        reducing = asyncio.ensure_future(reduction.run())
+        listening = asyncio.ensure_future(self._listen(line, reduction, until))
         try:
             await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
                 reducing.result()
                 if mine.decision.closed:
                     return None
-                await line.tell(GroupReport(nonce=group.nonce, held=gathering.places()))
+                await line.tell(GroupReport(nonce=group.nonce, held=reduction.places()))
             try:
                 word = await listening
                 if isinstance(word, GroupFormed):
@@ -222,25 +226,26 @@ class Groups:
             for task in (reducing, listening):
                 task.cancel()
             await asyncio.wait({reducing, listening})
+            self._streams.end(reduction)
         if sealed is not None and mean:
             self._decisions.heard(group.nonce, sealed)
             mine_in = mean & group.places([self._identity.peer_id])
-            if mine_in and not mean & ~gathering.places() and not mine.decision.closed:
-                mine.decision.received = gathering.result(mean)
+            if mine_in and not mean & ~reduction.places() and not mine.decision.closed:
+                mine.decision.received = reduction.result(mean)
         return None
 
-    async def _listen(self, line: Line, gathering: Gathering, until: float) -> GroupFormed | GroupReply:
+    async def _listen(self, line: Line, reduction: Reduction, until: float) -> GroupFormed | GroupReply:
         while True:
             word: Message = await line.hear(until + 4 * self._chunk_timeout, GroupFormed, GroupReply, GroupLost)
             if isinstance(word, GroupFormed | GroupReply):
                 return word
-            if isinstance(word, GroupLost) and word.nonce == gathering.group.nonce:
-                gathering.lose(word.lost)
+            if isinstance(word, GroupLost) and word.nonce == reduction.group.nonce:
+                reduction.lose(word.lost)
 
     async def _ask(self, group: Group) -> bytes | None:
         others = [peer for peer in group.members if peer != self._identity.peer_id]
         if group.leader not in others and group.leader != self._identity.peer_id:
             others.append(group.leader)
         return await self._decisions.ask(
-            group.leader, group.nonce, [(peer, self._gather.addresses(peer)) for peer in others]
+            group.leader, group.nonce, [(peer, self._streams.addresses(peer)) for peer in others]
         )

@@ -54,6 +54,7 @@ class Leader:
         quorum: members that are enough; 0: all in view.
         grace: seconds that the others have after that.
         max_group: largest group.
+        gather: never reduce in another way.
         wait: seconds that this node lets anybody wait here.
         chunk_timeout: seconds of silence after which a member counts as gone.
         exchange_timeout: seconds that a reduction may take.
@@ -73,6 +74,7 @@ class Leader:
         quorum: int,
         grace: float,
         max_group: int,
+        gather: bool,
         wait: float,
         chunk_timeout: float,
         exchange_timeout: float,
@@ -80,7 +82,7 @@ class Leader:
         self._me, self._decisions, self._rounds = me, decisions, rounds
         self._swarm, self._model, self._seed = swarm, model, seed
         self._members, self._look = members, look
-        self._quorum, self._grace, self._max_group, self._wait = quorum, grace, max_group, wait
+        self._quorum, self._grace, self._max_group, self._gather, self._wait = quorum, grace, max_group, gather, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
         self._tables: dict[tuple[int, int], Table] = {}
         self._usual: dict[int, GroupReady] = {}
@@ -216,5 +218,6 @@ class Leader:
             return
         self._rounds.end(*key)
         for members in deal(self._seed, key[0], seats, self._max_group):
-            verdict = Verdict(self._decisions, {peer: seats[peer] for peer in members}, timeout=self._exchange_timeout)
+            group = {peer: seats[peer] for peer in members}
+            verdict = Verdict(self._decisions, group, gather=self._gather, timeout=self._exchange_timeout)
             self._start(verdict.run())

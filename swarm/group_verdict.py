@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from swarm.errors import NetworkError
+from swarm.group_allreduce import fits
 from swarm.group_deal import common
 from swarm.group_decisions import Decisions
 from swarm.group_line import Line
@@ -47,10 +48,14 @@ class Seat:
 
 
 class Verdict:
-    """One group, seen from its leader. ``seats``: by peer id; ``timeout``: seconds that the reduction may take."""
+    """One group, seen from its leader. ``seats``: by peer id; ``gather``: never all-reduce; ``timeout``: seconds for the reduction.
 
-    def __init__(self, decisions: Decisions, seats: Mapping[str, Seat], *, timeout: float) -> None:
-        self._decisions, self._timeout = decisions, timeout
+    An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
+    counts for whatever they all hold.
+    """
+
+    def __init__(self, decisions: Decisions, seats: Mapping[str, Seat], *, gather: bool, timeout: float) -> None:
+        self._decisions, self._gather, self._timeout = decisions, gather, timeout
         self._seats = dict(sorted(seats.items()))
         self._news = asyncio.Event()
         for seat in self._seats.values():
@@ -59,27 +64,44 @@ class Verdict:
     async def run(self) -> None:
         """Lead the group to its decision."""
         until = asyncio.get_running_loop().time() + self._timeout
+        everybody = self._seats
         try:
-            await self._attempt("gather", until)
+            codec = next(iter(everybody.values())).ready.codec
+            if fits(codec, len(everybody)) and not self._gather:
+                if await self._attempt("allreduce", until):
+                    return
+                self._seats = {peer: seat for peer, seat in everybody.items() if not seat.gone}
+                log.info("an all-reduce of %d failed: the %d who are left gather", len(everybody), len(self._seats))
+            if len(self._seats) >= 2:
+                await self._attempt("gather", until)
         finally:
-            for seat in self._seats.values():
+            for seat in everybody.values():
+                seat.line.close()
                 seat.over.set()
 
-    async def _attempt(self, reduction: Literal["gather", "allreduce"], until: float) -> None:
-        """Form the group, wait for the reports, decide, tell."""
+    async def _attempt(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
+        """Form the group, wait for the reports, decide; tell, unless another attempt is due. Whether a mean was decided on."""
         nonce = secrets.token_bytes(16)
         self._decisions.expect(nonce)
-        mean = 0
+        mean, whole = 0, reduction == "allreduce"
         try:
             listed = enlist(seat.sealed for seat in self._seats.values())
             await self._tell_all(GroupFormed(nonce=nonce, reduction=reduction, members=listed))
-            await self._reports(nonce, until)
-            mean = self._decide(nonce)
+            await self._reports(nonce, until, whole)
+            mean = self._everybody(nonce) if whole else self._common(nonce)
         finally:
             decision = self._decisions.settle(nonce, mean)
-        await self._tell_all(GroupReply(decision=decision))
+        if mean or not whole:
+            await self._tell_all(GroupReply(decision=decision))
+        return mean != 0
 
-    def _decide(self, nonce: bytes) -> int:
+    def _everybody(self, nonce: bytes) -> int:
+        """All, if each has said that it has everything; one may have died since."""
+        everybody = (1 << len(self._seats)) - 1
+        return everybody if all(seat.held.get(nonce) == everybody for seat in self._seats.values()) else 0
+
+    def _common(self, nonce: bytes) -> int:
+        """What all who are left hold."""
         everybody = (1 << len(self._seats)) - 1
         held = {
             place: seat.held[nonce] & everybody | 1 << place
@@ -87,21 +109,22 @@ class Verdict:
             if nonce in seat.held and not seat.gone
         }
         mean, takers = common(held)
-        log.info("of a group of %d, %d are in the mean and %d take it", len(self._seats), mean.bit_count(), takers.bit_count())
+        log.info("of a group of %d, %d are in the mean and %d take it", len(self._seats), _count(mean), _count(takers))
         return mean
 
-    async def _reports(self, nonce: bytes, until: float) -> None:
-        """Wait until everybody who is left has reported; meanwhile tell the others who is not."""
+    async def _reports(self, nonce: bytes, until: float, whole: bool) -> None:
+        """Wait until everybody who is left has reported, or, if it takes all, anything failed; tell the others who is lost."""
         loop = asyncio.get_running_loop()
-        lost = 0
+        everybody, lost = (1 << len(self._seats)) - 1, 0
         while True:
             self._news.clear()
-            gone = sum(1 << place for place, seat in enumerate(self._seats.values()) if seat.gone)
+            gone = sum(1 << place for place, seat in enumerate(self._seats.values()) if seat.gone and nonce not in seat.held)
+            failed = gone or any(seat.held.get(nonce, everybody) != everybody for seat in self._seats.values())
+            if (whole and failed) or all(seat.gone or nonce in seat.held for seat in self._seats.values()):
+                return
             if gone != lost:
                 lost = gone
                 await self._tell_all(GroupLost(nonce=nonce, lost=lost))
-            if all(seat.gone or nonce in seat.held for seat in self._seats.values()):
-                return
             try:
                 await asyncio.wait_for(self._news.wait(), until - loop.time())
             except asyncio.TimeoutError:
@@ -117,3 +140,7 @@ class Verdict:
         except NetworkError as error:
             log.info("a member of a group is gone: %s", error)
             seat.leave()
+
+
+def _count(places: int) -> int:
+    return bin(places).count("1")
