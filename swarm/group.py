@@ -21,6 +21,7 @@ from swarm.group_lead import Leader
 from swarm.group_messages import MAX_GROUP
 from swarm.group_reduction import Outcome
 from swarm.group_rounds import Rounds
+from swarm.group_view import View
 from swarm.handle import Decision, SwarmHandle, Waiter
 from swarm.identity import Identity
 from swarm.messages import Member
@@ -81,14 +82,15 @@ class GroupExchange(Waiter):
             raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
         self._swarm, self._model = swarm, model
         self._rounds = Rounds(fragments)
+        view = View(members, model, identity.peer_id)
         decisions = Decisions(host, identity, swarm)
         self._leader = Leader(
-            identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, members=members, look=look,
+            identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,
             quorum=quorum, grace=grace, max_group=max_group, gather=gather, wait=wait, chunk_timeout=chunk_timeout,
             exchange_timeout=exchange_timeout,
         )  # fmt: skip
         self._groups = Groups(
-            host, identity, self._leader, decisions, self._rounds, swarm=swarm, model=model, seed=seed, members=members,
+            host, identity, self._leader, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view,
             largest=max_group + 1, follow=follow, wait=wait, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
         # What one round can take at most: forming the group, one reduction, its confirm.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,10 @@ from swarm.group_messages import GroupFormed, GroupLost, GroupReceipt, GroupRepl
 from swarm.group_reduction import Outcome, Reduction, Streams
 from swarm.group_roster import Group, open_group, ready_message
 from swarm.group_rounds import Rounds
+from swarm.group_view import View
 from swarm.identity import Identity
-from swarm.messages import Member, Message
 from swarm.stream import Stream, Traffic
-from swarm.wire import seal, unpack
+from swarm.wire import Message, seal, unpack
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -61,6 +61,8 @@ class _Meeting:
     """The loop's time at which it goes on alone unless a group was formed."""
     entered: bool = False
     """A group was formed, so this round is used up, whatever comes of it."""
+    elsewhere: GroupReceipt | None = None
+    """A peer told that it is itself in the group of another leader."""
     moved_to: int = 0
     """A later round in which the swarm is with this fragment."""
 
@@ -79,7 +81,7 @@ class Groups:
         swarm: str,
         model: str,
         seed: int,
-        members: Callable[[], Mapping[str, Member]],
+        view: View,
         largest: int,
         follow: bool,
         wait: float,
@@ -87,10 +89,10 @@ class Groups:
         exchange_timeout: float,
     ) -> None:
         self._host, self._identity, self._leader, self._decisions, self._rounds = host, identity, leader, decisions, rounds
-        self._swarm, self._model, self._seed, self._members = swarm, model, seed, members
+        self._swarm, self._model, self._seed, self._view = swarm, model, seed, view
         self._largest, self._follow, self._wait = largest, follow, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
-        self._streams = Streams(host, members, chunk_timeout)
+        self._streams = Streams(host, view, chunk_timeout)
         self._local: set[asyncio.Task[None]] = set()
         host.serve(LEADER_PROTOCOL, leader.serve)
 
@@ -111,11 +113,14 @@ class Groups:
         while True:
             key = meeting.mine.key
             self._rounds.begin(key.round, key.fragment)
-            leaders = order(self._seed, key.round, self._view())
+            leaders = order(self._seed, key.round, self._view.here())
             if len(leaders) < 2:
                 return
             for peer in leaders[:TRIED]:
-                await self._try(meeting, peer)
+                await self._try(meeting, peer, self._view.addresses(peer))
+                hint, meeting.elsewhere = meeting.elsewhere, None
+                if hint is not None and hint.leader is not None and not meeting.entered:
+                    await self._try(meeting, hint.leader, hint.addresses)
                 if meeting.entered or loop.time() >= meeting.until:
                     return
                 if meeting.moved_to > key.round:
@@ -128,11 +133,7 @@ class Groups:
                 return
             meeting.mine = replace(meeting.mine, key=replace(key, round=meeting.moved_to))
 
-    def _view(self) -> set[str]:
-        here = {peer for peer, member in self._members().items() if member.model == self._model}
-        return here | {self._identity.peer_id}
-
-    async def _try(self, meeting: _Meeting, leader: str) -> None:
+    async def _try(self, meeting: _Meeting, leader: str, addresses: Sequence[str]) -> None:
         """Join the group of one leader; returns early if it cannot be had."""
         loop = asyncio.get_running_loop()
         patience = meeting.until - loop.time()
@@ -140,9 +141,10 @@ class Groups:
         sealed = seal(ready, self._identity)
         self._leader.expect(ready)
         try:
-            stream = await self._open(leader, min(max(patience, 0.01), PROBE_S))
+            stream = await self._open(leader, addresses, min(max(patience, 0.01), PROBE_S))
         except NetworkError as error:
             log.info("round %d: its leader cannot be had: %s", ready.round, error)
+            self._view.miss([leader])
             return
         line = Line(stream, self._chunk_timeout)
         try:
@@ -151,26 +153,35 @@ class Groups:
             if receipt.verdict != "noted":
                 self._note(meeting, leader, receipt)
                 return
-            formed = await line.hear(meeting.until + LINGER_S, GroupFormed)
+            self._rounds.join(ready.round, ready.fragment, leader)
+            if leader != self._identity.peer_id:
+                await self._leader.leave(ready.round, ready.fragment, leader)
+            formed: Message = await line.hear(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
             until = loop.time() + self._exchange_timeout
-            while True:
+            before: Group | None = None
+            while isinstance(formed, GroupFormed):
                 group = open_group(formed, leader, sealed, self._largest)
                 meeting.entered = True
                 self._rounds.end(ready.round, ready.fragment)
+                if before is not None:
+                    self._view.miss(set(before.members) - set(group.members))
+                elif group.alone:
+                    self._view.miss(self._view.here() - set(group.members))
                 again = await self._attempt(line, group, meeting.mine, until)
                 if again is None:
                     return
-                formed = again
+                before, formed = group, again
+            if isinstance(formed, GroupReceipt):
+                self._note(meeting, leader, formed)
         except (NetworkError, MessageError) as error:
             log.info("round %d: no group with leader …%s: %s", ready.round, leader[-8:], error)
         finally:
+            self._rounds.leave(ready.round, ready.fragment)
             line.close()
 
-    async def _open(self, leader: str, seconds: float) -> Stream:
+    async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
         if leader != self._identity.peer_id:
-            return await self._host.open(
-                leader, LEADER_PROTOCOL, addresses=self._streams.addresses(leader), timeout=seconds
-            )
+            return await self._host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. What goes over this line is no traffic.
         mine, theirs = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
         serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, Traffic())))
@@ -191,11 +202,10 @@ class Groups:
         key = meeting.mine.key
         log.debug("round %d: leader %s answered %s %s", key.round, leader[-8:], receipt.verdict, receipt.reason)
         if receipt.verdict == "passed":
-            # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
-            # Records are seconds old; what this peer just said of itself is newer than its own.
-            said = {peer: member.round for peer, member in self._members().items()} | {leader: receipt.round}
-            usual = sorted(said.values())[len(said) // 2] + self._rounds.fragments
+            usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
             meeting.moved_to = max(meeting.moved_to, self._rounds.within(receipt.round, key.round, usual))
+        elif receipt.verdict == "elsewhere":
+            meeting.elsewhere = receipt
         elif receipt.verdict == "refuse":
             log.warning("peer …%s will not exchange with this node: %s", leader[-8:], receipt.reason)
 
@@ -241,11 +251,12 @@ class Groups:
                 return word
             if isinstance(word, GroupLost) and word.nonce == reduction.group.nonce:
                 reduction.lose(word.lost)
+                self._view.miss(reduction.group.at(word.lost))
 
     async def _ask(self, group: Group) -> bytes | None:
         others = [peer for peer in group.members if peer != self._identity.peer_id]
         if group.leader not in others and group.leader != self._identity.peer_id:
             others.append(group.leader)
         return await self._decisions.ask(
-            group.leader, group.nonce, [(peer, self._streams.addresses(peer)) for peer in others]
+            group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others]
         )

@@ -10,8 +10,9 @@ passed since; or the patience of one of them is over, and at least two are there
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from swarm.group_messages import GroupReady, GroupReceipt, GroupReport
 from swarm.group_roster import difference
 from swarm.group_rounds import Rounds
 from swarm.group_verdict import Seat, Verdict
-from swarm.messages import Member
+from swarm.group_view import View
 from swarm.wire import ENVELOPE, unseal
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Leader:
         swarm: str,
         model: str,
         seed: int,
-        members: Callable[[], Mapping[str, Member]],
+        view: View,
         look: Callable[[], None],
         quorum: int,
         grace: float,
@@ -81,7 +82,7 @@ class Leader:
     ) -> None:
         self._me, self._decisions, self._rounds = me, decisions, rounds
         self._swarm, self._model, self._seed = swarm, model, seed
-        self._members, self._look = members, look
+        self._view, self._look = view, look
         self._quorum, self._grace, self._max_group, self._gather, self._wait = quorum, grace, max_group, gather, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
         self._tables: dict[tuple[int, int], Table] = {}
@@ -124,7 +125,7 @@ class Leader:
         def say(verdict: str, reason: str = "", round: int = ready.round) -> GroupReceipt:
             return GroupReceipt.model_validate({"verdict": verdict, "reason": reason, "round": round})
 
-        if peer != self._me and peer not in self._members():
+        if peer != self._me and peer not in self._view.members():
             self._look()
         if ready.swarm != self._swarm:
             return say("refuse", f"this node is in swarm {self._swarm}, the contribution is for {ready.swarm}")
@@ -133,6 +134,9 @@ class Leader:
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
             return say("passed", round=instead)
+        leader = self._rounds.leader(ready.round, ready.fragment)
+        if leader not in (None, self._me) and peer != self._me:
+            return self._elsewhere(ready.round, leader)
         table = self._tables.get((ready.round, ready.fragment))
         usual = self._usual.get(ready.fragment)
         if usual is not None:
@@ -148,6 +152,20 @@ class Leader:
         if waiting >= MAX_SEATS or (table is None and len(self._tables) >= MAX_TABLES):
             return say("busy", "too many wait for this node")
         return say("noted")
+
+    def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
+        addresses = self._view.addresses(leader or "")
+        return GroupReceipt(verdict="elsewhere", round=round, leader=leader, addresses=tuple(addresses))
+
+    async def leave(self, round: int, fragment: int, leader: str) -> None:
+        """This node itself has found its place at another leader: those who wait here had better go there too."""
+        table = self._tables.get((round, fragment))
+        for peer, seat in list(table.seats.items()) if table is not None else ():
+            if peer != leader:
+                with contextlib.suppress(NetworkError):  # it is gone
+                    await seat.line.tell(self._elsewhere(round, leader))
+                seat.line.close()
+                seat.over.set()
 
     def _seat(self, peer: str, seat: Seat) -> Table:
         key = (seat.ready.round, seat.ready.fragment)
@@ -192,7 +210,7 @@ class Leader:
             while table.seats:
                 now = loop.time()
                 here = set(table.seats)
-                view = {peer for peer, member in self._members().items() if member.model == self._model} | {self._me}
+                view = self._view.expected()
                 if len(here) < max(self._quorum or len(view), 2):
                     enough_since = None
                 elif enough_since is None:
@@ -216,8 +234,10 @@ class Leader:
                 seat.line.close()
                 seat.over.set()
             return
-        self._rounds.end(*key)
-        for members in deal(self._seed, key[0], seats, self._max_group):
+        self._rounds.formed(*key)
+        self._view.miss(self._view.here() - set(seats))
+        groups = deal(self._seed, key[0], seats, self._max_group)
+        for members in groups:
             group = {peer: seats[peer] for peer in members}
-            verdict = Verdict(self._decisions, group, gather=self._gather, timeout=self._exchange_timeout)
+            verdict = Verdict(self._decisions, group, alone=len(groups) == 1, gather=self._gather, timeout=self._exchange_timeout)
             self._start(verdict.run())

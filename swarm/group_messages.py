@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from swarm.fields import Bytes, Count, Digest, Nonce, Reason, Sha256, SwarmId, Token
+from swarm.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token
 from swarm.wire import ENVELOPE, KIB, Message
 
 MAX_GROUP = 64  # members: their places are the bits of one number
@@ -34,12 +34,17 @@ class GroupReady(Message):
 
 
 class GroupReceipt(Message):
-    """The leader's answer to a ready message; ``round`` is where the leader is or will be with that fragment."""
+    """The leader's answer to a ready message.
+
+    ``passed``: go to ``round``. ``elsewhere``: this node itself waits at another leader, at ``addresses``; said also later.
+    """
 
     KIND, LIMIT = "group-receipt", 4 * KIB
-    verdict: Literal["noted", "passed", "busy", "refuse"]
+    verdict: Literal["noted", "passed", "elsewhere", "busy", "refuse"]
     reason: Reason = ""
     round: Count
+    leader: PeerId | None = None
+    addresses: Annotated[tuple[Address, ...], Field(max_length=8)] = ()
 
 
 class GroupAlive(Message):
@@ -51,12 +56,13 @@ class GroupAlive(Message):
 class GroupFormed(Message):
     """The leader tells a member its group: the signed ready messages of all, each after its length as two bytes.
 
-    A second one calls the first attempt off and asks for another.
+    ``alone``: nobody else was ready. A second one calls the first attempt off and asks for another.
     """
 
     KIND, LIMIT = "group-formed", MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
     nonce: Nonce
     reduction: Literal["gather", "allreduce"]
+    alone: bool
     members: Annotated[bytes, Field(max_length=MAX_GROUP * (KIB + ENVELOPE + 2))]
 
 

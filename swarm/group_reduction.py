@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from optim.exchange import Mean
 from swarm.group_messages import GroupHello
 from swarm.group_roster import Group
-from swarm.messages import Member
+from swarm.group_view import View
 from swarm.wire import pack, unpack
 
 if TYPE_CHECKING:
@@ -60,20 +59,15 @@ class Reduction(Protocol):
 class Streams:
     """The streams between the members of this host's groups. All coroutines run on the host's loop."""
 
-    def __init__(self, host: Host, members: Callable[[], Mapping[str, Member]], chunk_timeout: float) -> None:
-        self._host, self._members, self.chunk_timeout = host, members, chunk_timeout
+    def __init__(self, host: Host, view: View, chunk_timeout: float) -> None:
+        self._host, self._view, self.chunk_timeout = host, view, chunk_timeout
         self._running: dict[bytes, Reduction] = {}
         self._held: dict[asyncio.Event, bytes] = {}
         host.serve(PAYLOAD_PROTOCOL, self._serve)
 
-    def addresses(self, peer: str) -> Sequence[str]:
-        """Where a member says it can be reached."""
-        member = self._members().get(peer)
-        return member.addresses if member is not None else ()
-
     async def open(self, peer: str, nonce: bytes) -> Stream:
         """A stream to a member, for the group with this nonce. NetworkError."""
-        stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=self.addresses(peer), timeout=self.chunk_timeout)
+        stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=self._view.addresses(peer), timeout=self.chunk_timeout)
         try:
             await stream.send(pack(GroupHello(nonce=nonce)), self.chunk_timeout)
         except BaseException:

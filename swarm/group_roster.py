@@ -24,6 +24,8 @@ class Group:
     nonce: bytes
     leader: str
     reduction: Literal["gather", "allreduce"]
+    alone: bool
+    """Whoever is not in it was not there."""
     readies: Mapping[str, GroupReady]
 
     @property
@@ -115,4 +117,4 @@ def open_group(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> G
         included = included or sealed == mine
     if not included or len(readies) < 2:
         raise MessageError(f"a group from peer …{leader[-8:]} was refused: this node is not in it, or nobody else is.")
-    return Group(formed.nonce, leader, formed.reduction, readies)
+    return Group(formed.nonce, leader, formed.reduction, formed.alone, readies)

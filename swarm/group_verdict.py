@@ -48,14 +48,16 @@ class Seat:
 
 
 class Verdict:
-    """One group, seen from its leader. ``seats``: by peer id; ``gather``: never all-reduce; ``timeout``: seconds for the reduction.
+    """One group, seen from its leader. ``seats``: by peer id; ``alone``: there is no other group; ``timeout``: seconds.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
     counts for whatever they all hold.
     """
 
-    def __init__(self, decisions: Decisions, seats: Mapping[str, Seat], *, gather: bool, timeout: float) -> None:
-        self._decisions, self._gather, self._timeout = decisions, gather, timeout
+    def __init__(
+        self, decisions: Decisions, seats: Mapping[str, Seat], *, alone: bool, gather: bool, timeout: float
+    ) -> None:
+        self._decisions, self._alone, self._gather, self._timeout = decisions, alone, gather, timeout
         self._seats = dict(sorted(seats.items()))
         self._news = asyncio.Event()
         for seat in self._seats.values():
@@ -86,7 +88,7 @@ class Verdict:
         mean, whole = 0, reduction == "allreduce"
         try:
             listed = enlist(seat.sealed for seat in self._seats.values())
-            await self._tell_all(GroupFormed(nonce=nonce, reduction=reduction, members=listed))
+            await self._tell_all(GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed))
             await self._reports(nonce, until, whole)
             mean = self._everybody(nonce) if whole else self._common(nonce)
         finally:

@@ -40,10 +40,11 @@ def group(hosts, request):
     members = {host.peer_id: member(host) for host, _ in hosts}
     return [
         GroupExchange(
-            host, identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, fragments=getattr(request, "param", 1), wait=20.0, chunk_timeout=5.0
+            host, identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, fragments=getattr(request, "param", 1),
+            wait=20.0, chunk_timeout=5.0,
         )
         for host, identity in hosts
-    ]
+    ]  # fmt: skip
 
 
 def tensors(number, round=0):
