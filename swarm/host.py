@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import uvloop
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
@@ -50,7 +51,7 @@ class Host:
         self._owner = os.getpid()
         self._closed = False
         self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
-        self._loop = asyncio.SelectorEventLoop()
+        self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
 
