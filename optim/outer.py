@@ -9,7 +9,7 @@ to the own contribution alone: local progress is never thrown away.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -23,8 +23,9 @@ from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsenc
 from optim.flight import Flight
 from optim.fragments import positions
 from optim.length import RoundLength, Steps
-from optim.rule import START, RoundFacts, Rule, State, assign
-from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
+from optim.outer_state import adopt, restore, saved
+from optim.rule import START, Anchored, RoundFacts, Rule, State, assign
+from optim.saved import fresh
 from optim.schedule import Schedule, Send
 from optim.shards import check_whole, local, reshard
 from optim.weights import Weight, equal
@@ -119,6 +120,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         """As told to ``count``."""
         self._sent_at = [(0, 0) for _ in self._parts]
         """Steps and tokens when each fragment was sent last."""
+        self.applied = [-1] * len(self._parts)
+        """The round whose outcome each fragment was given last; -1: none yet."""
         self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -268,6 +271,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             assign(self._buffers, mean.tensors[count:])
         # Only now: had anything above raised, a second call would find the exchange still there.
         self._in_flight[fragment].remove(flight)
+        self.applied[fragment] = facts.key.round
         self._report(facts.key, mean, lag)
 
     def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:
@@ -314,24 +318,7 @@ class OuterOptimizer(torch.optim.Optimizer):
 
         Bit-identical at any step at which nothing is in flight (always, when means are applied at once).
         """
-        rule = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.rule_state.items()}
-        for fragment, flights in self._in_flight.items() if START in rule else ():
-            for flight in flights:
-                for index, motion in zip(self._parts[fragment], flight.contribution, strict=True):
-                    rule[START][index].add_(motion)
-        return {
-            "inner": self.inner.state_dict(),
-            "slow": [tensor.clone() for tensor in self.slow],
-            "rounding": {index: tensor.clone() for index, tensor in self._rounding.items()},
-            "rule": rule,
-            "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
-            "steps": self.steps,
-            "position": self.position,
-            "length": self.length.state_dict(),
-            "round": self.round,
-            "tokens": self.tokens,
-            "sent_at": [list(pair) for pair in self._sent_at],
-        }
+        return saved(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned (the model's own weights are the user's to restore).
@@ -339,59 +326,51 @@ class OuterOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: shapes differ from this model's, or another method saved it; nothing is changed then.
         """
-        rule_state = self.rule.initial(self.slow)
-        check_shapes("the saved outer state 'slow'", state_dict["slow"], self.slow)
-        for name, tensors in state_dict["rule"].items():
-            if name not in rule_state:
-                raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
-            check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
-        sent_at = [(int(steps), int(tokens)) for steps, tokens in state_dict.get("sent_at", self._sent_at)]
-        if len(sent_at) != len(self._parts):
-            raise ValueError(f"the saved outer state has {len(sent_at)} fragments, this optimizer {len(self._parts)}")
-        self.inner.load_state_dict(state_dict["inner"])
-        self._share_with_inner()
-        for codec, saved in zip(self._codecs, state_dict.get("codecs", ()), strict=False):
-            if isinstance(codec, Stateful):
-                codec.load_state_dict(saved)
-        in_place(self.slow, state_dict["slow"])
-        device = self.slow[0].device
-        self._rounding = {int(i): t.to(device, torch.float32, copy=True) for i, t in state_dict.get("rounding", {}).items()}
-        self.rule_state = rule_state  # what a checkpoint from before the first round lacks is as it was then
-        for name, tensors in state_dict["rule"].items():
-            in_place(rule_state[name], tensors)
-        self._drop()
-        self.steps, self.round = int(state_dict["steps"]), int(state_dict["round"])
-        self.tokens, self._sent_at = int(state_dict.get("tokens", 0)), sent_at
-        self.position = int(state_dict.get("position", self.steps))
-        self.length.load_state_dict(state_dict.get("length", {}), self.tokens)
+        restore(self, state_dict)
 
-    @torch.no_grad()
-    def adopt(self, slow: list[Tensor], *, round: int, into_model: bool = False) -> None:
-        """Take over slow weights and the round of a running swarm, dropping what is in flight.
+    @property
+    def fragments(self) -> int:
+        """How many parts the parameters are sent in, in turn."""
+        return len(self._parts)
 
-        ``into_model`` also starts the fast weights there, as a joiner does. ValueError if shapes differ (nothing is changed).
+    def in_flight(self, fragment: int) -> list[int]:
+        """The rounds in which a fragment was sent and not applied yet."""
+        return [flight.facts.key.round for flight in self._in_flight[fragment]]
+
+    @property
+    def anchored(self) -> bool:
+        """Whether the slow weights are the same on all peers of a group, so that who misses a round must take them over."""
+        return isinstance(self.rule, Anchored)
+
+    @property
+    def shared(self) -> State:
+        """What the rule keeps beside the slow weights that is the same on all peers of a group, for a newcomer to take over."""
+        names = self.rule.shared if isinstance(self.rule, Anchored) else ()
+        return {name: self.rule_state[name] for name in names if name in self.rule_state}
+
+    def adopt(
+        self,
+        slow: Sequence[Tensor],
+        *,
+        round: int,
+        into_model: bool = False,
+        shared: Mapping[str, Sequence[Tensor]] | None = None,
+        applied: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Take over slow weights, the round, and what is ``shared``, of a running swarm, dropping what is in flight.
+
+        ``into_model`` also starts the fast weights there, as a joiner does. ``applied`` (of the peer who gave the weights): take
+        over only those fragments whose last round there is not older than here, and keep what is in flight for later rounds;
+        else a round's outcome would be missing in them or be there twice. Returns the fragments that were taken over.
+
+        Raises:
+            ValueError: names or shapes do not fit; nothing is changed then.
         """
-        check_shapes("the given list of slow weights", slow, self.slow)
-        everything = range(len(self._params))
-        if not into_model:  # the model goes on from where it is, so what it could not hold stays what it was
-            self._rounding.update({i: self._lost(i) for i in everything if self._params[i].dtype.itemsize < 4})
-        in_place(self.slow, slow)
-        self.round = round
-        self._drop()
-        if into_model:
-            self._codecs = [fresh(codec) for codec in self._codecs]
-            self.codec = self._codecs[0]
-            assign(self._fast, self.slow)
-            self._restart(everything)
-            if START in self.rule_state:
-                assign(self.rule_state[START], self.slow)
+        return adopt(self, slow, round, into_model, shared or {}, applied)
 
-    def _unsent(self, fragment: int) -> list[Tensor] | None:
-        """The contribution whose exchange is under way."""
-        return next((flight.contribution for flight in self._in_flight[fragment] if not flight.landed), None)
-
-    def _drop(self) -> None:
-        for fragment, flights in self._in_flight.items():
-            for flight in flights:
-                flight.drop(self._codecs[fragment])
-            flights.clear()
+    def _drop(self, fragment: int, until: float = math.inf) -> None:
+        """Forget what is in flight of a fragment from rounds up to ``until``."""
+        flights = self._in_flight[fragment]
+        for flight in [flight for flight in flights if flight.facts.key.round <= until]:
+            flight.drop(self._codecs[fragment])
+            flights.remove(flight)
