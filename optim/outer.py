@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
+from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsence
 from optim.flight import Flight
 from optim.fragments import positions
 from optim.length import RoundLength, Steps
 from optim.rule import START, RoundFacts, Rule, State, assign
 from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
 from optim.schedule import Schedule, Send
+from optim.shards import check_whole, local, reshard
 from optim.weights import Weight, equal
 
 
@@ -60,10 +61,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         length: of a round, in the schedule's steps, or in tokens or seconds (optim/length.py). Not to be shared by optimizers.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
             is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
-        model: the module, for its buffers.
+        model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
 
     Raises:
-        ValueError: no parameter, parameters that are not floating point, not in exactly one fragment, buffers without a model.
+        ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
     """
 
     def __init__(
@@ -96,12 +97,15 @@ class OuterOptimizer(torch.optim.Optimizer):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
+        check_whole(self._params, model)
+        self._model = model
         self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
-        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in self._params]
-        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in self._params]
+        parts = [local(p) for p in self._params]
+        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
+        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
         self._rounding: dict[int, Tensor] = {}
         """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
@@ -155,7 +159,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _read_fast(self, part: Sequence[int]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
         self._synchronize()
         # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
@@ -182,9 +186,10 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
+        reshard(self._model)
 
     def _synchronize(self) -> None:
         for device in {p.device for p in self._params if p.is_cuda}:
@@ -220,6 +225,8 @@ class OuterOptimizer(torch.optim.Optimizer):
             handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
         else:
             handle = Nobody()
+            if isinstance(self.exchange, TellsAbsence):
+                self.exchange.absent(facts.key)
         self._in_flight[fragment].append(Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0))
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
@@ -272,7 +279,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
         everything = range(len(self._params))
         with torch.no_grad():
-            kept = [param.detach().clone() for param in self._params]
+            kept = [local(param).detach().clone() for param in self._params]
         self._write(everything, self.slow)
         try:
             yield
