@@ -199,7 +199,6 @@ class Worker:
 
 def main():
     torch.set_num_threads(1)
-    import logging; logging.basicConfig(level=logging.INFO, format="%(process)d %(relativeCreated)d %(name)s %(message)s")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the workers ended
     print("ready", flush=True)
     for line in sys.stdin:
