@@ -34,7 +34,8 @@ from node.metrics import Metrics, RoundRecord
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
-from optim import Alone, RoundInfo
+from optim import FLOAT32, Alone, RoundInfo
+from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
 from swarm.identity import Identity
@@ -304,7 +305,7 @@ class NodeRun:
             lag=info.lag,
             wait_s=self.exchange.waited - self._waited,
             loss=self.trainer.round_loss(),
-            distance=None,
+            weights=self._digest(info.key.fragment),
         )
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
@@ -313,6 +314,12 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self._save_due = every > 0 and result.rounds % every == 0
+
+    def _digest(self, fragment: int) -> str | None:
+        opt = self.trainer.opt
+        if not opt.anchored or fragment >= opt.fragments:
+            return None
+        return digest(FLOAT32.encode(opt.slow_of(fragment)).numpy().data).hex()[:16]
 
     def _keep_slow(self, number: int) -> None:
         folder = self.folder / ROUNDS

@@ -333,6 +333,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         """How many parts the parameters are sent in, in turn."""
         return len(self._parts)
 
+    def slow_of(self, fragment: int) -> list[Tensor]:
+        """The slow weights of a fragment, not copied."""
+        return [self.slow[index] for index in self._parts[fragment]]
+
     def in_flight(self, fragment: int) -> list[int]:
         """The rounds in which a fragment was sent and not applied yet."""
         return [flight.facts.key.round for flight in self._in_flight[fragment]]
