@@ -9,7 +9,7 @@ to the own contribution alone: local progress is never thrown away.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -23,8 +23,8 @@ from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsenc
 from optim.flight import Flight
 from optim.fragments import positions
 from optim.length import RoundLength, Steps
-from optim.outer_state import adopt, restore, saved
-from optim.rule import START, Anchored, RoundFacts, Rule, State, assign
+from optim.outer_state import OuterState
+from optim.rule import START, RoundFacts, Rule, State, assign
 from optim.saved import fresh
 from optim.schedule import Schedule, Send
 from optim.shards import check_whole, local, reshard
@@ -44,7 +44,7 @@ class RoundInfo:
     """Inner steps between sending and applying."""
 
 
-class OuterOptimizer(torch.optim.Optimizer):
+class OuterOptimizer(OuterState):
     """Wraps ``inner``; use it in place of ``inner`` in the training loop.
 
     Args:
@@ -130,9 +130,6 @@ class OuterOptimizer(torch.optim.Optimizer):
             raise ValueError("add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged")
         super().add_param_group(param_group)
 
-    def _share_with_inner(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -170,11 +167,6 @@ class OuterOptimizer(torch.optim.Optimizer):
         for index in part:
             if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
                 self._fast[index].add_(self._lost(index))
-
-    def _lost(self, index: int) -> Tensor:
-        """Lost by rounding when the model was given its present starting point: the slow weights unless noted."""
-        slow = self.slow[index]
-        return self._rounding[index] if index in self._rounding else slow - slow.to(self._params[index].dtype)
 
     @torch.no_grad()
     def _restart(self, part: Sequence[int]) -> None:
@@ -312,69 +304,3 @@ class OuterOptimizer(torch.optim.Optimizer):
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
         self._report(key, mean, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on. Exchanges in flight are not kept: what they carry is sent again with the next contribution.
-
-        Bit-identical at any step at which nothing is in flight (always, when means are applied at once).
-        """
-        return saved(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned (the model's own weights are the user's to restore).
-
-        Raises:
-            ValueError: shapes differ from this model's, or another method saved it; nothing is changed then.
-        """
-        restore(self, state_dict)
-
-    @property
-    def fragments(self) -> int:
-        """How many parts the parameters are sent in, in turn."""
-        return len(self._parts)
-
-    def slow_of(self, fragment: int) -> list[Tensor]:
-        """The slow weights of a fragment, not copied."""
-        return [self.slow[index] for index in self._parts[fragment]]
-
-    def in_flight(self, fragment: int) -> list[int]:
-        """The rounds in which a fragment was sent and not applied yet."""
-        return [flight.facts.key.round for flight in self._in_flight[fragment]]
-
-    @property
-    def anchored(self) -> bool:
-        """Whether the slow weights are the same on all peers of a group, so that who misses a round must take them over."""
-        return isinstance(self.rule, Anchored)
-
-    @property
-    def shared(self) -> State:
-        """What the rule keeps beside the slow weights that is the same on all peers of a group, for a newcomer to take over."""
-        names = self.rule.shared if isinstance(self.rule, Anchored) else ()
-        return {name: self.rule_state[name] for name in names if name in self.rule_state}
-
-    def adopt(
-        self,
-        slow: Sequence[Tensor],
-        *,
-        round: int,
-        into_model: bool = False,
-        shared: Mapping[str, Sequence[Tensor]] | None = None,
-        applied: Sequence[int] | None = None,
-    ) -> list[int]:
-        """Take over slow weights, the round, and what is ``shared``, of a running swarm, dropping what is in flight.
-
-        ``into_model`` also starts the fast weights there, as a joiner does. ``applied`` (of the peer who gave the weights): take
-        over only those fragments whose last round there is not older than here, and keep what is in flight for later rounds;
-        else a round's outcome would be missing in them or be there twice. Returns the fragments that were taken over.
-
-        Raises:
-            ValueError: names or shapes do not fit; nothing is changed then.
-        """
-        return adopt(self, slow, round, into_model, shared or {}, applied)
-
-    def _drop(self, fragment: int, until: float = math.inf) -> None:
-        """Forget what is in flight of a fragment from rounds up to ``until``."""
-        flights = self._in_flight[fragment]
-        for flight in [flight for flight in flights if flight.facts.key.round <= until]:
-            flight.drop(self._codecs[fragment])
-            flights.remove(flight)
