@@ -32,6 +32,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, cast
 
+from blake3 import blake3
+
 from swarm import parcel as wire
 from swarm.errors import MessageError, NetworkError
 from swarm.fetching import FETCH_S, Fetching
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 16_384  # records known again
+REMEMBERED = 32_768  # messages, and records in them, that are known again
 INBOX = (256, 32 << 20)  # messages and bytes that wait to be opened
 OUTBOX = (256, 32 << 20)  # messages and bytes that wait to be published
 AGAIN = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds before each further attempt to subscribe; the last repeats
@@ -172,7 +174,12 @@ class Topic(Generic[M]):
         """The cheap half of the checks."""
         if len(data) > MAX_MESSAGE:
             raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
+        # GossipSub itself forgets after two minutes. Who then sends another's messages on again must not use up his quota.
+        digest = blake3(data).digest()
+        if (publisher, digest) in self._seen:
+            raise MessageError("A message was refused: it was there before.", "replayed")
         self._charge(publisher, 1, len(data))
+        self._seen.add((publisher, digest))
         parcel = wire.open_parcel(data, self._swarm, self._room)
         self._charge(publisher, 0, max(0, parcel.size - len(data)))
         self.tally.reject("overflow", len(self._inbox.put((publisher, parcel), len(data))))

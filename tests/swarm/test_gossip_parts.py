@@ -115,17 +115,17 @@ def test_a_shelf_hands_out_whole_bodies_of_its_swarm_only(network):
     shelf.put(body)
     (digest,) = shelf._bodies
 
-    def fetch(shelf, size=len(body)):
+    def fetch(shelf, size):
         return taker.call(shelf.fetch(giver.peer_id, digest, size, 5), 10)
 
-    assert fetch(other) == body
+    assert fetch(other, len(body)) == body
     with pytest.raises(NetworkError, match="does not hold"):
-        fetch(stranger)
+        fetch(stranger, len(body))
     with pytest.raises(MessageError, match="5 were announced"):
         fetch(other, 5)
     giver.die()
     with pytest.raises(NetworkError):
-        fetch(other)
+        fetch(other, len(body))
 
 
 class FakeShelf:
