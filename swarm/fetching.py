@@ -21,6 +21,7 @@ MAX_WAITING = 64  # bodies waiting for that
 MAX_PER_PUBLISHER = 8  # of one publisher, waiting or being fetched: a slow one holds up no more
 MAX_HOLDERS = 4  # peers asked for one body
 FETCH_S = 15.0  # seconds for one body from one peer
+PAUSES = (0.5, 2.0)  # seconds before those who could not be reached are asked again: they serve so many at a time and no more
 
 Fetched = Callable[[str, Encoding, int, bytes], Awaitable[None]]
 
@@ -81,17 +82,26 @@ class Fetching:
 
     async def _from_any(self, wanted: _Wanted) -> tuple[bytes | None, str]:
         reason, notice = "unavailable", wanted.notice
-        for holder in wanted.holders:  # may grow meanwhile
-            try:
-                return await self._shelf.fetch(holder, notice.sha256, notice.nbytes, self._fetch_s), ""
-            except NetworkError as error:
-                log.debug("a body was not had from peer %s: %s", short(holder), error)
-            except MessageError as error:
-                reason = error.reason
-                log.debug("peer %s handed out something else: %s", short(holder), error)
-            except Exception:  # a bug must cost one record, not all that follow
-                reason = "failed"
-                log.warning("fetching a body from peer %s failed", short(holder), exc_info=True)
+        answered: set[str] = set()  # holders that need not be asked again
+        for pause in (0.0, *PAUSES):
+            if answered.issuperset(wanted.holders):
+                break
+            await asyncio.sleep(pause)
+            for holder in wanted.holders:  # may grow meanwhile
+                if holder in answered:
+                    continue
+                try:
+                    return await self._shelf.fetch(holder, notice.sha256, notice.nbytes, self._fetch_s), ""
+                except NetworkError as error:
+                    log.debug("a body was not had from peer %s: %s", short(holder), error)
+                except MessageError as error:
+                    log.debug("peer %s did not hand out a body: %s", short(holder), error)
+                    answered.add(holder)
+                    reason = error.reason
+                except Exception:  # a bug must cost one record, not all that follow
+                    log.warning("fetching a body from peer %s failed", short(holder), exc_info=True)
+                    answered.add(holder)
+                    reason = "failed"
         return None, reason
 
     def _done(self, key: tuple[bytes, int, int, str]) -> None:

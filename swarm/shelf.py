@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from swarm.errors import MessageError, NetworkError
+from swarm.errors import MessageError
 from swarm.messages import pack, unpack
 from swarm.parcel import BodyReply, BodyRequest
 
@@ -53,8 +53,8 @@ class Shelf:
     async def fetch(self, peer: str, sha256: bytes, nbytes: int, timeout: float) -> bytes:
         """The body with this digest and size from ``peer``, whole and checked, within ``timeout`` seconds.
 
-        Raises NetworkError if the peer cannot be had, is too slow or holds no such body; MessageError (reason ``digest``) if it
-        sends another one.
+        Raises NetworkError if the peer cannot be had or is too slow; MessageError if it holds no such body (reason
+        ``unavailable``) or sends another one (``digest``).
         """
         clock = asyncio.get_running_loop().time
         end = clock() + timeout
@@ -67,7 +67,7 @@ class Shelf:
             await stream.send(pack(BodyRequest(swarm=self._swarm, sha256=sha256)), left())
             reply = unpack(await stream.receive(BodyReply.LIMIT, left()), BodyReply)
             if not reply.nbytes:
-                raise NetworkError("the peer does not hold the body any more.")
+                raise MessageError("The peer does not hold the body any more.", "unavailable")
             if reply.nbytes != nbytes:
                 raise MessageError(f"A body of {reply.nbytes} bytes was refused: {nbytes} were announced.", "digest")
             body = bytearray(nbytes)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from swarm import fetching as fetching_module
 from swarm.errors import MessageError, NetworkError
 from swarm.fetching import FETCHERS, MAX_HOLDERS, MAX_PER_PUBLISHER, MAX_WAITING, Fetching
 from swarm.identity import Identity
@@ -119,7 +120,7 @@ def test_a_shelf_hands_out_whole_bodies_of_its_swarm_only(network):
         return taker.call(shelf.fetch(giver.peer_id, digest, size, 5), 10)
 
     assert fetch(other, len(body)) == body
-    with pytest.raises(NetworkError, match="does not hold"):
+    with pytest.raises(MessageError, match="does not hold"):
         fetch(stranger, len(body))
     with pytest.raises(MessageError, match="5 were announced"):
         fetch(other, 5)
@@ -138,7 +139,9 @@ class FakeShelf:
     async def fetch(self, peer, sha256, nbytes, timeout):
         self.asked.append(peer)
         await self.gate.wait()
-        answer = self.answers.get(peer, NetworkError("gone."))
+        answer = self.answers.get(peer, MessageError("Not here.", "unavailable"))
+        if isinstance(answer, list):
+            answer = answer.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -171,7 +174,7 @@ class Fetch:
 
 def test_every_announcer_is_asked_until_one_has_it():
     async def run():
-        fetch = Fetch(p1=MessageError("Another body.", "digest"), p2=b"body")
+        fetch = Fetch(p0=NetworkError("gone."), p1=MessageError("Another body.", "digest"), p2=b"body")
         fetch.fetching.want(PEERS[0], notice(PEERS[0]))
         for peer in PEERS[1:]:
             with pytest.raises(MessageError) as caught:
@@ -185,6 +188,23 @@ def test_every_announcer_is_asked_until_one_has_it():
         assert len(fetch.shelf.asked) <= MAX_HOLDERS + 1
         fetch.fetching.want(PEERS[2], notice(PEERS[2]))  # done with, so it may be asked for again
         assert await fetch.outcome() == (PEERS[2], b"body")
+        fetch.running.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypatch):
+    monkeypatch.setattr(fetching_module, "PAUSES", (0.0, 0.0))
+
+    async def run():
+        busy = NetworkError("busy.")
+        fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
+        fetch.shelf.gate.set()
+        fetch.fetching.want(PEERS[0], notice(PEERS[0]))
+        assert await fetch.outcome() == (PEERS[0], b"body")
+        fetch.fetching.want(PEERS[2], notice(PEERS[1], 1))
+        assert await fetch.outcome() == "unavailable"
+        assert fetch.shelf.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
         fetch.running.cancel()
 
     asyncio.run(run())
