@@ -87,6 +87,7 @@ ALL = st.one_of(
         shapes=shapes,
         dtype=tokens,
         sha256=hashes,
+        extra=st.lists(st.tuples(tokens, hashes), max_size=8).map(tuple),
     ),
     st.builds(
         g.GroupReady,
