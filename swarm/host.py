@@ -26,6 +26,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from swarm import bootstrap as boot
 from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
+from swarm.pubsub import PubSub
 from swarm.stream import Stream, Traffic, short
 from swarm.uplink import DAEMON_GONE, Uplink
 
@@ -35,8 +36,8 @@ Handler = Callable[[Stream], Awaitable[None]]
 T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
-MAX_HANDLERS = 64  # incoming streams served at once
-MAX_HANDLERS_PER_PEER = 8
+MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
+MAX_HANDLERS_PER_PEER = 16
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
@@ -47,6 +48,7 @@ class Host:
     def __init__(self, peer_id: str, uplink: Uplink) -> None:
         self.peer_id = peer_id
         self.traffic = Traffic()
+        self.pubsub = PubSub(uplink)
         self._uplink = uplink
         self._owner = os.getpid()
         self._closed = False
@@ -140,7 +142,7 @@ class Host:
     def serve(self, protocol: str, handler: Handler) -> None:
         """Answer incoming streams of ``protocol`` with ``handler``, which may raise: that is logged and ends the stream.
 
-        At most 64 streams are served at once, 8 per peer; more are refused. When the handler returns, the stream stays open
+        At most 256 streams are served at once, 16 per peer; more are refused. When the handler returns, the stream stays open
         until the caller ends it (at most 2 s), so that nothing sent is lost.
         """
 

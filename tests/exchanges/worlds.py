@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from optim import Faults, Simulation, mate
 from swarm.exchange import SwarmExchange
+from swarm.group import GroupExchange
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.messages import Member
@@ -146,7 +147,7 @@ class OnTorchDistributed:
 class OnSwarm:
     """Real hosts, each with a daemon of its own, in this process."""
 
-    size, overlaps = 2, False
+    size, overlaps, kind = 2, False, SwarmExchange
     _tests = itertools.count()
 
     def __init__(self):
@@ -173,7 +174,7 @@ class OnSwarm:
             for host, _ in hosts
         }  # fmt: skip
         exchanges = [
-            SwarmExchange(
+            self.kind(
                 host, identity, swarm=swarm, model="0" * 64, seed=seed, members=lambda: members, wait=wait, chunk_timeout=1.0,
                 exchange_timeout=20.0,
             )
@@ -216,6 +217,12 @@ class OnSwarm:
             host.close()
 
 
+class OnSwarmGroup(OnSwarm):
+    """The same, all of them in one group."""
+
+    size, overlaps, kind = 3, True, GroupExchange
+
+
 def numbered(notes, ids):
     """With the indices of the members in place of their ids."""
     for note in notes:
@@ -230,4 +237,5 @@ WORLDS = {
     "distributed-pairs": lambda nursery: OnTorchDistributed(2, nursery()),
     "distributed-group": lambda nursery: OnTorchDistributed(3, nursery()),
     "swarm-pairs": lambda nursery: OnSwarm(),
+    "swarm-group": lambda nursery: OnSwarmGroup(),
 }
