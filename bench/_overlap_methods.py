@@ -47,6 +47,9 @@ class Setup:
 class Method(ABC):
     """One node of one method. ``meet`` blocks until all are there."""
 
+    sends_gradients = False
+    """Whether every step must make real gradients."""
+
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
 
@@ -72,6 +75,22 @@ class Method(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every method has something to leave
         """Leave."""
+
+
+class Alone(Method):
+    """No exchange at all: what this machine costs the loop by itself."""
+
+    def address(self) -> dict[str, Any]:
+        return {}
+
+    def meet(self, everybody: list[dict[str, Any]]) -> None:
+        """Nobody to meet."""
+
+    def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        return model, inner
+
+    def rounds(self) -> int:
+        return 0
 
 
 class Ours(Method):
@@ -143,6 +162,8 @@ class Ours(Method):
 
 class Ddp(Method):
     """DistributedDataParallel over gloo: gradients every step, sent in buckets while earlier layers are still computed."""
+
+    sends_gradients = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -281,6 +302,7 @@ def _free_port(ip: str) -> int:
 
 
 KINDS: dict[str, Callable[[Setup], Method]] = {
+    "alone": Alone,
     "ddp": Ddp,
     "torchft": TorchFt,
     "torchft-streaming": TorchFt,

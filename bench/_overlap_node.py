@@ -26,7 +26,7 @@ class Run:
     def __init__(self, method: Method, setup: Setup) -> None:
         self.method, self.setup = method, setup
         self.pace = Pace(setup.step_s)
-        model = PacedModel(setup.layers, setup.width, self.pace)
+        model = PacedModel(setup.layers, setup.width, self.pace, gradients=method.sends_gradients)
         inner = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
         inner.register_step_post_hook(lambda *_: self.pace.until(1.0))
         self.model, self.opt = method.wrap(model, inner)
@@ -34,7 +34,7 @@ class Run:
     def step(self) -> None:
         self.pace.begin()
         self.opt.zero_grad()
-        loss = self.model(torch.full((1,), 1.0 + self.setup.rank))
+        loss = self.model(torch.ones(1, requires_grad=True))
         loss.backward()
         self.opt.step()
 

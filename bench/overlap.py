@@ -3,6 +3,7 @@
 Real processes, one per node, behind links of --mbit each way and --delay milliseconds one way (a round trip takes twice that),
 train the same model by one method after the other:
 
+    alone               no exchange: what the machine itself costs the loop
     ddp                 DistributedDataParallel over gloo, gradients every step
     torchft             torchft's DiLoCo over gloo
     torchft-streaming   the same in fragments, overlapped as far as it goes
@@ -10,8 +11,8 @@ train the same model by one method after the other:
     noloco, diloco      ours, all at once every round
     streaming, co2      ours, overlapped: in fragments with a lag, and a whole round late
 
-Computing is simulated: an inner step is a timed wait, as on a machine whose GPU computes while its processor is idle; gradients,
-the inner optimizer and its copies are real and fit into the step. utilisation = computing / wall time = 1 - wait / wall, where
+Computing is simulated: an inner step, its optimizer included, is a timed wait, as on a machine whose GPU computes while its
+processor is idle (only DDP, which sends them, makes real gradients). utilisation = computing / wall time = 1 - wait / wall, where
 *all* that is not computing counts as waiting: transfers, finding each other, encryption, copies, the outer step. One round warms
 up; what is still in flight at the end is in flight at the beginning, too. As root the links are network namespaces with `tc tbf`
 and a wire in user space for the delay; else relays, which only programs that can announce an address can use: the others are
@@ -45,7 +46,7 @@ from bench._relay import Relays
 from bench.exchange import BenchError, Process
 
 NEEDS = {"torchft": "torchft", "torchft-streaming": "torchft", "hivemind": "hivemind"}
-ANNOUNCES = {"hivemind", "noloco", "diloco", "streaming", "co2"}  # can be told an address other than the own
+ANNOUNCES = {"alone", "hivemind", "noloco", "diloco", "streaming", "co2"}  # can be told an address other than the own
 WIDTH = 1000  # of a layer: a million parameters
 SPARE_S = 90.0  # seconds beyond what a method should take, before it is given up
 
