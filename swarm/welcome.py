@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from optim.codec import FLOAT32
+from swarm.contribution import shapes_differ
 from swarm.digest import HashList, digest
 from swarm.errors import MessageError, NetworkError, ShoalError
 from swarm.link import Link
 from swarm.manifest import Manifest, open_manifest
 from swarm.messages import Answer, ManifestReply, ManifestRequest, StateHeader, StateRequest, pack, unpack
-from swarm.rendezvous import shapes_differ
 
 if TYPE_CHECKING:
     from swarm.host import Host

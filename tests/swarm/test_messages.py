@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from swarm import messages as m
+from swarm import wire
 from swarm.errors import MessageError
+from swarm.fields import MAX_TENSORS
 from swarm.identity import Identity
 from swarm.manifest import Manifest, swarm_id
 
@@ -247,8 +249,8 @@ def test_size_is_checked_before_decoding(monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(m.msgpack, "unpackb", never)
-    monkeypatch.setattr(m.msgpack, "Unpacker", never)
+    monkeypatch.setattr(wire.msgpack, "unpackb", never)
+    monkeypatch.setattr(wire.msgpack, "Unpacker", never)
     refused(bytes(4097), m.Member, m.Commit, says="4097 bytes where at most 4096")
     with pytest.raises(MessageError, match="4257 bytes where at most 4256"):
         m.unseal(bytes(4257), m.Member)
@@ -311,7 +313,7 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
 
 def test_the_largest_offer_fits_its_limit():
     offer = m.Offer(
-        swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * m.MAX_TENSORS,
+        swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * MAX_TENSORS,
         dtype="x" * 64, codec="x" * 64, sha256=bytes(32), weight=0.1, model="f" * 64, nonce=bytes(16),
     )  # fmt: skip
     packed = m.pack(offer)
