@@ -94,7 +94,7 @@ class Alone(Method):
 
 
 class Ours(Method):
-    """A host with its daemon and an exchange over it; the outer optimizer of ``make``."""
+    """A host with its daemon and an exchange over it: by pairs for NoLoCo, else among all."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -126,11 +126,16 @@ class Ours(Method):
 
     def make_exchange(self) -> Any:
         from swarm.exchange import SwarmExchange
+        from swarm.group import GroupExchange
 
-        return SwarmExchange(
-            self.host, self.identity, swarm=SWARM, model="0" * 64, seed=0, members=lambda: self.members,
-            wait=30.0, chunk_timeout=15.0, exchange_timeout=PATIENCE,
-        )  # fmt: skip
+        common: dict[str, Any] = {
+            "swarm": SWARM, "model": "0" * 64, "seed": 0, "members": lambda: self.members,
+            "wait": 30.0, "chunk_timeout": 15.0, "exchange_timeout": PATIENCE,
+        }  # fmt: skip
+        if self.setup.method == "noloco":
+            return SwarmExchange(self.host, self.identity, **common)
+        fragments = self.setup.fragments if self.setup.method == "streaming" else 1
+        return GroupExchange(self.host, self.identity, fragments=fragments, **common)
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         import optim
@@ -282,7 +287,6 @@ class Hivemind(Method):
             matchmaking_time=3.0,  # its advice for small runs
             averaging_timeout=PATIENCE,
             averager_opts={"target_group_size": setup.nodes},
-            verbose=True,
         )
         return model, self.opt
 
