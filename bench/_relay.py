@@ -7,6 +7,7 @@ an address other than the one they listen on can use it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 
@@ -44,9 +45,13 @@ class Relays:
             except OSError:
                 writer.close()
                 return
-            await asyncio.gather(
-                pump(reader, back, self._lines[1 - node]), pump(there, writer, self._lines[node]), return_exceptions=True
-            )
+            try:
+                with contextlib.suppress(OSError):  # one side is gone, so the other is told
+                    to, fro = pump(reader, back, self._lines[1 - node]), pump(there, writer, self._lines[node])
+                    await asyncio.gather(to, fro)
+            finally:
+                back.close()
+                writer.close()
 
         return relay
 
@@ -79,7 +84,7 @@ class Relays:
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: Line) -> None:
-    """Carry one direction of a connection until its end, as late as ``line`` says."""
+    """Carry one direction of a connection until its end, as late as ``line`` says. OSError if a side is gone."""
     clock = asyncio.get_running_loop().time
     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
@@ -88,24 +93,23 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line:
             due, data = await queue.get()
             await asyncio.sleep(max(due - clock(), 0.0))
             if not data:
+                writer.write_eof()
                 return
             writer.write(data)
             await writer.drain()
 
-    delivery = asyncio.ensure_future(deliver())
-    try:
+    async def take() -> None:
         while data := await reader.read(CHUNK):
             await queue.put((line.send(clock(), len(data)), data))
             await asyncio.sleep(max(line.backlog(clock()) - AHEAD_S, 0.0))
-    except ConnectionError:
-        delivery.cancel()
-    else:
         await queue.put((line.send(clock(), 0), b""))
+
+    both = [asyncio.ensure_future(take()), asyncio.ensure_future(deliver())]
     try:
-        await delivery
+        await asyncio.gather(*both)
     finally:
-        delivery.cancel()
-        writer.close()
+        for task in both:
+            task.cancel()
 
 
 def _free_port() -> int:
