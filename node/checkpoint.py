@@ -98,7 +98,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make the system write a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -166,13 +167,13 @@ def save(folder: Path, step: int, state: Any) -> Path:
             digest = hashlib.sha256(text.encode()).hexdigest()
             (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
             for path in (temporary / TENSORS, temporary / STATE, temporary):
-                _sync(path)
+                sync(path)
             if final.exists():
                 old = folder / f".old-{final.name}"
                 shutil.rmtree(old, ignore_errors=True)
                 os.rename(final, old)
             os.rename(temporary, final)
-            _sync(folder)
+            sync(folder)
         # The one just written is kept even where another run left higher steps.
         others = [path for _, path in _found(folder) if path != final]
         for path in [p for p in others if p.name == f".old-{final.name}"] + others[KEEP - 1 :]:
@@ -189,8 +190,8 @@ class _Damage(Exception):
     """Which file is damaged, and how."""
 
 
-def _load_one(path: Path) -> tuple[int, Any]:
-    """Read one checkpoint. Raises _Damage or OSError."""
+def _read(path: Path) -> dict[str, Any]:
+    """What ``save`` wrote beside the tensors, after both files were found whole. Raises _Damage or OSError."""
     file = path / STATE
     if file.stat().st_size > MAX_STATE_BYTES:
         raise _Damage(f"{str(file)!r} is too large")
@@ -199,15 +200,55 @@ def _load_one(path: Path) -> tuple[int, Any]:
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise _Damage(f"{str(file)!r} is not as it was written")
     try:
-        body = json.loads(text)
+        body: dict[str, Any] = json.loads(text)
         if body["format"] != FORMAT:
             raise _Damage(f"{str(file)!r} has format {body['format']}, where this version of shoal knows {FORMAT}")
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
+        return body
+    except (ValueError, KeyError, TypeError) as error:
+        raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
+
+
+def _load_one(path: Path) -> tuple[int, Any]:
+    """Read one checkpoint. Raises _Damage or OSError."""
+    body = _read(path)
+    try:
         tensors = load_file(path / TENSORS)
         return int(body["step"]), _unpack(body["state"], tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
+
+
+class TensorName(str):
+    """Stands for a tensor: its name in the tensor file."""
+
+    __slots__ = ()
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> TensorName:
+        return TensorName(name)
+
+
+def outline(path: Path) -> tuple[Path, Any]:
+    """The tensor file and the state, with a ``TensorName`` for each tensor, of the checkpoint ``path`` or the newest one in it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        found = [(0, path)] if (path / STATE).exists() else _found(path)
+        if not found:
+            raise CheckpointError(f"There is no checkpoint in {str(path)!r}: name a checkpoint's folder, or a node's.")
+        newest = found[0][1]
+        return newest / TENSORS, _unpack(_read(newest)["state"], _Names())
+    except _Damage as damage:
+        raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one.") from error
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions.") from error
 
 
 def load(folder: Path) -> tuple[int, Any]:

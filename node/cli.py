@@ -49,6 +49,37 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of ``up`` and ``demo`` about how to average."""
+    options = [
+        click.option(
+            "--method",
+            metavar="METHOD",
+            help="How to average: noloco, local, gasloc (with one partner), diloco, diloco-hb, streaming, decoupled, eager, co2, "
+            "sparseloco, sparta (over everyone), or none.  [default: noloco]",
+        ),
+        click.option(
+            "--round", "length", metavar="LENGTH", help="Of a round: steps, tokens:N, seconds:S or seconds:auto.  [default: steps]"
+        ),
+        click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
+        click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
+        click.option(
+            "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml, such as outer.lr=0.5."
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
+    """What the options of ``_outer_options`` say, as dotted settings."""
+    from node.config import assignment
+
+    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "finish")} | {"outer.round": flags.get("length")}
+    return {**dict(map(assignment, flags.get("assigned", ()))), **{key: value for key, value in named.items() if value is not None}}
+
+
 @click.group(epilog="\b\n" + epilogue(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="shoal")
 def cli() -> None:
@@ -58,8 +89,8 @@ def cli() -> None:
 @cli.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
 @click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped.")
-@click.option("--method", help="Outer optimizer: noloco, local or none.")
-@click.option("--every", type=int, help="Inner steps between two exchanges.")
+@click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
+@_outer_options
 @_node_options
 def up(file: Path | None, **flags: Any) -> int:
     """Create a swarm, start a node in it, and print one link by which others join."""
@@ -78,9 +109,8 @@ def join(link: str, **flags: Any) -> int:
 @cli.command()
 @click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start.")
 @click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
-@click.option("--method", type=click.Choice(["noloco", "local"]), default="noloco", show_default=True,
-              help="noloco, or local SGD: plain averaging with the partner.")  # fmt: skip
 @click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
+@_outer_options
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
 @click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.  [default: text]")
 @click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256.")
@@ -93,7 +123,9 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     _log_to_stderr(verbose)
     from node.demo import run_demo, summary
 
-    report = run_demo(verbose=verbose, **options)
+    outer = _outer_overrides(options)
+    own = {name: value for name, value in options.items() if name not in ("method", "length", "codec", "finish", "assigned")}
+    report = run_demo(verbose=verbose, outer=outer, **own)
     click.echo(json.dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)
 
@@ -112,6 +144,28 @@ def status(link: str, as_json: bool, verbose: bool) -> int:
 
     report = read_status(parsed)
     click.echo(json.dumps(report) if as_json else table(report))
+    return int(ExitCode.OK)
+
+
+@cli.command()
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
+@click.option("--weights", metavar="W,W,...", help="How much each counts; only the ratios matter.  [default: all the same]")
+@click.option("--slow", is_flag=True, help="Take the slow weights of nodes' checkpoints, not the ones they trained on.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> int:
+    """Average checkpoints into one file of weights.
+
+    A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
+    """
+    from node.merge import merge as average
+    from node.merge import parse_weights
+
+    shares = None if weights is None else parse_weights(weights)
+    report = average(checkpoints, out, weights=shares, slow=slow, force=force)
+    text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
+    click.echo(json.dumps(report) if as_json else text)
     return int(ExitCode.OK)
 
 
@@ -203,8 +257,8 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         "node.announce": list(flags["announce"]) or None,
         "task.hooks": flags["hooks"],
         "train.steps": flags["steps"],
-        "outer.method": flags.get("method"),
         "outer.every": flags.get("every"),
+        **_outer_overrides(flags),
     }
 
 

@@ -212,6 +212,19 @@ def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         table[key] = value
 
 
+def assignment(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` with the value as TOML would read it, or as plain text; the key may be dotted. ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(part.isidentifier() for part in key.split(".")):
+        raise ConfigError(f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256.")
+    if re.search(r"[\n#]", value):  # TOML would go on in the next line, or take a comment away
+        return key, value
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
 def _explain(error: ValidationError) -> str:
     """The first thing wrong, as one sentence."""
     first = error.errors(include_url=False)[0]
@@ -226,6 +239,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{dotted!r} must be a table of settings: write [{dotted}] and its keys below it."
     problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of several settings of a table together
+        return f"The settings of {dotted!r} do not go together: {problem}."
     problem = re.sub(r"^(Input|String|List) should", "it should", problem)
     if first["type"] == "path_type":
         problem = "it should be a path"

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file
 
 from node.checkpoint import check_writable
-from node.config import ConfigError, Settings, SwarmSettings, TaskSettings, resolve_device
+from node.config import Settings, assignment, load, resolve_device
 from node.display import Display, make_display
+from node.exchange import check_exchange
 from node.exit_codes import ExitCode
 from node.hooks import load_task
 from node.membership import task_label
 from node.run import METRICS, RESULT, ROUNDS
 from swarm.errors import ShoalError
-from swarm.manifest import OuterSettings, TrainSettings
 
 LINK_S = 60.0  # seconds for the first node to print its link
 QUIET_S = 120.0  # seconds without any news from a node after which the demo is given up
@@ -118,8 +118,8 @@ def run_demo(
     *,
     peers: int = 4,
     rounds: int = 40,
-    method: str = "noloco",
     every: int = 25,
+    outer: Mapping[str, Any] | None = None,
     seed: int = 0,
     hooks: str = "text",
     task_options: Sequence[str] = (),
@@ -129,19 +129,31 @@ def run_demo(
 ) -> dict[str, Any]:
     """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; returns the report (see ``report``).
 
+    ``outer``: more settings, with dotted keys, such as ``outer.method``.
+
     Raises:
+        ConfigError: a setting cannot be used.
         DemoError: a node failed or made no progress.
     """
-    settings = Settings(
-        swarm=SwarmSettings(name="demo", start_when=peers, shards=peers),
-        task=TaskSettings(hooks=hooks, options=dict(_option(text) for text in task_options)),
-        # The nodes share one machine's processors: a late partner is slow, not gone.
-        outer=OuterSettings.model_validate({"method": method, "every": every, "wait_s": 60.0}),
-        train=TrainSettings(steps=rounds * every, seed=seed),
+    settings = load(
+        None,
+        {
+            "swarm.name": "demo",
+            "swarm.start_when": peers,
+            "swarm.shards": peers,
+            "task.hooks": hooks,
+            **{f"task.options.{key}": value for key, value in map(assignment, task_options)},
+            "outer.wait_s": 60.0,  # the nodes share one machine's processors: a late partner is slow, not gone
+            "train.steps": rounds * every,
+            "train.seed": seed,
+            "outer.every": every,
+            **(outer or {}),
+        },
     )
     # What cannot work is said here, at once and once, and not by every node.
     load_task(hooks, settings.task.options)
     resolve_device(device)
+    check_exchange(settings.outer)
     began = time.monotonic()
     if keep is not None:
         check_writable(keep)
@@ -150,23 +162,10 @@ def run_demo(
         display = make_display()
         with Nodes(folder) as nodes:
             _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
-            _watch(nodes, rounds, display)
+            _watch(nodes, rounds, settings.outer.every or every, display)
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
         return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
-
-
-def _option(text: str) -> tuple[str, int | float | bool | str]:
-    """``KEY=VALUE`` with the value as TOML would read it, or as plain text. ConfigError."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise ConfigError(f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256.")
-    if value in ("true", "false"):
-        return key, value == "true"
-    for number in (int, float):
-        with suppress(ValueError):
-            return key, number(value)
-    return key, value
 
 
 def _toml(settings: Settings) -> str:
@@ -209,7 +208,7 @@ def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
     return lines[0].strip() if lines else ""
 
 
-def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
+def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
     """Show the rounds as they come until all nodes have ended."""
     paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
     shown, news, heard = 0, -1, time.monotonic()
@@ -222,16 +221,29 @@ def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
             news, heard = count, time.monotonic()
         elif time.monotonic() - heard > QUIET_S:
             raise DemoError(f"No node made progress for {QUIET_S:g} s: run again with --verbose --keep FOLDER and read its logs.")
-        done = min(sum(event["event"] == "round" for event in node) for node in events)
+        # By steps: a method may exchange several times in a round.
+        done = min((max((event["step"] for event in node if event["event"] == "round"), default=0) for node in events), default=0)
+        done //= every
         if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
             shown = done
-            latest = [[event for event in node if event["event"] == "round"][done - 1] for node in events]
-            losses = "  ".join("-" if event["loss"] is None else f"{event['loss']:.3f}" for event in latest)
-            moved = sum(event["bytes_sent"] for event in latest) / 1e6
-            alone = sum(event["partner"] is None for event in latest)
+            ended = [_ended(node, done * every) for node in events]
+            losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in (_loss(node) for node in ended))
+            moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
+            alone = sum(event["partner"] is None for node in ended for event in node)
             display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {alone} alone")
             if done == rounds:
                 display.message("now the same once more without any exchange, to compare")
+
+
+def _ended(events: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The exchanges that ended last by ``step``; where rounds are not steps, that is seldom at ``step`` itself."""
+    rounds = [event for event in events if event["event"] == "round" and event["step"] <= step]
+    return [event for event in rounds if event["step"] == rounds[-1]["step"]]
+
+
+def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The first that is known: after the last round comes the last mean, without a step between them."""
+    return next((event["loss"] for event in events if event["loss"] is not None), None)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -243,7 +255,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def spreads(folders: Sequence[Path]) -> list[float]:
     """Per round: RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
-    names = sorted(path.name for path in folders[0].glob("*.safetensors")) if folders[0].is_dir() else []
+    # Rounds of seconds: a quick node ends sooner, and then has fewer.
+    names = sorted(set.intersection(*({path.name for path in folder.glob("*.safetensors")} for folder in folders)))
     result = []
     for name in names:
         flat = torch.stack([_flat(folder / name) for folder in folders])  # (K, d)

@@ -62,7 +62,7 @@ def new_manifest(settings: Settings, identity: Identity, model: str) -> bytes:
         creator=identity.peer_id,
         task=task_label(settings.task.hooks),
         task_options=settings.task.options,
-        outer=settings.outer,
+        outer=settings.outer.resolved(),
         train=settings.train,
         model=model,
         start_when=settings.swarm.start_when,

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from node import checkpoint
 from node.config import Settings, resolve_device
 from node.display import Display
+from node.exchange import check_exchange, make_exchange
 from node.hooks import load_task
 from node.membership import (
     SHOAL_VERSION,
@@ -34,10 +35,10 @@ from node.task import Shard, Task
 from node.trainer import Progress, Trainer
 from optim import Alone, RoundInfo
 from swarm.directory import State as DirectoryState
-from swarm.exchange import SwarmExchange, model_digest
+from swarm.exchange import model_digest
 from swarm.identity import Identity
 from swarm.link import Link
-from swarm.manifest import open_manifest
+from swarm.manifest import OuterSettings, open_manifest
 from swarm.welcome import State, StateServer
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
@@ -138,6 +139,7 @@ class NodeRun:
         return load_task(self.settings.task.hooks, {**self.settings.task.options, **own_data(self.settings)})
 
     def _make_trainer(self) -> None:
+        check_exchange(self.settings.outer)  # before any training, and before a swarm is made that nobody can train in
         self.trainer = Trainer(
             self._task(),
             self.settings.outer,
@@ -145,7 +147,12 @@ class NodeRun:
             device=self.device,
             slow_on_device=self.settings.node.slow_on_device,
             on_round=self._on_round,
+            speeds=self._speeds,
         )
+
+    def _speeds(self) -> list[float]:
+        """Inner steps a second of all members, as they say."""
+        return [member.steps_per_s for member in self.directory.members().values()]
 
     def _in_swarm(self, saved: dict[str, Any] | None) -> Result:
         membership = self.membership
@@ -160,19 +167,7 @@ class NodeRun:
             self.directory.refresh(10.0)
         shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         state = catch_up(membership, digest, shapes) if self.link is not None else None
-        self.exchange = SwarmExchange(
-            self.host,
-            membership.identity,
-            swarm=swarm,
-            model=digest,
-            seed=settings.train.seed,
-            members=self.directory.members,
-            departed=self.directory.departed,
-            look=self.directory.look,
-            wait=settings.outer.wait_s,
-            chunk_timeout=settings.outer.chunk_timeout_s,
-            exchange_timeout=settings.outer.exchange_timeout_s,
-        )
+        self.exchange = make_exchange(membership, settings.outer, seed=settings.train.seed, model=digest)
         self.state_server = StateServer(self.host, swarm, digest, shapes)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
@@ -327,7 +322,7 @@ class NodeRun:
         """Held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
         self.display.message("training the same once more without any exchange, to compare")
         alone = Trainer(
-            self._task(), self.settings.outer.model_copy(update={"method": "none"}), self.settings.train, device=self.device
+            self._task(), OuterSettings(method="none"), self.settings.train, device=self.device
         )
         alone.connect(Alone(), "alone", shard)
         alone.run(stop=lambda: self.stopper.requested)

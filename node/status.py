@@ -36,7 +36,7 @@ def read_status(link: Link) -> dict[str, Any]:
         "name": manifest.name,
         "task": manifest.task,
         "method": manifest.outer.method,
-        "every": manifest.outer.every,
+        "every": manifest.outer.resolved().every,
         "peers": len(members),
         "members": [
             {

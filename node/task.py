@@ -1,4 +1,4 @@
-"""What a user writes to train something of his own: a class with these six methods (``examples/custom_model.py``).
+"""What a user writes to train something of his own: a class with these methods (``examples/custom_model.py``).
 
 A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones.
 """
@@ -10,6 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+def elements(batch: Any) -> int:
+    """The number of elements of the first tensor in ``batch``; 1 if there is none."""
+    first = _first_tensor(batch)
+    return 1 if first is None else first.numel()
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,10 @@ class Task:
     def evaluate(self, model: torch.nn.Module) -> float:
         """Return the loss in nats on held-out data: the same data on every peer, which nobody trains on."""
         raise NotImplementedError("a task needs evaluate(model)")
+
+    def tokens(self, batch: Any) -> int:
+        """Return how much a batch counts where peers are weighed by it, or rounds measured. Default: its first tensor's size."""
+        return elements(batch)
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from node.outer import make_outer, tokens_in
+from node.pace import Speed, round_length
 from node.task import Shard, Task
-from optim import Alone, Exchange, LocalSGD, NoLoCo, OuterOptimizer, RoundInfo, codec_named
+from optim import Alone, Exchange, RoundInfo, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
 
@@ -34,6 +37,7 @@ class Progress:
     loss: float
     """Mean training loss since the last report, nats."""
     steps_per_s: float
+    """Of late, and not counting what was spent waiting for others."""
 
 
 class _MeanLoss:
@@ -47,8 +51,9 @@ class _MeanLoss:
         self._sum = self._sum + loss.detach()
         self._count += 1
 
-    def take(self) -> float:
-        mean = float(self._sum) / max(self._count, 1)
+    def take(self) -> float | None:
+        """None if there was none since the last call."""
+        mean = float(self._sum) / self._count if self._count else None
         self._sum, self._count = 0.0, 0
         return mean
 
@@ -64,6 +69,7 @@ class Trainer:
         device: where the model lives.
         slow_on_device: keep the slow weights there too.
         on_round: called after each outer step with its ``RoundInfo``.
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (node/pace.py).
     """
 
     def __init__(
@@ -75,6 +81,8 @@ class Trainer:
         device: torch.device | None = None,
         slow_on_device: bool = False,
         on_round: Callable[[RoundInfo], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        speeds: Callable[[], Iterable[float]] = lambda: (),
     ) -> None:
         self.task, self.outer, self.train = task, outer, train
         self.device = device or torch.device("cpu")
@@ -83,7 +91,13 @@ class Trainer:
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         inner = task.inner_optimizer(self.params)
         self.opt = make_outer(
-            outer, inner, Alone(), slow_device=self.device if slow_on_device else torch.device("cpu"), on_round=on_round
+            outer,
+            inner,
+            Alone(),
+            model=self.model,
+            slow_device=self.device if slow_on_device else torch.device("cpu"),
+            length=round_length(outer.round, clock, speeds),
+            on_round=on_round,
         )
         self.scheduler = task.lr_scheduler(self.opt, train.steps)
         self._recent = _MeanLoss()
@@ -96,9 +110,14 @@ class Trainer:
         self.opt.run, self.shard = run, shard
         self._batches = self.task.batches(shard)
 
+    def _waited(self) -> float:
+        """Seconds spent waiting for others so far, as the network's exchanges count them."""
+        return float(getattr(self.opt.exchange, "waited", 0.0))
+
     def evaluate(self) -> float:
-        """Held-out loss of the model as it stands, nats."""
-        return float(self.task.evaluate(self.model))
+        """Held-out loss, nats: of the model as it stands, or of the slow weights where the method says so (``Method.slow``)."""
+        with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext():
+            return float(self.task.evaluate(self.model))
 
     def run(
         self,
@@ -113,17 +132,21 @@ class Trainer:
             TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
-        since = self.opt.steps
+        since, idle, speed = self.opt.steps, self._waited(), Speed()
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
             now = time.monotonic()
             if now - reported >= REPORT_S:
-                speed = (self.opt.steps - since) / (now - reported)
-                on_progress(Progress(self.opt.steps, self._finite(self._recent.take()), speed))
-                reported, since = now, self.opt.steps
+                loss = self._finite(self._recent.take() or 0.0)  # a GPU has caught up then
+                busy = time.monotonic() - reported - (self._waited() - idle)
+                on_progress(Progress(self.opt.steps, loss, speed.add(self.opt.steps - since, busy)))
+                reported, since, idle = time.monotonic(), self.opt.steps, self._waited()
+            before = time.monotonic()
             after_step()
+            reported += time.monotonic() - before  # saving and evaluating are no inner steps
         if not stop():
-            self.opt.finish()
+            # Who averages with nobody has nothing to gain from it, and would lose the steps since its last round.
+            self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
         return time.monotonic() - began
 
     def step(self) -> None:
@@ -140,14 +163,16 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         self._recent.add(loss)
         self._of_round.add(loss)
+        self.opt.count(tokens_in(self.task, batch))
         self.opt.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.opt.zero_grad()
 
-    def round_loss(self) -> float:
-        """Mean training loss since the last call, nats: called once a round. TrainingError if it is not finite."""
-        return self._finite(self._of_round.take())
+    def round_loss(self) -> float | None:
+        """Mean training loss since the last call, nats, None without a step: called once a round. TrainingError if not finite."""
+        loss = self._of_round.take()
+        return None if loss is None else self._finite(loss)
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):
@@ -159,10 +184,18 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.opt.state_dict(),
+            "parameters": self._names(),
             "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
             "rng": torch.get_rng_state(),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
         }
+
+    def _names(self) -> list[list[str]]:
+        """Of each parameter, in the order of the slow weights: all its names in the model's state."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [names.get(id(parameter), []) for group in self.opt.param_groups for parameter in group["params"]]
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. TrainingError if it belongs to another model or shard; nothing is changed then."""
@@ -186,32 +219,6 @@ class Trainer:
         # Batches follow from the shard alone, so drawing and dropping those already seen leads to the next one.
         self._batches = itertools.islice(self.task.batches(self.shard), self.opt.steps, None)
         torch.set_rng_state(state["rng"])
-
-
-def make_outer(
-    settings: OuterSettings,
-    inner: torch.optim.Optimizer,
-    exchange: Exchange,
-    *,
-    slow_device: torch.device,
-    on_round: Callable[[RoundInfo], None] | None,
-) -> OuterOptimizer:
-    """The outer optimizer that the settings describe."""
-    codec = codec_named(settings.codec)
-    if settings.method == "noloco":
-        return NoLoCo(
-            inner,
-            exchange,
-            every=settings.every,
-            lr=settings.lr,
-            momentum=settings.momentum,
-            pull=settings.pull,
-            codec=codec,
-            slow_device=slow_device,
-            on_round=on_round,
-        )
-    # With the method ``none`` the exchange stays ``Alone``: each "mean" is then the own weights, which is no outer step at all.
-    return LocalSGD(inner, exchange, every=settings.every, codec=codec, slow_device=slow_device, on_round=on_round)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

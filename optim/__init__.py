@@ -15,8 +15,10 @@ from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
 from optim.codec_auto import AutoCodec
 from optim.codec_feedback import ErrorFeedback
 from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
+from optim.distributed import Distributed
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from optim.fragments import strided
+from optim.length import RoundLength, Seconds, Steps, Tokens
 from optim.methods import (
     CO2,
     SPARTA,
@@ -32,6 +34,7 @@ from optim.methods import (
 )
 from optim.outer import OuterOptimizer, RoundInfo
 from optim.pairing import candidates, groups, mate, order
+from optim.registry import METHODS, Method, method_named, methods_with
 from optim.rule import RoundFacts, Rule
 from optim.rules import GASLoCRule, LocalSGDRule, NoLoCoRule
 from optim.rules_delayed import CO2Rule, EagerRule
@@ -48,6 +51,7 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "INT8",
+    "METHODS",
     "SIGN",
     "SPARTA",
     "TOPK2",
@@ -61,6 +65,7 @@ __all__ = [
     "Delayed",
     "DiLoCo",
     "DiLoCoRule",
+    "Distributed",
     "Eager",
     "EagerRule",
     "ErrorFeedback",
@@ -73,6 +78,7 @@ __all__ = [
     "LocalSGD",
     "LocalSGDRule",
     "Mean",
+    "Method",
     "NoLoCo",
     "NoLoCoRule",
     "Options",
@@ -80,14 +86,18 @@ __all__ = [
     "RoundFacts",
     "RoundInfo",
     "RoundKey",
+    "RoundLength",
     "Rule",
     "Schedule",
+    "Seconds",
     "Send",
     "Simulation",
     "SparseLoCo",
     "SpartaRule",
+    "Steps",
     "Streaming",
     "StreamingDiLoCo",
+    "Tokens",
     "by_rate",
     "by_steps",
     "by_tokens",
@@ -97,6 +107,8 @@ __all__ = [
     "float_buffers",
     "groups",
     "mate",
+    "method_named",
+    "methods_with",
     "order",
     "rda",
     "strided",

@@ -29,7 +29,7 @@ class WithTail:
     @property
     def name(self) -> str:
         """Both codecs' names, since both partners must send the same tail."""
-        return f"{self.codec.name} and {self.count} x float32"
+        return f"{self.codec.name},{self.count}xfloat32"
 
     @property
     def displacement(self) -> bool:

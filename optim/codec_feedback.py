@@ -24,12 +24,12 @@ class ErrorFeedback:
     NaN and infinity never enter e: ``encode`` raises before anything has changed. Memory: one float32 copy of the tensors, where
     they are; while encoding two more.
 
-    When a round was not accepted (``Exchange`` answered None), exactly one of these keeps the books straight:
+    When a round was not accepted (``Exchange`` answered None), the sum of all that was applied, plus e, stays what it must be if
 
-    * apply ``sent()`` to the slow weights, as a group of one: nothing else is to be done;
-    * leave the slow weights alone and call ``rejected()``: the whole of a is owed in the next round.
-
-    Applying g itself does neither: the part of it that is in e would come back.
+    * the slow weights get g, and ``rejected(g)`` is called: e is what it was before (faded by beta). ``OuterOptimizer`` does so,
+      for then nothing that was learnt waits for others;
+    * or they get ``sent()``, as in a group of one, and ``accepted()`` is called;
+    * or they get nothing, and ``rejected()`` is called: the whole of a is owed in the next round.
 
     Raises:
         ValueError: beta is not in [0, 1], or the codec has error feedback already.
@@ -80,22 +80,39 @@ class ErrorFeedback:
     def sent(self) -> list[Tensor]:
         """What the others got in the last ``encode``, on the devices of the tensors. ValueError if there is nothing of the kind."""
         if self._payload is None or self.error is None:
-            raise ValueError("nothing has been sent since the last rejected round")
+            raise ValueError("nothing has been sent since the last outcome")
         return self._decoded(self._payload, self.error)
 
-    @torch.no_grad()
-    def rejected(self) -> None:
-        """The last ``encode`` counted for nobody: e <- e + sent. ValueError if there was none since the last call."""
-        sent, error = self.sent(), self.error
-        assert error is not None
-        for e, got in zip(error, sent, strict=True):
-            e.add_(got)
+    @property
+    def pending(self) -> bool:
+        """True between ``encode`` and ``accepted`` or ``rejected``."""
+        return self._payload is not None
+
+    def accepted(self) -> None:
+        """The last ``encode`` counted."""
         self._payload = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The codec's name, e, and the wrapped codec's state."""
-        error = None if self.error is None else [tensor.clone() for tensor in self.error]
-        return {"codec": self.name, "error": error, "inner": self.codec.state_dict()}
+    @torch.no_grad()
+    def rejected(self, applied: Sequence[Tensor] = ()) -> None:
+        """The last ``encode`` counted for nobody: e <- e + sent, less what was ``applied`` in its place, if anything was.
+
+        ValueError if there was no ``encode`` since the last outcome.
+        """
+        self.error = self._taken_back(applied)
+        self._payload = None
+
+    def _taken_back(self, applied: Sequence[Tensor]) -> list[Tensor]:
+        sent, error = self.sent(), self.error or []
+        error = [torch.add(e, got, out=got) for e, got in zip(error, sent, strict=True)]
+        for e, g in zip(error, applied, strict=False):
+            e.sub_(g.to(e.device))
+        return error
+
+    @torch.no_grad()
+    def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """The codec's name, e, and the wrapped codec's state; with ``unsent``, e as ``rejected(unsent)`` would leave it."""
+        error = self._taken_back(unsent) if unsent is not None else [tensor.clone() for tensor in self.error or []]
+        return {"codec": self.name, "error": None if self.error is None else error, "inner": self.codec.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned. ValueError if it is another codec's or not finite; nothing is changed then."""

@@ -1,15 +1,16 @@
 """What an outer optimizer asks of a network: hand in tensors for a round, get the weighted mean with some peers, or nothing.
 
-Three implementations pass one test-suite: ``Alone`` and ``Simulation`` (here, in one process), ``swarm.exchange.SwarmExchange``
-(libp2p). An exchange never raises because of a peer, never hangs and never returns a partly averaged tensor: if nobody answered
-in time, or the pair could not both commit, the result is ``None`` and the rule goes on with the own contribution alone.
+The implementations pass one test-suite (tests/exchanges): ``Simulation`` (in one process), ``Distributed`` (torch.distributed) and
+``swarm.exchange.SwarmExchange`` (libp2p); ``Alone`` is here. An exchange never raises because of a peer, never hangs and never
+returns a partly averaged tensor: if nobody answered in time, or the pair could not both commit, the result is ``None`` and the
+rule goes on with the own contribution alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -54,6 +55,15 @@ class Exchange(Protocol):
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
         """Begin an exchange. The tensors are copied before this returns; the caller may change them at once."""
+        ...
+
+
+@runtime_checkable
+class TellsAbsence(Protocol):
+    """An exchange in which the others would wait for a peer that has nothing to contribute, unless it says so."""
+
+    def absent(self, key: RoundKey) -> None:
+        """Stay out of this round; returns at once."""
         ...
 
 

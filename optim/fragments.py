@@ -16,19 +16,25 @@ def layer_of(name: str) -> str:
     return parts[0]
 
 
+def layers(model: nn.Module) -> list[list[Tensor]]:
+    """The model's parameters by layer, in its order; frozen ones too."""
+    found: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(layer_of(name), []).append(parameter)
+    return list(found.values())
+
+
 def strided(model: nn.Module, fragments: int) -> list[list[Tensor]]:
     """The model's parameters in ``fragments`` lists: layer l, in the order of the model, goes into list l mod fragments.
 
     What is in no numbered layer (embedding, head) counts as a layer of its own. A tied parameter belongs to its first name.
     ValueError if there are fewer layers than fragments.
     """
-    layers: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        layers.setdefault(layer_of(name), []).append(parameter)
-    if not 1 <= fragments <= len(layers):
-        raise ValueError(f"fragments must be between 1 and the number of layers, {len(layers)}, got {fragments}")
+    found = layers(model)
+    if not 1 <= fragments <= len(found):
+        raise ValueError(f"fragments must be between 1 and the number of layers, {len(found)}, got {fragments}")
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
-    for number, parameters in enumerate(layers.values()):
+    for number, parameters in enumerate(found):
         parts[number % fragments] += parameters
     return parts
 

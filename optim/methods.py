@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from optim.codec import FLOAT32, Codec, check_sends_weights
+from optim.codec_feedback import ErrorFeedback
+from optim.codec_topk import TopK2Codec
 from optim.exchange import Exchange
-from optim.fragments import positions, strided
+from optim.fragments import layers, positions, strided
+from optim.length import RoundLength
 from optim.outer import OuterOptimizer, RoundInfo
 from optim.rule import Rule
 from optim.rules import GASLoCRule, LocalSGDRule, NoLoCoRule
@@ -23,10 +26,13 @@ from optim.rules_diloco import DecoupledRule, DiLoCoRule
 from optim.schedule import Delayed, Every, Schedule, Streaming
 from optim.sparta import SpartaRule
 from optim.stability import warn_if_unstable
-from optim.weights import Weight, by_rate
+from optim.weights import Weight, by_rate, equal
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
+"""SparseLoCo's codec, ``topk2+ef:0.95``; a pattern: each optimizer gets one with a memory of its own."""
 
 
 class Options(TypedDict, total=False):
@@ -37,6 +43,7 @@ class Options(TypedDict, total=False):
     slow_device: torch.device | str
     on_round: Callable[[RoundInfo], None] | None
     weight: float | Weight
+    length: RoundLength | None
     buffers: Literal["ignore", "average"]
     model: nn.Module | None
 
@@ -55,6 +62,18 @@ def _outer(
     return OuterOptimizer(inner, exchange, rule=rule, schedule=schedule, fragments=fragments, **options)
 
 
+def _weighted(options: Options, method: str) -> bool:
+    """True if peers count differently. ValueError for a codec that cannot hold weights divided by what a peer counts."""
+    if options.get("weight", equal) is equal:
+        return False
+    if options.get("codec", FLOAT32).name.startswith("float16"):
+        raise ValueError(
+            f"{method} with uneven weights sends weights divided by the tokens, for which float16 has too small a range: "
+            "choose bfloat16 or float32"
+        )
+    return True
+
+
 def NoLoCo(
     inner: torch.optim.Optimizer,
     exchange: Exchange,
@@ -68,9 +87,9 @@ def NoLoCo(
     """NoLoCo (2506.10911): every ``every`` inner steps average with one random peer. See ``NoLoCoRule`` for the mathematics.
 
     Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent, unless peers have
-    different weights (``weight`` given), which takes two.
+    different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
     """
-    rule = NoLoCoRule(lr, momentum, pull, weighted="weight" in options)
+    rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options, "NoLoCo"))
     warn_if_unstable(lr, momentum, 0, nesterov=False)
     return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="NoLoCo")
 
@@ -78,8 +97,15 @@ def NoLoCo(
 def LocalSGD(
     inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]
 ) -> OuterOptimizer:
-    """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group."""
-    return _outer(inner, exchange, LocalSGDRule(), Every(every), options, weights_sent_by="LocalSGD")
+    """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group.
+
+    With different weights (``weight`` given) what each has learnt is weighted, not where each began, so that the mean over all
+    peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two tensors. Where
+    the group is everyone, all begin equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one.
+    """
+    weighted = _weighted(options, "LocalSGD")
+    rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
+    return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="LocalSGD")
 
 
 def GASLoC(
@@ -96,6 +122,7 @@ def GASLoC(
 
     The defaults are NoLoCo's, for comparison; the paper's were not available to us.
     """
+    _weighted(options, "GASLoC")
     warn_if_unstable(lr, momentum, 0, nesterov=True)
     return _outer(inner, exchange, GASLoCRule(lr, momentum, mix), Every(every), options, weights_sent_by="GASLoC")
 
@@ -133,7 +160,8 @@ def StreamingDiLoCo(
 ) -> OuterOptimizer:
     """Streaming DiLoCo (2501.18512): a fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
 
-    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each), or lists of parameters.
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; there are never more than
+    layers), or lists of parameters.
     Each fragment has a momentum of its own. Evaluate within ``averaged()``: the slow weights are better than any peer's own.
     lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
     An exchange that fails keeps the fast weights (torchft throws the round away).
@@ -218,13 +246,20 @@ def CO2(
 
 
 def SparseLoCo(
-    inner: torch.optim.Optimizer, exchange: Exchange, *, codec: Codec, every: int = 30, lr: float = 1.0, **options: Any
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    codec: Codec | None = None,
+    every: int = 30,
+    lr: float = 1.0,
+    **options: Any,
 ) -> OuterOptimizer:
     """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds its error back.
 
     There is no outer momentum: the error buffer plays its role. (The file of that name by NoLoCo's authors has both.)
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose errors fade by 0.95 a round.
     """
-    options["codec"] = codec
+    options["codec"] = SPARSE.fresh() if codec is None else codec
     return DiLoCo(inner, exchange, every=every, lr=lr, momentum=0.0, **options)
 
 
@@ -243,4 +278,4 @@ def _cut(fragments: int | Sequence[Sequence[Tensor]], options: Options) -> Seque
     model = options.get("model")
     if model is None:
         raise ValueError(f"to cut {fragments} fragments by layer, hand in model=, or lists of parameters as fragments=")
-    return strided(model, fragments)
+    return strided(model, min(fragments, len(layers(model))))

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
+from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsence
+from optim.flight import Flight
 from optim.fragments import positions
+from optim.length import RoundLength, Steps
 from optim.rule import START, RoundFacts, Rule, State, assign
-from optim.saved import Rejectable, Stateful, check_shapes, fresh, in_place
+from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
 from optim.schedule import Schedule, Send
+from optim.shards import check_whole, local, reshard
 from optim.weights import Weight, equal
 
 
@@ -38,16 +41,6 @@ class RoundInfo:
     """Inner steps finished when the mean was applied."""
     lag: int
     """Inner steps between sending and applying."""
-
-
-@dataclass
-class _InFlight:
-    handle: Handle
-    facts: RoundFacts
-    contribution: list[Tensor]
-    step: int
-    landed: bool = False
-    mean: Mean | None = None
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -65,12 +58,13 @@ class OuterOptimizer(torch.optim.Optimizer):
         fragments: the parameters of each fragment; None: one fragment with all of them.
         weight: of a contribution, as a number or a function of the tokens (``count``) and inner steps since the fragment was sent
             last (optim/weights.py). 0: stay out of this round's mean, as if absent.
+        length: of a round, in the schedule's steps, or in tokens or seconds (optim/length.py). Not to be shared by optimizers.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
             is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
-        model: the module, for its buffers.
+        model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
 
     Raises:
-        ValueError: no parameter, parameters that are not floating point, not in exactly one fragment, buffers without a model.
+        ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
     """
 
     def __init__(
@@ -86,12 +80,14 @@ class OuterOptimizer(torch.optim.Optimizer):
         on_round: Callable[[RoundInfo], None] | None = None,
         fragments: Sequence[Sequence[Tensor]] | None = None,
         weight: float | Weight = equal,
+        length: RoundLength | None = None,
         buffers: Literal["ignore", "average"] = "ignore",
         model: nn.Module | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers look into the defaults
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
+        self.length = length or Steps()
         self._share_with_inner()
         self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         wrong = [p.dtype for p in self._params if not p.is_floating_point()]
@@ -101,24 +97,29 @@ class OuterOptimizer(torch.optim.Optimizer):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
+        check_whole(self._params, model)
+        self._model = model
         self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
-        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in self._params]
-        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in self._params]
+        parts = [local(p) for p in self._params]
+        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
+        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
         self._rounding: dict[int, Tensor] = {}
         """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
         self._codecs = [codec] + [fresh(codec) for _ in self._parts[1:]]
         self.steps = 0
+        self.position = 0
+        """In the schedule: ``steps``, unless rounds are of another ``length``."""
         self.round = 0
         """Label of the next exchange; a peer that fell behind may set it forward to meet the others again."""
         self.tokens = 0
         """As told to ``count``."""
         self._sent_at = [(0, 0) for _ in self._parts]
         """Steps and tokens when each fragment was sent last."""
-        self._in_flight: dict[int, list[_InFlight]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
@@ -137,11 +138,13 @@ class OuterOptimizer(torch.optim.Optimizer):
         """One inner step, then whatever the schedule asks for (which may wait for a partner, within the exchange's limits)."""
         loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
         self.steps += 1
-        for action in self.schedule.at(self.steps):
-            if isinstance(action, Send):
-                self._send(action.fragment)
-            else:
-                self._due(action.fragment, action.after)
+        for position in self.length.reached(self.position, self.schedule, self.tokens):
+            self.position = position
+            for action in self.schedule.at(position):
+                if isinstance(action, Send):
+                    self._send(action.fragment)
+                else:
+                    self._due(action.fragment, action.after)
         self._detach()
         return loss
 
@@ -156,7 +159,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _read_fast(self, part: Sequence[int]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
         self._synchronize()
         # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
@@ -183,9 +186,10 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
+        reshard(self._model)
 
     def _synchronize(self) -> None:
         for device in {p.device for p in self._params if p.is_cuda}:
@@ -208,7 +212,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         if fragment >= len(self._parts):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
         for flight in self._in_flight[fragment]:
-            self._land(fragment, flight)  # a fragment is in one exchange at a time
+            flight.land(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
@@ -221,26 +225,18 @@ class OuterOptimizer(torch.optim.Optimizer):
             handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
         else:
             handle = Nobody()
-        self._in_flight[fragment].append(_InFlight(handle, facts, contribution, self.steps, landed=weight == 0))
+            if isinstance(self.exchange, TellsAbsence):
+                self.exchange.absent(facts.key)
+        self._in_flight[fragment].append(Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0))
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
-    def _land(self, fragment: int, flight: _InFlight) -> None:
-        """Wait for the outcome, once."""
-        if flight.landed:
-            return
-        flight.mean = flight.handle.result()
-        flight.landed = True
-        codec = self._codecs[fragment]
-        if flight.mean is None and isinstance(codec, Rejectable):
-            codec.rejected()
-
     def _due(self, fragment: int, after: int | None) -> None:
         flights = self._in_flight[fragment]
-        due = next((f for f in flights if after is None or f.step == self.steps - after), None)
+        due = next((f for f in flights if after is None or f.position == self.position - after), None)
         if due is not None:
             self._apply(fragment, due)
-        elif flights and flights[-1].step == self.steps:  # a delayed schedule, and before this round's contribution there was none
+        elif flights and flights[-1].position == self.position:  # a delayed schedule's first round: there was none before
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
@@ -255,8 +251,8 @@ class OuterOptimizer(torch.optim.Optimizer):
             flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in flight.contribution]
 
     @torch.no_grad()
-    def _apply(self, fragment: int, flight: _InFlight) -> None:
-        self._land(fragment, flight)
+    def _apply(self, fragment: int, flight: Flight) -> None:
+        flight.land(self._codecs[fragment])
         lag, mean, part = self.steps - flight.step, flight.mean, self._parts[fragment]
         if lag > 0:
             self._detach()
@@ -283,7 +279,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
         everything = range(len(self._params))
         with torch.no_grad():
-            kept = [param.detach().clone() for param in self._params]
+            kept = [local(param).detach().clone() for param in self._params]
         self._write(everything, self.slow)
         try:
             yield
@@ -328,8 +324,10 @@ class OuterOptimizer(torch.optim.Optimizer):
             "slow": [tensor.clone() for tensor in self.slow],
             "rounding": {index: tensor.clone() for index, tensor in self._rounding.items()},
             "rule": rule,
-            "codecs": [codec.state_dict() if isinstance(codec, Stateful) else {} for codec in self._codecs],
+            "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
             "steps": self.steps,
+            "position": self.position,
+            "length": self.length.state_dict(),
             "round": self.round,
             "tokens": self.tokens,
             "sent_at": [list(pair) for pair in self._sent_at],
@@ -364,6 +362,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         self._drop()
         self.steps, self.round = int(state_dict["steps"]), int(state_dict["round"])
         self.tokens, self._sent_at = int(state_dict.get("tokens", 0)), sent_at
+        self.position = int(state_dict.get("position", self.steps))
+        self.length.load_state_dict(state_dict.get("length", {}), self.tokens)
 
     @torch.no_grad()
     def adopt(self, slow: list[Tensor], *, round: int, into_model: bool = False) -> None:
@@ -386,6 +386,12 @@ class OuterOptimizer(torch.optim.Optimizer):
             if START in self.rule_state:
                 assign(self.rule_state[START], self.slow)
 
+    def _unsent(self, fragment: int) -> list[Tensor] | None:
+        """The contribution whose exchange is under way."""
+        return next((flight.contribution for flight in self._in_flight[fragment] if not flight.landed), None)
+
     def _drop(self) -> None:
-        for flights in self._in_flight.values():
+        for fragment, flights in self._in_flight.items():
+            for flight in flights:
+                flight.drop(self._codecs[fragment])
             flights.clear()

@@ -94,7 +94,9 @@ class NoLoCoRule:
         else:
             count, scale = len(slow), _mean_weight(facts)
             for v, s, g, mean_slow in zip(velocity, slow, mean[:count], mean[count:], strict=True):
-                v.mul_(self.momentum).add_(g, alpha=self.lr).add_(s - mean_slow * scale, alpha=self.gamma)
+                v.mul_(self.momentum).add_(g, alpha=self.lr)
+                if facts.members > 1:  # alone nothing pulls, and rounding must not either
+                    v.add_(s - mean_slow * scale, alpha=self.gamma)
                 s.sub_(v)
         assign(fast, slow)
 

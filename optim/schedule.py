@@ -1,4 +1,7 @@
-"""When to send and when to apply: a pure function of the step, so that every peer agrees and every schedule can be tested alone."""
+"""When to send and when to apply: a pure function of the position, so that peers agree and every schedule can be tested alone.
+
+The position is the number of inner steps, unless rounds are tokens or seconds (optim/length.py); "steps" below are positions.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,16 @@ class Apply:
 
     fragment: int
     after: int | None = None
-    """Inner steps since its ``Send``; what was sent then may have been dropped. None: the oldest in flight."""
+    """Positions since its ``Send``; what was sent then may have been dropped. None: the oldest in flight."""
 
 
 class Schedule(Protocol):
     """Maps the number of finished inner steps to what is done before the next one."""
+
+    @property
+    def every(self) -> int:
+        """Positions in a round; each fragment is sent once in so many."""
+        ...
 
     def at(self, step: int) -> list[Send | Apply]:
         """Actions after inner step ``step`` (1 is the first), in order."""

@@ -3,7 +3,9 @@
     opt = DiLoCo(inner, exchange, weight=by_tokens)
     ... opt.count(batch.numel()); opt.step()
 
-All peers must use the same function. A weight of 0 keeps a peer out of the mean for that round, as if it were absent.
+Unless a function is given every peer counts the same, also where tokens were counted: whether peers are weighted decides what
+some methods send (NoLoCo), so it must not depend on what a loop happens to call. A node of a swarm weighs by tokens where rounds
+are seconds. All peers must use the same function. A weight of 0 keeps a peer out of the mean for that round, as if it were absent.
 """
 
 from __future__ import annotations

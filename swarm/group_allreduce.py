@@ -186,11 +186,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
                 raise AllreduceException("a member stopped, or its link broke")
             return whole.result()
         finally:
-            for task in (whole, failing):
-                task.cancel()
-            await asyncio.wait({whole, failing})
-            if not whole.cancelled():
-                whole.exception()  # seen: asyncio need not complain about it
+            await _stop(whole, failing)
             if self._future.done() and not self._future.cancelled():
                 self._future.exception()
 
@@ -216,8 +212,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=tensor)
             await sending
         finally:
-            sending.cancel()
-            await asyncio.wait({sending})
+            await _stop(sending)
             stream.close()
 
     async def serve(self, stream: Stream) -> None:
@@ -276,3 +271,12 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
     async def _ban_sender(self, peer_id: PeerID) -> None:
         await super()._ban_sender(peer_id)
         self.failed.set()
+
+
+async def _stop(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen: asyncio need not complain about it

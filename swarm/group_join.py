@@ -174,6 +174,7 @@ class Groups:
             if isinstance(formed, GroupReceipt):
                 self._note(meeting, leader, formed)
         except (NetworkError, MessageError) as error:
+            self._view.miss([leader])
             log.info("round %d: no group with leader …%s: %s", ready.round, leader[-8:], error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
@@ -230,6 +231,7 @@ class Groups:
                 sealed = word.decision
             except NetworkError as error:
                 log.info("round %d: the line to the leader broke: %s", mine.key.round, error)
+                self._view.miss([group.leader])
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:

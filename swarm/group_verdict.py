@@ -122,11 +122,13 @@ class Verdict:
             self._news.clear()
             gone = sum(1 << place for place, seat in enumerate(self._seats.values()) if seat.gone and nonce not in seat.held)
             failed = gone or any(seat.held.get(nonce, everybody) != everybody for seat in self._seats.values())
-            if (whole and failed) or all(seat.gone or nonce in seat.held for seat in self._seats.values()):
+            if whole and failed:
                 return
-            if gone != lost:
+            if gone != lost:  # told in any case, for the next round need not wait for them either
                 lost = gone
                 await self._tell_all(GroupLost(nonce=nonce, lost=lost))
+            if all(seat.gone or nonce in seat.held for seat in self._seats.values()):
+                return
             try:
                 await asyncio.wait_for(self._news.wait(), until - loop.time())
             except asyncio.TimeoutError:

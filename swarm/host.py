@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import uvloop
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
@@ -34,8 +35,8 @@ Handler = Callable[[Stream], Awaitable[None]]
 T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
-MAX_HANDLERS = 64  # incoming streams served at once
-MAX_HANDLERS_PER_PEER = 8
+MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
+MAX_HANDLERS_PER_PEER = 16
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
@@ -50,7 +51,7 @@ class Host:
         self._owner = os.getpid()
         self._closed = False
         self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
-        self._loop = asyncio.SelectorEventLoop()
+        self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
 
@@ -139,7 +140,7 @@ class Host:
     def serve(self, protocol: str, handler: Handler) -> None:
         """Answer incoming streams of ``protocol`` with ``handler``, which may raise: that is logged and ends the stream.
 
-        At most 64 streams are served at once, 8 per peer; more are refused. When the handler returns, the stream stays open
+        At most 256 streams are served at once, 16 per peer; more are refused. When the handler returns, the stream stays open
         until the caller ends it (at most 2 s), so that nothing sent is lost.
         """
 

@@ -20,6 +20,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+MAX_EXTRA = 8  # tensors for each parameter that a rule may share
+
+
 class Member(Message):
     """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats."""
 
@@ -134,12 +137,16 @@ class StateRequest(Message):
 
 
 class StateHeader(Message):
-    """Announces ``nbytes`` bytes of slow weights with digest ``sha256``."""
+    """Announces ``nbytes`` bytes with digest ``sha256``: the slow weights, of ``shapes``, and then the rule's shared state.
 
-    KIND, LIMIT = "state-header", 1024 * KIB
+    ``extra``: for each part of that state, in order, its name and the SHA-256 of its shapes as the wire has them.
+    """
+
+    KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
     round: Count
     step: Count
     nbytes: Bytes
     shapes: Shapes
     dtype: Token
     sha256: Sha256
+    extra: Annotated[tuple[tuple[Token, Sha256], ...], Field(max_length=MAX_EXTRA)] = ()

@@ -315,6 +315,7 @@ class Rendezvous:
             meeting = await self._hold(stream, offer.round)
             taken = meeting is not None
             if meeting is None:
+                self._turn_away(peer, offer.round)
                 return say("busy", "this node did not come to that round in time")
         if meeting.key.round > offer.round:
             return say("passed")
@@ -326,13 +327,19 @@ class Rendezvous:
         if not taken:
             crossing = meeting.dialing == peer
             if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
-                if meeting.engaged is None and peer not in meeting.turned_away:
-                    meeting.turned_away.append(peer)
+                self._turn_away(peer, offer.round)
                 return say("busy")
             if crossing and self._rank(peer, offer.round) > self._rank(self._identity.peer_id, offer.round):
+                self._turn_away(peer, offer.round)  # lest the call of ours on which it waits has just been turned away there
                 return say("wait")
             self._engage(meeting)
         return meeting, Answer(verdict="accept", round=offer.round)
+
+    def _turn_away(self, peer: str, round: int) -> None:
+        """Remember to call back, if this node is then still looking for a partner in that round."""
+        meeting = self._meeting
+        if meeting is not None and meeting.key.round == round and peer not in meeting.turned_away:
+            meeting.turned_away.append(peer)
 
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._seed, round, peer)

@@ -7,18 +7,20 @@ for shape, size, digest and finiteness in scratch, and used as a whole or not at
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from optim.codec import FLOAT32
-from swarm.contribution import shapes_differ
+from optim.codec import FLOAT32, Shape
+from swarm.contribution import finite, shapes_differ
 from swarm.digest import HashList, digest
 from swarm.errors import MessageError, NetworkError, ShoalError
+from swarm.fields import pack_shapes
 from swarm.link import Link
 from swarm.manifest import Manifest, open_manifest
 from swarm.messages import Answer, ManifestReply, ManifestRequest, StateHeader, StateRequest, pack, unpack
@@ -45,6 +47,8 @@ class State:
     round: int
     step: int
     slow: list[Tensor]
+    extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    """What the giver's rule shares beside them, DiLoCo's momentum for instance; float32, under the rule's own names."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class _Snapshot:
     step: int
     payload: Tensor
     sha256: bytes
+    extra: tuple[tuple[str, bytes], ...]
 
 
 def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
@@ -118,8 +123,11 @@ class StateServer:
         """Called by the training thread between steps; makes a snapshot only if somebody waits for one."""
         if self._wanted:
             state = snapshot()
-            payload = FLOAT32.encode(state.slow)  # here, for the next step changes the weights
-            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data))
+            names = sorted(state.extra)
+            tensors = [*state.slow, *(tensor for name in names for tensor in state.extra[name])]
+            payload = FLOAT32.encode(tensors)  # here, for the next step changes the weights
+            extra = tuple((name, _shapes_digest([tuple(t.shape) for t in state.extra[name]])) for name in names)
+            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data), extra)
             self._host.call(self._hand_out(taken), SMALL_S)
 
     async def _hand_out(self, snapshot: _Snapshot) -> None:
@@ -135,7 +143,7 @@ class StateServer:
             return
         if request.model != self._model:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
-            await self._send_header(stream, 0, 0, bytes(32))
+            await stream.send(pack(self._header(0, 0, FLOAT32.nbytes(self._shapes), bytes(32), ())), SMALL_S)
             return
         future: asyncio.Future[_Snapshot] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
@@ -144,24 +152,24 @@ class StateServer:
         except asyncio.TimeoutError:
             await stream.send(pack(Answer(verdict="busy", reason="no step was finished in 60 s", round=0)), SMALL_S)
             return
-        await self._send_header(stream, taken.round, taken.step, taken.sha256)
+        header = self._header(taken.round, taken.step, taken.payload.numel(), taken.sha256, taken.extra)
+        await stream.send(pack(header), SMALL_S)
         await stream.swap(taken.payload.numpy().data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
         await stream.drained(SMALL_S)
 
-    async def _send_header(self, stream: Stream, round: int, step: int, sha256: bytes) -> None:
-        header = StateHeader(
-            round=round,
-            step=step,
-            nbytes=FLOAT32.nbytes(self._shapes),
-            shapes=self._shapes,
-            dtype="float32",
-            sha256=sha256,
+    def _header(self, round: int, step: int, nbytes: int, sha256: bytes, extra: tuple[tuple[str, bytes], ...]) -> StateHeader:
+        return StateHeader(
+            round=round, step=step, nbytes=nbytes, shapes=self._shapes, dtype="float32", sha256=sha256, extra=extra
         )
-        await stream.send(pack(header), SMALL_S)
 
 
 async def _fetch(
-    host: Host, peer: str, addresses: Sequence[str], request: StateRequest, shapes: Sequence[tuple[int, ...]]
+    host: Host,
+    peer: str,
+    addresses: Sequence[str],
+    request: StateRequest,
+    shapes: Sequence[Shape],
+    extra: Mapping[str, Sequence[Shape]],
 ) -> State:
     stream = await host.open(peer, STATE_PROTOCOL, addresses=addresses, timeout=SMALL_S)
     try:
@@ -175,8 +183,14 @@ async def _fetch(
             raise ModelDiffersError(
                 f"This node's model does not fit the swarm: {difference} (in the swarm); use the task and options of the swarm."
             )
-        if reply.nbytes != FLOAT32.nbytes(shapes) or reply.dtype != "float32":
-            raise MessageError(f"peer …{peer[-8:]} announced weights of {reply.nbytes} bytes, {FLOAT32.nbytes(shapes)} fit here.")
+        names = [name for name, _ in reply.extra]
+        unknown = [name for name, shaped in reply.extra if name not in extra or shaped != _shapes_digest(extra[name])]
+        if unknown or len(set(names)) < len(names):
+            raise MessageError(f"peer …{peer[-8:]} hands out a state {unknown or names} that does not fit this node's outer rule.")
+        # What is allocated follows from this node's own shapes, whatever the peer says.
+        every = [*shapes, *(shape for name in names for shape in extra[name])]
+        if reply.nbytes != FLOAT32.nbytes(every) or reply.dtype != "float32":
+            raise MessageError(f"peer …{peer[-8:]} announced weights of {reply.nbytes} bytes, {FLOAT32.nbytes(every)} fit here.")
         scratch = torch.empty(reply.nbytes, dtype=torch.uint8)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
@@ -185,30 +199,38 @@ async def _fetch(
         )
     finally:
         stream.close()
-    slow = FLOAT32.decode(scratch, shapes)
-    if hashes.digest() != reply.sha256 or not all(bool(tensor.isfinite().all()) for tensor in slow):
+    tensors = FLOAT32.decode(scratch, every)
+    if hashes.digest() != reply.sha256 or not finite(tensors):
         raise MessageError(f"the weights from peer …{peer[-8:]} are damaged or not finite and were not used.")
-    return State(reply.round, reply.step, slow)
+    rest = iter(tensors[len(shapes) :])
+    return State(reply.round, reply.step, tensors[: len(shapes)], {name: [next(rest) for _ in extra[name]] for name in names})
 
 
 def fetch_state(
     host: Host,
     swarm: str,
     model: str,
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[Shape],
     givers: Sequence[tuple[str, Sequence[str]]],
+    extra: Mapping[str, Sequence[Shape]] | None = None,
 ) -> State | None:
     """Slow weights from the first of ``givers`` (peer id, addresses) that hands them out whole; None if none does.
+
+    ``extra``: the shapes of what this node's rule takes over beside them, under its names. A giver may have less, never other.
 
     Raises:
         ModelDiffersError: a giver's model has other shapes; the sentence names the first difference.
     """
     for peer, addresses in givers:
         try:
-            return host.call(_fetch(host, peer, addresses, StateRequest(swarm=swarm, model=model), shapes), 700.0)
+            return host.call(_fetch(host, peer, addresses, StateRequest(swarm=swarm, model=model), shapes, extra or {}), 700.0)
         except (NetworkError, MessageError) as error:
             log.warning("no weights from peer …%s: %s", peer[-8:], error)
     return None
+
+
+def _shapes_digest(shapes: Sequence[Shape]) -> bytes:
+    return hashlib.sha256(pack_shapes(tuple(shapes))).digest()
 
 
 def _in(seconds: float) -> float:

@@ -4,6 +4,12 @@ import re
 from pathlib import Path
 
 from swarm.directory import MAX_ADDRESSES
+from swarm.group_allreduce import PART, SMALLEST
+from swarm.group_decisions import DECISION_PROTOCOL
+from swarm.group_join import LEADER_PROTOCOL
+from swarm.group_line import BEATS
+from swarm.group_messages import GroupDecision, GroupReady
+from swarm.group_reduction import PAYLOAD_PROTOCOL
 from swarm.host import MAX_HANDLERS, MAX_HANDLERS_PER_PEER
 from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
 from swarm.link import MAX_CHARS
@@ -15,7 +21,7 @@ from swarm.trie import CAP
 from swarm.welcome import MANIFEST_PROTOCOL, STATE_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {Member.KIND, Manifest.KIND, Offer.KIND}
+SEALED = {Member.KIND, Manifest.KIND, Offer.KIND, GroupReady.KIND, GroupDecision.KIND}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -25,8 +31,9 @@ def test_every_message_is_in_the_table_with_its_limit():
 
 
 def test_every_protocol_is_in_the_table():
-    rows = re.findall(r"^\| `(/shoal/[a-z]+/\d+)` \|", PAGE, re.M)
-    assert sorted(rows) == sorted([EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, MANIFEST_PROTOCOL, STATE_PROTOCOL])
+    rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
+    served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
+    assert sorted(rows) == sorted([*served, STATE_PROTOCOL])
 
 
 def test_deadlines_are_the_defaults():
@@ -40,6 +47,10 @@ def test_deadlines_are_the_defaults():
 def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {ENVELOPE} bytes longer" in PAGE
     assert f"at most {MAX_HANDLERS} streams at a time, {MAX_HANDLERS_PER_PEER} per peer" in PAGE
+    assert f"parts of at most {PART // 1024} KiB" in PAGE
+    assert (BEATS, SMALLEST) == (4, 4)
+    assert "four times in each chunk timeout" in PAGE
+    assert "four members or more" in PAGE
     assert f"holds fewer than {CAP} others" in PAGE
     assert f"holds 1 to {LINK_ADDRESSES} addresses and at most\n{MAX_CHARS} characters" in PAGE
     assert MAX_ADDRESSES <= LINK_ADDRESSES

@@ -27,6 +27,14 @@ def teacher():
     return load_task(TEACHER, {"width": 8})
 
 
+def normed():
+    """The same task with a model that has buffers."""
+    task = teacher()
+    plain = task.model
+    task.model = lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(next(plain().parameters()).shape[1]), plain())
+    return task
+
+
 def slow_weights(task, outer, train, exchange, index, run="run"):
     """Train and return the slow weights after each round."""
     rounds = []
@@ -99,14 +107,17 @@ def hosts():
         OuterSettings(every=3, pull=0.4),  # two tensors travel
         OuterSettings(every=3, codec="bfloat16"),
         OuterSettings(every=3, method="local", codec="float16"),
+        OuterSettings(every=3, method="gasloc", codec="int8", finish="average"),
+        OuterSettings(every=3, weights="tokens", buffers="average"),  # two tensors and what no codec may touch
     ],
-    ids=["pull", "bfloat16", "local"],
+    ids=["pull", "bfloat16", "local", "gasloc", "buffers"],
 )
 def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
     rounds = 5
     train = TrainSettings(steps=rounds * outer.every, seed=SEED)
     swarm = "a" * 52
-    made = [slow_weights(teacher(), outer, train, None, i, swarm) for i in range(PEERS)]
+    task = normed if outer.buffers == "average" else teacher
+    made = [slow_weights(task(), outer, train, None, i, swarm) for i in range(PEERS)]
     digest = model_digest(made[0][0].params)
 
     def member(index):
@@ -126,7 +137,7 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
         thread.start()
     for thread in threads:
         thread.join(60)
-    reference = simulated(teacher, outer, train, [identity.peer_id for identity, _ in hosts])
+    reference = simulated(task, outer, train, [identity.peer_id for identity, _ in hosts])
     for (identity, _), (_, real) in zip(hosts, made, strict=True):
-        assert len(real) == rounds
+        assert len(real) == rounds + (outer.finish == "average")
         assert_equal_bits(real, reference[identity.peer_id])

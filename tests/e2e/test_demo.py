@@ -4,6 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from node.hooks import load_task
 
 FIELDS = {
     "peers", "method", "rounds", "steps", "loss_first", "loss_last", "loss_local", "exchanges", "pairs_none", "bytes_sent",
@@ -46,6 +50,28 @@ def test_a_model_of_ones_own_and_plain_averaging(shoal):
     # With two peers the mean of both is the mean of all, so they agree after every round.
     assert report["spread"] == pytest.approx([0] * 8, abs=1e-6)
     assert shoal.left() == []
+
+
+def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
+    demo = shoal.start(
+        "demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",
+        "--finish", "average", "--set", "outer.mix=0.5", "--keep", "kept", "--json",
+    )  # fmt: skip
+    report = demo.json(150)
+    # The last exchange is of float32 and leaves both with the same weights.
+    assert (report["method"], report["rounds"], report["steps"], report["exchanges"]) == ("gasloc", 5, 20, 5)
+    assert report["spread"][-2] > 0.001
+    assert report["spread"][-1] == 0
+    assert report["params"] * (4 * 1 + 4) * 2 < report["bytes_sent"] < report["params"] * (4 * 1.1 + 4) * 2 + 5 * 20_000
+    kept = shoal.home / "kept"
+    merged = shoal.start("merge", kept / "peer-0", kept / "peer-1", "--slow", "--out", "one.safetensors", "--json").json(60)
+    assert merged["values"] == report["params"]
+    model = load_task(TEACHER, {}).model()
+    model.load_state_dict(load_file(shoal.home / "one.safetensors"))
+    last = load_file(kept / "peer-0" / "rounds" / "000005.safetensors")
+    for number, parameter in enumerate(model.parameters()):
+        assert torch.equal(parameter, last[str(number)])
+    assert "exists" in shoal.start("merge", kept / "peer-0", "--out", "one.safetensors").error()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from node import config
-from node.config import ConfigError, Settings, known_keys, load, resolve_device
+from node.config import ConfigError, Settings, assignment, known_keys, load, resolve_device
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "swarm.toml"
 
@@ -21,7 +21,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     loaded = load(path, {"outer.every": 9, "task.options.width": 32, "node.device": None})
     assert loaded.outer.every == 9
     assert loaded.outer.lr == 1.0
-    assert loaded.outer.momentum == 0.5
+    assert loaded.outer.wait_s == 10.0
     assert loaded.task.options == {"layers": 3, "width": 32}
     assert loaded.node.device == "auto"
     assert loaded.node.run_folder == Path("runs/ada")
@@ -63,7 +63,16 @@ def test_example_file_documents_every_key(key):
         ({"outer.every": "x"}, r"outer\.every='x' .* valid integer"),
         ({"outer.every": True}, r"outer\.every=True"),
         ({"outer.lr": math.nan}, r"outer\.lr=nan .* finite"),
-        ({"outer.method": "diloco2"}, r"outer\.method='diloco2' .* 'noloco', 'local' or 'none'"),
+        ({"outer.method": "diloco2"}, r"outer\.method='diloco2' .* 'noloco', 'local', .* or 'sparta'"),
+        ({"outer.codec": "int9"}, r"outer\.codec='int9' .* unknown codec 'int9': choose one of float32, .*\+ef"),
+        ({"outer.codec": "sign+ef:7"}, r"outer\.codec='sign\+ef:7' .* must lie in \[0, 1\], got 7"),
+        (
+            {"outer.method": "local", "outer.lr": 0.5},
+            r"settings of 'outer' do not go together: the method 'local' has no lr: leave it out, or choose one that has it "
+            r"\(noloco, gasloc, diloco, diloco-hb, ",
+        ),
+        ({"outer.codec": "topk2+ef"}, r"noloco sends whole weights, of which the codec topk2\+ef loses too much"),
+        ({"outer.mix": 1.5, "outer.method": "gasloc"}, r"outer\.mix=1\.5 .* less than or equal to 1"),
         ({"node": 3}, r"'node' must be a table"),
         ({"node": 3, "node.name": "x"}, r"'node' must be a table"),
         ({"node.listen": "a"}, r"node\.listen='a' .* list"),
@@ -155,3 +164,28 @@ def test_host_name_is_a_file_name(monkeypatch):
 def test_an_address_that_is_none_is_named(key):
     with pytest.raises(ConfigError, match=r"'4001' should be written such as /ip4/0\.0\.0\.0/tcp/4001"):
         load(None, {f"node.{key}": ["/ip4/127.0.0.1/tcp/1", "4001"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("outer.lr=0.5", 0.5),
+        ("width=256", 256),
+        ("a=true", True),
+        ("outer.method=diloco-hb", "diloco-hb"),
+        ('a="1"', "1"),
+        ("a=", ""),
+        ("a=/some/path", "/some/path"),
+        ("a=1\nb = 2", "1\nb = 2"),
+        ("a=1 # no comment", "1 # no comment"),
+    ],
+)
+def test_an_assignment_is_read_as_toml_would_or_as_plain_text(text, value):
+    key, got = assignment(text)
+    assert (key, got, type(got)) == (text.partition("=")[0], value, type(value))
+
+
+@pytest.mark.parametrize("text", ["width", "=3", "a b=3", "outer.=3", ".lr=3"])
+def test_what_is_no_assignment(text):
+    with pytest.raises(ConfigError, match=r"is not of the form KEY=VALUE: write it so, such as width=256\."):
+        assignment(text)

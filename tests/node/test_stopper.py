@@ -16,8 +16,8 @@ if sys.argv[1] == "parent":
     end_with_parent(int(sys.argv[2]), 0.05)
 if sys.argv[1] == "orderly":
     stopper.orderly(lambda: print("asked", flush=True))
-print("ready", flush=True)
 try:
+    print("ready", flush=True)  # within: the signal may come as soon as this is read
     threading.Event().wait(20)
 except KeyboardInterrupt:
     print("interrupted", flush=True)

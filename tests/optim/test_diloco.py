@@ -198,7 +198,7 @@ class TopWithMemory:
     name, displacement = "top-test", True
 
     def __init__(self, count, beta):
-        self.count, self.beta, self.error, self.sent, self.rejections = count, beta, None, None, 0
+        self.count, self.beta, self.error, self.sent, self.pending, self.rejections = count, beta, None, None, False, 0
 
     def nbytes(self, shapes):
         return 4 * sum(int(np.prod(shape)) for shape in shapes)
@@ -207,7 +207,7 @@ class TopWithMemory:
         error = self.error or [torch.zeros_like(t) for t in tensors]
         total = [self.beta * e + t for e, t in zip(error, tensors, strict=True)]
         self.sent = [torch.where(t.abs() >= t.abs().flatten().topk(min(self.count, t.numel())).values[-1], t, 0.0) for t in total]
-        self.error = [t - s for t, s in zip(total, self.sent, strict=True)]
+        self.error, self.pending = [t - s for t, s in zip(total, self.sent, strict=True)], True
         return torch.cat([s.flatten() for s in self.sent]).view(torch.uint8)
 
     def decode(self, payload, shapes):
@@ -217,11 +217,14 @@ class TopWithMemory:
     def fresh(self):
         return TopWithMemory(self.count, self.beta)
 
-    def rejected(self):
-        self.rejections += 1
-        self.error = [e + s for e, s in zip(self.error, self.sent, strict=True)]
+    def accepted(self):
+        self.pending = False
 
-    def state_dict(self):
+    def rejected(self, applied):
+        self.pending, self.rejections = False, self.rejections + 1
+        self.error = [e + s - g for e, s, g in zip(self.error, self.sent, applied, strict=True)]
+
+    def state_dict(self, unsent=None):
         return {"error": [e.clone() for e in self.error or []]}
 
     def load_state_dict(self, state):

@@ -118,7 +118,7 @@ class GroupPeer:
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
         self.sees, self.rounds, self.looked, self.issued = None, {}, 0, {}
-        settings = {"wait": 3.0, "chunk_timeout": 0.5, "exchange_timeout": 5.0} | options
+        settings = {"wait": 20.0, "chunk_timeout": 5.0, "exchange_timeout": 20.0} | options
         self.exchange = GroupExchange(
             self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look, **settings
         )

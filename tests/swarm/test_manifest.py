@@ -77,6 +77,13 @@ def test_another_protocol_is_named():
         {"task_options": {f"a{n}": 1 for n in range(33)}},
         {"outer": {"every": 0}},
         {"outer": {"lr": float("inf")}},
+        {"outer": {"method": "diloko"}},
+        {"outer": {"method": "local", "lr": 0.5}},
+        {"outer": {"codec": "int9"}},
+        {"outer": {"codec": "sign"}},
+        {"outer": {"codec": "int8+ef:" + "9" * 60}},
+        {"outer": {"fragments": 1025}},
+        {"outer": {"max_group": 1}},
         {"outer": {"unknown": 1}},
         {"outer": {"wait_s": 0}},
         {"train": {"steps": -1}},
@@ -105,8 +112,9 @@ def test_the_largest_manifest_fits_a_reply():
 
 def test_defaults_and_descriptions():
     outer = OuterSettings()
-    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull) == ("noloco", 25, 0.7, 0.5, None)
-    assert (outer.codec, outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s) == ("float32", 10, 5, 120)
+    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull, outer.codec) == ("noloco", *[None] * 5)
+    assert (outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s, outer.grace_s) == (10, 5, 120, 2)
+    assert (outer.buffers, outer.finish, outer.quorum, outer.max_group) == ("ignore", "none", 0, 32)
     train = TrainSettings()
     assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)
     model: type[BaseModel]
