@@ -27,6 +27,7 @@ NET = "10.99.0."
 DEVICE = "link0"  # as a node sees it
 MTU = 9000  # larger than the internet's, for fewer packets through Python
 BURST = 128 * 1024  # bytes that tbf lets through at once
+BUFFERS = {"tcp_wmem": "4096 65536 33554432", "tcp_rmem": "4096 131072 33554432"}  # or TCP could not fill 100 Mbit/s at 400 ms
 QUEUE_S = 0.4  # seconds of bytes that a queue holds before it drops
 NAME = "shoal-bench-"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -104,6 +105,8 @@ class Namespaces:
         _call("ip", "-n", name, "link", "set", "lo", "up")
         _call("ip", "-n", name, "addr", "add", f"{self.ip(node)}/24", "dev", DEVICE)
         _call("ip", "-n", name, "link", "set", DEVICE, "mtu", str(MTU), "txqueuelen", "1000", "up")
+        for knob, sizes in BUFFERS.items():
+            _call("ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{knob}={sizes}")
         shape = ("rate", f"{round(rate * 8)}bit", "burst", str(BURST), "latency", f"{round(QUEUE_S * 1000)}ms")
         _call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *shape)
 

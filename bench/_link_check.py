@@ -1,7 +1,7 @@
 """What a slow link really gives, measured by two plain sockets: the benchmark's look at its own ruler.
 
-As a program (`python -m bench._link_check IP PORT`) it is the end that receives: it answers the first bytes one by one, then says
-how many bytes a second came.
+As a program (`python -m bench._link_check IP PORT SKIPPED`) it is the end that receives: it answers the first bytes one by one,
+skips some that come while TCP still looks for its rate, and says how many bytes a second came then.
 """
 
 from __future__ import annotations
@@ -19,35 +19,39 @@ if TYPE_CHECKING:
     from bench._link import Link
 
 PINGS = 5
-SKIPPED = 2_000_000  # bytes in which TCP finds its rate and buckets empty
-COUNTED = 8_000_000
+SETTLED = 16  # one-way delays after which TCP has found its rate
+COUNTED_S = 0.8  # seconds of bytes that are timed
 TIMEOUT = 60.0
 
 
-def check(link: Link) -> dict[str, Any]:
-    """Rate in Mbit/s and one-way delay in ms that TCP finds from node 0 to node 1: half the median round trip."""
-    port = link.port(1)
-    receiver = Process("link check", 1, [*link.enter(1), sys.executable, "-m", "bench._link_check", link.ip(1), str(port)])
+def check(link: Link, rate: float, delay: float) -> dict[str, Any]:
+    """Rate in Mbit/s and one-way delay in ms that TCP finds from node 0 to node 1: half the median round trip.
+
+    ``rate`` (bytes/s) and ``delay`` (s) as they should be say how many bytes it takes to tell.
+    """
+    skipped = round(rate * max(SETTLED * delay, 0.2))
+    program = [sys.executable, "-m", "bench._link_check", link.ip(1)]
+    receiver = Process("link check", 1, [*link.enter(1), *program, str(link.port(1)), str(skipped)])
     try:
         listening = receiver.answer()["port"]
         dialled = link.announced(1) or listening
-        command = [*link.enter(0), sys.executable, "-m", "bench._link_check", link.ip(1), str(dialled), "send"]
-        sender = Process("link check", 0, command)
+        amount = skipped + round(rate * COUNTED_S)
+        sender = Process("link check", 0, [*link.enter(0), *program, str(dialled), str(amount), "send"])
         try:
             trip = float(sender.answer(TIMEOUT)["trip_s"])
-            rate = float(receiver.answer(TIMEOUT)["rate"])
+            found = float(receiver.answer(TIMEOUT)["rate"])
         finally:
             sender.close()
     finally:
         receiver.close()
-    return {"mbit": rate * 8 / 1e6, "delay_ms": trip * 500}
+    return {"mbit": found * 8 / 1e6, "delay_ms": trip * 500}
 
 
 def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def receive(ip: str, port: int) -> None:
+def receive(ip: str, port: int, skipped: int) -> None:
     with socket.create_server((ip, port)) as server:
         server.settimeout(TIMEOUT)
         say(port=server.getsockname()[1])
@@ -62,12 +66,12 @@ def receive(ip: str, port: int) -> None:
             seen += len(data)
             if began:
                 counted += len(data)
-            elif seen >= SKIPPED:
+            elif seen >= skipped:
                 began = time.monotonic()
         say(rate=counted / (time.monotonic() - began))
 
 
-def send(ip: str, port: int) -> None:
+def send(ip: str, port: int, amount: int) -> None:
     with socket.create_connection((ip, port), TIMEOUT) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         trips = []
@@ -76,11 +80,11 @@ def send(ip: str, port: int) -> None:
             connection.sendall(b".")
             connection.recv(1)
             trips.append(time.monotonic() - began)
-        connection.sendall(bytes(SKIPPED + COUNTED))
+        connection.sendall(bytes(amount))
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)  # until the other end has it all
     say(trip_s=statistics.median(trips))
 
 
 if __name__ == "__main__":
-    (send if len(sys.argv) > 3 else receive)(sys.argv[1], int(sys.argv[2]))
+    (send if len(sys.argv) > 4 else receive)(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -146,7 +146,8 @@ def with_delay(delay: int, methods: list[str], plan: Plan, kind: str, note: Any)
     """All methods at one delay, in milliseconds one way."""
     link = make_link(kind, plan.nodes, plan.mbit, delay, note)
     try:
-        found: dict[str, Any] = {"delay_ms": delay, "link": link.kind, "check": check(link), "rows": [], "skipped": {}}
+        ruler = check(link, plan.mbit * 1e6 / 8, delay / 1000)
+        found: dict[str, Any] = {"delay_ms": delay, "link": link.kind, "check": ruler, "rows": [], "skipped": {}}
         for method in methods:
             why = missing(method, link)
             if why is None:

@@ -111,7 +111,7 @@ def test_namespaces_carry_and_leave_nothing():
     except LinkError as error:
         pytest.skip(str(error))
     try:
-        found = check(link)
+        found = check(link, 1e8, 0.001)
         assert found["mbit"] > 0
         assert found["delay_ms"] > 0
         assert link.sent()[0] > 10_000_000
