@@ -9,7 +9,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from swarm.fields import MAX_COUNT, Address, Bytes, Count, Digest, Label, Nonce, PeerId, Reason, Sha256, Shapes, SwarmId, Token
+from swarm.fields import (
+    MAX_COUNT,
+    Address,
+    Bytes,
+    Count,
+    Digest,
+    Label,
+    Nonce,
+    PeerId,
+    Reason,
+    Sha256,
+    Shapes,
+    SwarmId,
+    Token,
+    Weight,
+)
 from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 # Whoever handles messages takes all of it from here.
@@ -77,7 +92,7 @@ class Offer(Message):
     dtype: Token
     codec: Token
     sha256: Sha256
-    weight: Annotated[float, Field(gt=0)]
+    weight: Weight
     model: Digest
     nonce: Nonce
 
@@ -129,17 +144,19 @@ class OutcomeReply(Message):
 
 
 class StateRequest(Message):
-    """Asks for a peer's slow weights, to start from them."""
+    """Asks for a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away."""
 
     KIND = "state-request"
     swarm: SwarmId
     model: Digest
+    astray: bool = False
 
 
 class StateHeader(Message):
     """Announces ``nbytes`` bytes with digest ``sha256``: the slow weights, of ``shapes``, and then the rule's shared state.
 
-    ``extra``: for each part of that state, in order, its name and the SHA-256 of its shapes as the wire has them.
+    ``extra``: for each part of that state, in order, its name and the SHA-256 of its shapes as the wire has them. ``applied``: for
+    each fragment, as a little-endian u64, one more than the round whose outcome is in it.
     """
 
     KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
@@ -150,3 +167,4 @@ class StateHeader(Message):
     dtype: Token
     sha256: Sha256
     extra: Annotated[tuple[tuple[Token, Sha256], ...], Field(max_length=MAX_EXTRA)] = ()
+    applied: Annotated[bytes, Field(max_length=32 * KIB)] = b""

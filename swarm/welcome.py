@@ -7,8 +7,10 @@ for shape, size, digest and finiteness in scratch, and used as a whole or not at
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
 import logging
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -49,6 +51,8 @@ class State:
     slow: list[Tensor]
     extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     """What the giver's rule shares beside them, DiLoCo's momentum for instance; float32, under the rule's own names."""
+    applied: Sequence[int] = ()
+    """For each fragment the round whose outcome is in it; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class _Snapshot:
     payload: Tensor
     sha256: bytes
     extra: tuple[tuple[str, bytes], ...]
+    applied: bytes
 
 
 def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
@@ -117,6 +122,8 @@ class StateServer:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
         self._wanted: list[asyncio.Future[_Snapshot]] = []
+        self.astray = False
+        """This node's own weights have drifted away from the group's."""
         host.serve(STATE_PROTOCOL, self._answer)
 
     def offer(self, snapshot: Callable[[], State]) -> None:
@@ -127,7 +134,8 @@ class StateServer:
             tensors = [*state.slow, *(tensor for name in names for tensor in state.extra[name])]
             payload = FLOAT32.encode(tensors)  # here, for the next step changes the weights
             extra = tuple((name, _shapes_digest([tuple(t.shape) for t in state.extra[name]])) for name in names)
-            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data), extra)
+            applied = struct.pack(f"<{len(state.applied)}Q", *(round + 1 for round in state.applied))
+            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data), extra, applied)
             self._host.call(self._hand_out(taken), SMALL_S)
 
     async def _hand_out(self, snapshot: _Snapshot) -> None:
@@ -143,7 +151,12 @@ class StateServer:
             return
         if request.model != self._model:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
-            await stream.send(pack(self._header(0, 0, FLOAT32.nbytes(self._shapes), bytes(32), ())), SMALL_S)
+            nothing = _Snapshot(0, 0, torch.empty(FLOAT32.nbytes(self._shapes), dtype=torch.uint8), bytes(32), (), b"")
+            await stream.send(pack(self._header(nothing)), SMALL_S)
+            return
+        # Two that have drifted from each other must not swap their weights: the one with the lower peer id keeps its own.
+        if request.astray and self.astray and stream.peer_id < self._host.peer_id:
+            await stream.send(pack(Answer(verdict="refuse", reason="its own have drifted too", round=0)), SMALL_S)
             return
         future: asyncio.Future[_Snapshot] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
@@ -152,14 +165,20 @@ class StateServer:
         except asyncio.TimeoutError:
             await stream.send(pack(Answer(verdict="busy", reason="no step was finished in 60 s", round=0)), SMALL_S)
             return
-        header = self._header(taken.round, taken.step, taken.payload.numel(), taken.sha256, taken.extra)
-        await stream.send(pack(header), SMALL_S)
+        await stream.send(pack(self._header(taken)), SMALL_S)
         await stream.swap(taken.payload.numpy().data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
         await stream.drained(SMALL_S)
 
-    def _header(self, round: int, step: int, nbytes: int, sha256: bytes, extra: tuple[tuple[str, bytes], ...]) -> StateHeader:
+    def _header(self, taken: _Snapshot) -> StateHeader:
         return StateHeader(
-            round=round, step=step, nbytes=nbytes, shapes=self._shapes, dtype="float32", sha256=sha256, extra=extra
+            round=taken.round,
+            step=taken.step,
+            nbytes=taken.payload.numel(),
+            shapes=self._shapes,
+            dtype="float32",
+            sha256=taken.sha256,
+            extra=taken.extra,
+            applied=taken.applied,
         )
 
 
@@ -191,6 +210,9 @@ async def _fetch(
         every = [*shapes, *(shape for name in names for shape in extra[name])]
         if reply.nbytes != FLOAT32.nbytes(every) or reply.dtype != "float32":
             raise MessageError(f"peer …{peer[-8:]} announced weights of {reply.nbytes} bytes, {FLOAT32.nbytes(every)} fit here.")
+        if len(reply.applied) % 8:
+            raise MessageError(f"peer …{peer[-8:]} sent a malformed list of rounds.")
+        applied = [round - 1 for (round,) in struct.iter_unpack("<Q", reply.applied)]
         scratch = torch.empty(reply.nbytes, dtype=torch.uint8)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
@@ -203,7 +225,8 @@ async def _fetch(
     if hashes.digest() != reply.sha256 or not finite(tensors):
         raise MessageError(f"the weights from peer …{peer[-8:]} are damaged or not finite and were not used.")
     rest = iter(tensors[len(shapes) :])
-    return State(reply.round, reply.step, tensors[: len(shapes)], {name: [next(rest) for _ in extra[name]] for name in names})
+    shared = {name: [next(rest) for _ in extra[name]] for name in names}
+    return State(reply.round, reply.step, tensors[: len(shapes)], shared, applied)
 
 
 def fetch_state(
@@ -221,12 +244,29 @@ def fetch_state(
     Raises:
         ModelDiffersError: a giver's model has other shapes; the sentence names the first difference.
     """
-    for peer, addresses in givers:
-        try:
-            return host.call(_fetch(host, peer, addresses, StateRequest(swarm=swarm, model=model), shapes, extra or {}), 700.0)
-        except (NetworkError, MessageError) as error:
-            log.warning("no weights from peer …%s: %s", peer[-8:], error)
-    return None
+    return begin_fetch(host, StateRequest(swarm=swarm, model=model), shapes, givers, extra).result(700.0 * max(len(givers), 1))
+
+
+def begin_fetch(
+    host: Host,
+    request: StateRequest,
+    shapes: Sequence[Shape],
+    givers: Sequence[tuple[str, Sequence[str]]],
+    extra: Mapping[str, Sequence[Shape]] | None = None,
+) -> concurrent.futures.Future[State | None]:
+    """As ``fetch_state``, but without waiting."""
+
+    async def ask() -> State | None:
+        for peer, addresses in givers:
+            try:
+                return await asyncio.wait_for(_fetch(host, peer, addresses, request, shapes, extra or {}), 700.0)
+            except (NetworkError, MessageError) as error:
+                log.warning("no weights from peer …%s: %s", peer[-8:], error)
+            except asyncio.TimeoutError:
+                log.warning("no weights from peer …%s: it took longer than 700 s", peer[-8:])
+        return None
+
+    return host.submit(ask())
 
 
 def _shapes_digest(shapes: Sequence[Shape]) -> bytes:

@@ -96,6 +96,9 @@ def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(scho
     expected = sum(tensor * (1.0 + number) for number, tensor in enumerate(tensors)) / 15
     torch.testing.assert_close(mean.tensors[0], expected, rtol=1e-6, atol=1e-6 if codec is FLOAT32 else 0.05)
     assert attempts == [("allreduce" if codec is FLOAT32 else "gather", 5, True)]
+    payload = codec.nbytes([LARGE])
+    for peer in peers:  # an all-reduce sends 2 (K - 1) / K payloads, gathering K - 1
+        assert peer.host.traffic.sent == pytest.approx((1.6 if codec is FLOAT32 else 4) * payload, rel=0.05)
 
 
 def test_who_leads_may_choose_to_gather_always(school, attempts):

@@ -1,6 +1,5 @@
 """A group's mean over four real hosts, each with its daemon."""
 
-import concurrent.futures
 import time
 
 import pytest
@@ -28,8 +27,7 @@ def member(host):
 @pytest.fixture(scope="module")
 def hosts():
     identities = [Identity.ephemeral() for _ in range(4)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        started = list(pool.map(lambda identity: Host.start(identity, timeout=30), identities))
+    started = [Host.start(identity, timeout=30) for identity in identities]
     yield list(zip(started, identities, strict=True))
     for host in started:
         host.close()

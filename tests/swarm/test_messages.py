@@ -126,7 +126,8 @@ ALL = st.one_of(
     st.builds(g.GroupQuestion, nonce=nonces),
     st.builds(g.GroupReply, decision=st.none() | st.binary(max_size=1000)),
 )
-KINDS = tuple(m.Message.__subclasses__())
+GOSSIPED = ("swarm.parcel", "swarm.rollout_record")  # these have tests of their own
+KINDS = tuple(kind for kind in m.Message.__subclasses__() if kind.__module__ not in GOSSIPED)
 
 
 def member(**changes):
@@ -147,6 +148,7 @@ def raw(message, **changes):
 def refused(data, *types, says=None):
     with pytest.raises(MessageError, match=says) as caught:
         m.unpack(data, *types or (m.Member,))
+    assert caught.value.reason in ("malformed", "oversized", "truncated", "nested", "kind", "version")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
 
