@@ -1,13 +1,14 @@
 """One node of bench/overlap.py, a process of its own: `python -m bench._overlap_node SETUP`, where SETUP is JSON.
 
 Told what to do by JSON lines on stdin, it answers with JSON lines on stdout, and ends, with all that it forked, at the end of
-stdin or when its time is up.
+stdin (within seconds even if it is then in the middle of an exchange) or when its time is up.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ import torch
 from bench._end import overdue, reap
 from bench._overlap_methods import KINDS, Method, Setup
 from bench._pace import Pace, PacedModel
+
+LEAVE_S = 12.0
 
 
 class Run:
@@ -54,6 +57,15 @@ class Run:
         }
 
 
+def listen(orders: queue.Queue[str]) -> None:
+    """Hand on stdin's lines; after its end this process has some seconds to leave by itself."""
+    for line in sys.stdin:
+        orders.put(line)
+    orders.put("")
+    time.sleep(LEAVE_S)
+    overdue()
+
+
 def main(setup: Setup, limit: float) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is not an answer
@@ -69,7 +81,9 @@ def main(setup: Setup, limit: float) -> None:
         method = KINDS[setup.method](setup)
         say(address=method.address())
         run: Run | None = None
-        for line in sys.stdin:
+        orders: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=listen, args=(orders,), daemon=True).start()
+        while line := orders.get():
             order = json.loads(line)
             if order["do"] == "meet":
                 method.meet(order["all"])

@@ -257,7 +257,12 @@ def main() -> int:
         options.nodes, options.mbit, options.layers, options.every, options.step / 1000, options.rounds, options.fragments,
         options.lag,
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the cleaning up
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
     began = time.monotonic()
 
     def note(text: str) -> None:
