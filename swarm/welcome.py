@@ -42,6 +42,10 @@ class ModelDiffersError(ShoalError):
     """This node's model has other shapes than the swarm's."""
 
 
+class RefusedError(NetworkError):
+    """A peer answered that it will not hand out its weights."""
+
+
 @dataclass(frozen=True)
 class State:
     """Where a swarm is: slow weights (float32, CPU) before round ``round``, after ``step`` inner steps of the giver."""
@@ -127,8 +131,11 @@ class StateServer:
         host.serve(STATE_PROTOCOL, self._answer)
 
     def offer(self, snapshot: Callable[[], State]) -> None:
-        """Called by the training thread between steps; makes a snapshot only if somebody waits for one."""
-        if self._wanted:
+        """Called by the training thread between steps; makes a snapshot only if somebody waits for one.
+
+        Not of weights that have drifted: who waits gets them when they are the group's again.
+        """
+        if self._wanted and not self.astray:
             state = snapshot()
             names = sorted(state.extra)
             tensors = [*state.slow, *(tensor for name in names for tensor in state.extra[name])]
@@ -154,7 +161,8 @@ class StateServer:
             nothing = _Snapshot(0, 0, torch.empty(FLOAT32.nbytes(self._shapes), dtype=torch.uint8), bytes(32), (), b"")
             await stream.send(pack(self._header(nothing)), SMALL_S)
             return
-        # Two that have drifted from each other must not swap their weights: the one with the lower peer id keeps its own.
+        # Those that have drifted from each other must not swap their weights. So each waits for those with lower peer ids (see
+        # ``offer``), and whom all others refuse keeps its own.
         if request.astray and self.astray and stream.peer_id < self._host.peer_id:
             await stream.send(pack(Answer(verdict="refuse", reason="its own have drifted too", round=0)), SMALL_S)
             return
@@ -195,7 +203,8 @@ async def _fetch(
         await stream.send(pack(request), SMALL_S)
         reply = unpack(await stream.receive(StateHeader.LIMIT, 70.0), StateHeader, Answer)
         if isinstance(reply, Answer):
-            raise NetworkError(f"peer …{peer[-8:]} hands out no weights: {reply.reason}.")
+            kind = RefusedError if reply.verdict == "refuse" else NetworkError
+            raise kind(f"peer …{peer[-8:]} hands out no weights: {reply.reason}.")
         assert isinstance(reply, StateHeader)
         difference = shapes_differ(tuple(shapes), reply.shapes)
         if difference is not None:
@@ -244,7 +253,10 @@ def fetch_state(
     Raises:
         ModelDiffersError: a giver's model has other shapes; the sentence names the first difference.
     """
-    return begin_fetch(host, StateRequest(swarm=swarm, model=model), shapes, givers, extra).result(700.0 * max(len(givers), 1))
+    try:
+        return begin_fetch(host, StateRequest(swarm=swarm, model=model), shapes, givers, extra).result(700.0 * max(len(givers), 1))
+    except NetworkError:
+        return None
 
 
 def begin_fetch(
@@ -254,16 +266,18 @@ def begin_fetch(
     givers: Sequence[tuple[str, Sequence[str]]],
     extra: Mapping[str, Sequence[Shape]] | None = None,
 ) -> concurrent.futures.Future[State | None]:
-    """As ``fetch_state``, but without waiting."""
+    """As ``fetch_state``, but without waiting; None only if all refused, NetworkError if one might have but could not."""
 
     async def ask() -> State | None:
+        refused = True
         for peer, addresses in givers:
             try:
                 return await asyncio.wait_for(_fetch(host, peer, addresses, request, shapes, extra or {}), 700.0)
-            except (NetworkError, MessageError) as error:
-                log.warning("no weights from peer …%s: %s", peer[-8:], error)
-            except asyncio.TimeoutError:
-                log.warning("no weights from peer …%s: it took longer than 700 s", peer[-8:])
+            except (NetworkError, MessageError, asyncio.TimeoutError) as error:
+                refused &= isinstance(error, RefusedError)
+                log.warning("no weights from peer …%s: %s", peer[-8:], str(error) or "it took longer than 700 s")
+        if not refused:
+            raise NetworkError("none of the peers that were asked could hand out weights.")
         return None
 
     return host.submit(ask())
