@@ -146,7 +146,8 @@ class Consensus:
             raise Refused("A record was refused: its signature is not its author's.", "forged")
         if record.id in self.ledger:
             raise Refused("A record was refused: it was there before.", "replayed")
-        if self._banned(record.peer):
+        # A banned peer's seats and planted claims are of earlier: it may still bring them to an end.
+        if isinstance(record, Claim | Entry | Dispute) and self._banned(record.peer):
             raise Refused("A record was refused: its author is banned.", "banned")
         if isinstance(record, Claim | Entry):
             self._take_published(record)

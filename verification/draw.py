@@ -6,6 +6,8 @@ revealed when no claim of the round is taken any more:
     round r        claims of r are published
     round r + 1    the votes on claims of r - 1 are hidden and revealed; their salts make the beacon of r
     round r + 2    begins with `Consensus.open`: verifiers are drawn for the claims of r, and check them
+    round r + 3    authors open what they planted in r, if it is decided
+    round r + 4    the reputation of r can be reckoned; later it changes by disputes only
 
 A salt is fixed by its commitment before any other is seen; whoever comes last can only withhold its own, which chooses between two
 beacons and costs as much as a wrong vote. A round whose claims got no vote adds nothing to the next beacon that was not known.
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from verification.claims import ATTEMPTS, MAX_SEATS
 
 OPENS = 2  # rounds after its own in which a round's verifiers are drawn
+SETTLED = 4  # rounds after its own in which a round's claims are decided, and the planted ones opened: it can be reckoned
 LEAST = 3  # seats: with fewer a single peer would decide
 
 

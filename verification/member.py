@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from verification.claims import Claim, Commitment, Reveal, Sign, Signed, Verdict, Vote, hide
+from verification.claims import Claim, Commitment, Record, Reveal, Sign, Signed, Verdict, Vote, hide
 from verification.consensus import Consensus, Refused
 
 MAX_VOTES = 4096  # hidden votes that wait to be revealed
@@ -40,7 +40,7 @@ class Member:
         self._hidden: dict[tuple[bytes, int], Reveal] = {}
         self._left: set[tuple[bytes, int]] = set()
 
-    def publish(self, record: Claim | Commitment | Reveal | Verdict) -> None:
+    def publish(self, record: Record) -> None:
         """Sign, take and spread a record of this peer. Raises Refused if its own view does not take it; then nobody gets it."""
         signed = Signed.by(self._sign, record)
         self.consensus.take(signed)
@@ -73,7 +73,7 @@ class Member:
         if self._try(Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))):
             self._hidden[key] = reveal
 
-    def _try(self, record: Commitment | Reveal | Verdict) -> bool:
+    def _try(self, record: Record) -> bool:
         """Time goes on while a claim is checked, so a record can be too late by now; the consensus has counted that."""
         try:
             self.publish(record)

@@ -2,9 +2,10 @@
 
 ClippedGossip: He, Karimireddy, Jaggi, "Byzantine-robust decentralized learning via ClippedGossip", 2022. CenteredClip:
 Karimireddy, He, Jaggi, "Learning from history for Byzantine robust optimization", 2021; used by BTARD (Gorbunov et al., 2021).
-Tensors of one peer are clipped together, by the norm of all of them, so that the clipped difference keeps its direction. Norms are computed in float64,
-results have the dtype of the own tensors, and nothing is changed in place. ValueError for shapes or dtypes that differ, for numbers
-that are not finite, and for integers.
+
+Tensors of one peer are clipped together, by the norm of all of them, so that the clipped difference keeps its direction. Norms are
+computed in float64, results have the dtype of the own tensors, and nothing is changed in place. ValueError for shapes or dtypes
+that differ, for numbers that are not finite, and for integers.
 """
 
 from __future__ import annotations
@@ -121,5 +122,5 @@ class Radius:
 
 
 def is_no_worse(before: float, after: float, tolerance: float) -> bool:
-    """The acceptance test: whether the own held-out loss after the mean is finite and at most ``tolerance`` above the one before."""
+    """The acceptance test: the own held-out loss is finite after the mean, and at most ``tolerance`` above the one before."""
     return math.isfinite(after) and after <= before + tolerance

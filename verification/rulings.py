@@ -1,9 +1,9 @@
 """What a set of signed records says about each claim: a pure function, with no clock, so that all peers rule alike.
 
-In each draw the verifiers state, when time is up, how they saw every seat. A mark counts if more than half of all seats state it,
-banned peers' statements apart; and a vote only if the signed vote itself is there: so nobody's vote is put into its mouth, and
-whether somebody was late is decided by a quorum of clocks. The claim is valid or invalid by strict majority of the votes that count, if they are a
-quorum; else the next draw decides; after the last it is unverified, never valid.
+In each draw the verifiers state, when time is up, how they saw every seat. A mark counts if more than half of all seats state
+it, banned peers' statements apart; and a vote only if the signed vote itself is there: so nobody's vote is put into its mouth,
+and whether somebody was late is decided by a quorum of clocks. The claim is valid or invalid by strict majority of the votes
+that count, if they are a quorum; else the next draw decides; after the last it is unverified, never valid.
 
 A dispute, and an opening of a planted claim that was approved, makes a larger draw, which is final. Who was in the minority is
 judged against the final outcome. Of several appeals against a claim the first by round and id that reached a decision counts.
