@@ -150,8 +150,7 @@ class Peer:
         """Vote as somebody else did: there is nothing to copy until it is too late to commit."""
         for reveal in [record for record in self.consensus.ledger if isinstance(record, Reveal)]:
             if not self.consensus.ledger.ballots(Commitment, reveal.case, reveal.attempt, self.name):
-                own = reveal.model_copy(update={"peer": self.name})
-                own = Reveal(**{name: getattr(own, name) for name in Reveal.model_fields})
+                own = Reveal(**{**reveal.model_dump(), "peer": self.name})
                 self.say(Commitment(peer=self.name, case=own.case, attempt=own.attempt, digest=hide(own)))
                 self.say(own)
 
