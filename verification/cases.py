@@ -80,6 +80,7 @@ class Case:
     claim: Claim
     appeal: Dispute | Opening | None
     draws: tuple[Draw, ...]
+    _last: int | None = None  # once nothing is to be voted on any more, the draw that was under way then
 
     @classmethod
     def at(
@@ -91,13 +92,16 @@ class Case:
 
     def current(self, now: float) -> int:
         """The number of the draw that is under way, or the last one."""
+        if self._last is not None:
+            return self._last
         number = 0
         while number + 1 < len(self.draws) and self.draws[number].is_over(now) and decide(self.draws[number].marks()) is None:
             number += 1
+        if self.draws[number].is_over(now):  # and it decided something, or is the last
+            self._last = number
         return number
 
     def is_over(self, now: float) -> bool:
         """Whether nothing is to be voted on any more."""
-        number = self.current(now)
-        decided = decide(self.draws[number].marks()) is not None
-        return self.draws[number].is_over(now) and (decided or number + 1 == len(self.draws))
+        self.current(now)
+        return self._last is not None

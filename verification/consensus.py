@@ -14,7 +14,7 @@ quorum stated (`rulings`), so records of drawn peers that come late are kept too
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +46,9 @@ class Limits:
     claims: int = 256
     """Of one author in one round."""
     waiting: int = 16_384
-    """Claims of rounds that are not over."""
+    """Claims and appeals whose verifiers are not drawn yet."""
+    strangers: int = 4096
+    """Of these, from authors who could not be drawn themselves: fresh keys cost nothing."""
     cases: int = 16_384
     """Claims and appeals at a time; the oldest that are decided or over make room."""
 
@@ -83,6 +85,7 @@ class Consensus:
         self.round, self._since = 0, clock()
         self._run, self._verify, self._clock, self._banned = run, verify, clock, banned
         self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
+        self._strange: set[bytes] = set()  # those of them whose authors are strangers
         self._cases: dict[bytes, Case] = {}
 
     def advance(self, round: int) -> None:
@@ -104,6 +107,7 @@ class Consensus:
         ready = sorted((item for item in self._waiting.values() if item.round <= electorate.round), key=lambda item: item.id)
         for item in ready:
             del self._waiting[item.id]
+            self._strange.discard(item.id)
             if item.round == electorate.round:
                 self._start(item)
 
@@ -120,16 +124,19 @@ class Consensus:
         """What ``peer`` has to do now, by case."""
         now, found = self._clock(), []
         for case in self._cases.values():
-            for attempt in range(case.current(now) + 1 if case.draws else 0):
-                draw = case.draws[attempt]
+            if not any(peer in draw.seats for draw in case.draws):
+                continue
+            for attempt, draw in enumerate(case.draws[: case.current(now) + 1]):
                 if peer not in draw.seats:
+                    continue
+                if self.ledger.ballots(Verdict, case.key, attempt, peer):
                     continue
                 committed = peer in draw.commitments
                 if not committed and now >= draw.starts and draw.takes_commitments(now):
                     found.append(Duty("check", case.key, attempt, case.claim))
                 elif committed and peer not in draw.reveals and draw.is_revealing(now):
                     found.append(Duty("reveal", case.key, attempt, case.claim))
-                elif draw.is_over(now) and not self.ledger.ballots(Verdict, case.key, attempt, peer):
+                elif draw.is_over(now):
                     found.append(Duty("state", case.key, attempt, case.claim, draw.marks()))
         return found
 
@@ -179,8 +186,7 @@ class Consensus:
             raise Refused("An opening was refused: its claim was not to be planted.", "unfit")
         if rule(claim, self.ledger, self.electorates, self.rules).outcome == "unverified":
             raise Refused(f"A {record.KIND} was refused: nothing is decided about its claim.", "unknown")
-        known = self.electorates[max(self.electorates)].operators
-        if record.peer != claim.peer and record.peer not in known:
+        if record.peer != claim.peer and record.peer not in (self._voters() or ()):
             raise Refused("A dispute was refused: its author could not be drawn itself.", "not-drawn")
         self._wait(record)
         self.ledger.add(record)
@@ -231,9 +237,17 @@ class Consensus:
     # -- cases -----------------------------------------------------------------------------------------------------------
 
     def _wait(self, item: Claim | Dispute | Opening) -> None:
-        if len(self._waiting) >= self.limits.waiting:
+        known = self._voters()
+        strange = known is not None and item.peer not in known
+        if len(self._waiting) >= self.limits.waiting or (strange and len(self._strange) >= self.limits.strangers):
             raise Refused(f"A {item.KIND} was refused: too many wait for their draw.", "overflow")
         self._waiting[item.id] = item
+        if strange:
+            self._strange.add(item.id)
+
+    def _voters(self) -> Mapping[str, str] | None:
+        """Who can be drawn, as far as is known; None before the first draw."""
+        return self.electorates[max(self.electorates)].operators if self.electorates else None
 
     def _start(self, item: Claim | Dispute | Opening) -> None:
         if isinstance(item, Claim):

@@ -80,6 +80,7 @@ class Peer:
         self.member = Member(name, self.consensus, self, toy_signer(name), self.check, lambda: self.random.randbytes(32))
         self.beacons = {-1: digest("first beacon")}
         self.unopened: list[Claim] = []
+        self.copied: set[tuple[bytes, int]] = set()
 
     def publish(self, signed: Signed) -> None:
         """The board of `Member`."""
@@ -147,12 +148,15 @@ class Peer:
         self.member.work(most=0 if self.kind == "copier" else 64)
 
     def _copy(self) -> None:
-        """Vote as somebody else did: there is nothing to copy until it is too late to commit."""
+        """Vote as somebody else did: there is nothing to copy until it is too late to commit. Says so to others all the same."""
         for reveal in [record for record in self.consensus.ledger if isinstance(record, Reveal)]:
-            if not self.consensus.ledger.ballots(Commitment, reveal.case, reveal.attempt, self.name):
+            place = (reveal.case, reveal.attempt)
+            if place not in self.copied:
+                self.copied.add(place)
                 own = Reveal(**{**reveal.model_dump(), "peer": self.name})
-                self.say(Commitment(peer=self.name, case=own.case, attempt=own.attempt, digest=hide(own)))
-                self.say(own)
+                commitment = Commitment(peer=self.name, case=own.case, attempt=own.attempt, digest=hide(own))
+                for record in (commitment, own):
+                    self.swarm.spread(self, Signed.by(toy_signer(self.name), record))
 
 
 class Swarm:

@@ -91,9 +91,15 @@ def test_another_spelling_of_a_record_is_refused():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tokens": 0}, {"tokens": 2**20 + 1}, {"tokens": True}, {"tokens": 1.0}, {"seed": -1}, {"output": b""}, {"output": "a" * 32},
+        {"tokens": 0},
+        {"tokens": 2**20 + 1},
+        {"tokens": True},
+        {"tokens": 1.0},
+        {"seed": -1},
+        {"output": b""},
+        {"output": "a" * 32},
     ],
-)  # fmt: skip
+)
 def test_bounds_of_a_claim(fields):
     with pytest.raises(ValidationError):
         stories.claim_of("a", **fields)
