@@ -1,0 +1,188 @@
+"""The table: the same for all who have the same records, no ban without a quorum, prices under which cheating does not pay."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stories import BEHAVIOURS, Story
+
+from verification.claims import Verdict
+from verification.draw import SETTLED
+from verification.ledger import Ledger
+from verification.odds import lazy_pay
+from verification.reputation import Prices, reckon
+from verification.rulings import quorum
+
+PEERS = tuple(f"p{number:02}" for number in range(12))
+ROUNDS = range(4, 24)
+BEHAVIOUR = st.sampled_from(BEHAVIOURS)
+EVENT = st.tuples(st.sampled_from(ROUNDS), st.sampled_from(PEERS), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR))
+PRICES = Prices()
+
+
+def table(story, round=30, prices=PRICES):
+    return reckon(Ledger(story.records), story.electorates, story.rules, prices, round)
+
+
+def told(events):
+    story = Story(PEERS)
+    for slot, (round, peer, behaviours) in enumerate(events):
+        story.claim(peer, round, slot, behaviours)
+    return story
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(EVENT, max_size=10), st.integers(0, 999))
+def test_the_same_records_in_any_order_give_the_same_table(events, seed):
+    story = told(events)
+    before = table(story)
+    story.records += story.records[::3]
+    random.Random(seed).shuffle(story.records)
+    after = table(story)
+    assert (after.standings, after.rulings) == (before.standings, before.rulings)
+    assert [after.banned_until(peer) for peer in PEERS] == [before.banned_until(peer) for peer in PEERS]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(EVENT, max_size=12), st.sets(st.sampled_from(PEERS), max_size=4))
+def test_fewer_than_a_quorum_of_drawn_peers_bans_nobody(events, hostile):
+    """Everybody is honest but ``hostile``, who reject all claims, and sit in no draw as a majority; or state nothing at all."""
+    story = Story(PEERS)
+    for slot, (round, peer, _) in enumerate(events):
+        claim = story.claim(peer, round, slot, ("absent",) * 3, stating=())
+        seats = story.seats(claim)[0]
+        count = sum(seat in hostile for seat in seats)
+        if count >= quorum(3):
+            continue
+        story.vote(claim.id, 0, seats, ["invalid" if seat in hostile else "valid" for seat in seats])
+        if peer in hostile:
+            story.dispute(PEERS[0], claim, None, round=min(round + 2, 39))
+    standings = table(story).standings
+    assert all(standing.until is None for peer, standing in standings.items() if peer not in hostile)
+    assert all(standing.score >= 0 for peer, standing in standings.items() if peer not in hostile)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(EVENT, min_size=1, max_size=12))
+def test_statements_of_less_than_a_quorum_cost_nobody_anything(events):
+    story = Story(PEERS)
+    for slot, (round, peer, behaviours) in enumerate(events):
+        claim = story.claim(peer, round, slot, behaviours, stating=())
+        alone = story.seats(claim)[0][0]
+        story.records.append(Verdict(peer=alone, case=claim.id, attempt=0, marks=("invalid", "absent", "withheld")))
+    assert all(standing.score == 0 for standing in table(story).standings.values())
+
+
+def score_of_seat(behaviour):
+    """What the third seat of one valid claim, as the two others see it, gets for its behaviour."""
+    story = Story(PEERS)
+    claim = story.claim(PEERS[0], behaviours=("valid", "valid", behaviour))
+    return table(story, 10).score(story.seats(claim)[0][2])
+
+
+def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
+    assert score_of_seat("valid") > 0 > score_of_seat("absent") > score_of_seat("invalid") >= score_of_seat("withheld")
+    assert score_of_seat("unfit") == score_of_seat("twice") == score_of_seat("withheld")
+
+
+def test_a_lie_costs_more_than_can_be_saved_up():
+    story = Story(PEERS)
+    for slot in range(80):
+        story.claim(PEERS[0], 5, slot)
+    assert table(story, 5).score(PEERS[0]) == PRICES.ceiling
+    story.claim(PEERS[0], 6, 0, ("invalid",) * 3)
+    assert table(story, 6).score(PEERS[0]) < 0
+    story.claim(PEERS[0], 7, 0, ("invalid",) * 3)
+    story.claim(PEERS[0], 8, 0, ("invalid",) * 3)
+    assert table(story, 8).is_banned(PEERS[0])
+
+
+def test_a_ban_ends_and_the_next_is_longer():
+    story = Story(PEERS)
+    for round in (5, 6, 20, 21):
+        story.claim(PEERS[0], round, 0, ("invalid",) * 3)
+    prices = Prices(ban=8, longest=12)
+    assert not table(story, 5, prices).is_banned(PEERS[0])
+    assert table(story, 6, prices).banned_until(PEERS[0]) == 14
+    assert not table(story, 6, prices).may_verify(PEERS[0])
+    assert table(story, 13, prices).is_banned(PEERS[0])
+    assert not table(story, 14, prices).is_banned(PEERS[0])
+    # On probation the first lie is one too many, and its length is bounded.
+    assert table(story, 20, prices).banned_until(PEERS[0]) == 32
+    assert table(story, 21, prices).standings[PEERS[0]].bans == 2
+
+
+def test_what_a_banned_peer_claims_is_not_looked_at():
+    story = Story(PEERS)
+    for round in (5, 6, 7):
+        claim = story.claim(PEERS[0], round, 0, ("invalid",) * 3)
+    assert claim.id not in table(story).rulings
+
+
+def test_scores_fade_to_nothing():
+    story = Story(PEERS)
+    story.claim(PEERS[0], 5, 0, ("invalid",) * 3)
+    scores = [table(story, round).score(PEERS[0]) for round in (5, 6, 30, 10_000)]
+    assert scores == sorted(scores)
+    assert scores[1] == -(6000 * 255 // 256)
+    assert scores[-1] == 0
+
+
+def test_a_dispute_gives_back_what_was_taken_and_its_loser_pays():
+    for vote, change in (("valid", PRICES.upheld + PRICES.won), ("invalid", PRICES.rejected + PRICES.lost)):
+        story = Story(PEERS)
+        claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
+        story.dispute(PEERS[0], claim, vote)
+        assert table(story, 10).score(PEERS[0]) == change
+        seats = story.seats(claim)[0]
+        good = [p for p, said in zip(seats, ("invalid", "invalid", "valid"), strict=True) if said == vote]
+        assert all((table(story, 10).score(p) > 0) == (p in good) for p in seats)
+
+
+def test_who_approves_a_planted_claim_pays_most_and_its_author_nothing():
+    story = Story(PEERS)
+    slot = story.slots(PEERS[0], planted=True)[0]
+    claim = story.claim(PEERS[0], slot=slot, behaviours=("invalid", "invalid", "valid"))
+    story.open(claim)
+    found = table(story, 10)
+    assert found.score(PEERS[0]) == PRICES.upheld
+    assert found.score(story.seats(claim)[0][2]) == PRICES.missed
+    assert found.standings[PEERS[0]].claims["planted"] == 1
+
+
+def test_an_author_who_planted_something_right_pays_and_those_who_approved_it_do_not():
+    story = Story(PEERS)
+    slot = story.slots(PEERS[0], planted=True)[0]
+    claim = story.claim(PEERS[0], slot=slot)
+    story.open(claim, "valid")
+    found = table(story, 10)
+    assert found.score(PEERS[0]) == PRICES.lost
+    assert all(found.score(peer) == PRICES.agreed for peer in story.seats(claim)[0])
+
+
+def test_strangers_and_fresh_keys():
+    found = table(Story(PEERS))
+    assert found.score("stranger") == 0
+    assert not found.is_banned("stranger")
+    assert found.may_verify("stranger")
+    assert not found.may_verify("stranger", least=1)
+    assert SETTLED > 2
+
+
+def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
+    assert lazy_pay(0.05, 0.99**2, PRICES.agreed, -PRICES.missed) < 0
+    slips = 0.01 * (0.95 * PRICES.against + 0.05 * PRICES.missed)
+    assert 0.99 * PRICES.agreed + slips > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"absent": -3000}, {"withheld": -1000}, {"missed": -100}, {"ceiling": 6000}, {"floor": 0}, {"rejected": 0}, {"agreed": -1},
+        {"fade": 1}, {"ban": 0}, {"ban": 9000},
+    ],
+)  # fmt: skip
+def test_prices_under_which_cheating_would_pay_are_refused(wrong):
+    with pytest.raises(ValueError, match="must"):
+        Prices(**wrong)

@@ -1,0 +1,184 @@
+"""What is said about a generated output, as records that are signed: who claims what, who was drawn, how each voted.
+
+    Entry        "I take part from round r on": the operator behind the key, and the anchor of the lottery for planted claims
+    Claim        "this model made this output from this prompt", by hashes; output and proof are asked for by those who check
+    Commitment   a drawn verifier's vote, hidden: without this step a lazy one would copy the first vote it sees
+    Reveal       the vote, with the salt that shows that it was the hidden one
+    Verdict      what a drawn verifier saw of all seats when time was up: a quorum attests lateness, not each reader's clock
+    Dispute      "that was decided wrongly": a second, larger draw
+    Opening      "that claim of mine was planted": shows the link of the lottery's chain
+
+Every record has one encoding, so that a signature and an id belong to a record and not to one spelling of it. A record is
+immutable, of at most ``LIMIT`` bytes, and every field is bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field
+
+LIMIT = 2048  # bytes of an encoded record
+MAX_ROUND = 2**53
+MAX_SEATS = 31
+ATTEMPTS = 3  # a draw, and again with others at most twice
+
+Peer = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\x21-\x7e]+$")]
+Round = Annotated[int, Field(ge=0, le=MAX_ROUND)]
+Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
+Attempt = Annotated[int, Field(ge=0, lt=ATTEMPTS)]
+Vote = Literal["valid", "invalid"]
+Mark = Literal["valid", "invalid", "absent", "withheld"]
+"""Of a seat: its vote; ``absent`` without a commitment in time; ``withheld`` with one, but without the vote that fits it."""
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[str, bytes, bytes], bool]
+"""(peer, encoded record, signature) to whether that peer signed it; must not raise, whatever it is given."""
+
+
+class Record(BaseModel):
+    """What all records share. Raises pydantic's ValidationError, a ValueError, for a field out of bounds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    KIND: ClassVar[str]
+    peer: Peer
+
+    @functools.cached_property
+    def encoded(self) -> bytes:
+        """The only encoding; what is signed."""
+        return bytes(msgpack.packb([f"shoal/verification/1/{self.KIND}", *self.__class__._values(self)]))
+
+    @functools.cached_property
+    def id(self) -> bytes:
+        """32 bytes that tell this record from all others."""
+        return hashlib.sha256(self.encoded).digest()
+
+    @classmethod
+    def _values(cls, record: Record) -> list[object]:
+        return [getattr(record, name) for name in cls.model_fields]
+
+
+class Entry(Record):
+    """``operator``: whoever runs the peer; peers of one operator never sit together. ``anchor``: see `plants.Chain`."""
+
+    KIND = "entry"
+    run: Peer
+    round: Round
+    operator: Peer
+    anchor: Hash
+
+
+class Claim(Record):
+    """``slot`` counts a peer's claims of one round from 0. All hashes are SHA-256; ``sampling`` is the hash of the parameters."""
+
+    KIND = "claim"
+    run: Peer
+    round: Round
+    slot: Annotated[int, Field(ge=0, lt=2**16)]
+    model: Hash
+    prompt: Hash
+    sampling: Hash
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    tokens: Annotated[int, Field(ge=1, le=2**20)]
+    output: Hash
+    fingerprint: Hash
+
+
+class Commitment(Record):
+    """``case``: the id of the claim, or of the dispute or opening that made a second draw. ``digest``: of `hide`."""
+
+    KIND = "commitment"
+    case: Hash
+    attempt: Attempt
+    digest: Hash
+
+
+class Reveal(Record):
+    """``evidence``: what the verifier measured, opaque here."""
+
+    KIND = "reveal"
+    case: Hash
+    attempt: Attempt
+    vote: Vote
+    evidence: Annotated[bytes, Field(max_length=512)]
+    salt: Hash
+
+    def fits(self, commitment: Commitment) -> bool:
+        """Whether this is the vote that ``commitment`` hid."""
+        same = (self.peer, self.case, self.attempt) == (commitment.peer, commitment.case, commitment.attempt)
+        return same and commitment.digest == hide(self)
+
+
+class Verdict(Record):
+    """``marks``: of every seat, in the order of the draw, as this peer saw them at the end."""
+
+    KIND = "verdict"
+    case: Hash
+    attempt: Attempt
+    marks: Annotated[tuple[Mark, ...], Field(min_length=1, max_length=MAX_SEATS)]
+
+
+class Dispute(Record):
+    """Against what the draw number ``attempt`` decided about ``claim``."""
+
+    KIND = "dispute"
+    round: Round
+    claim: Hash
+    attempt: Attempt
+
+
+class Opening(Record):
+    """The author of ``claim`` shows that it had to plant it. If draw ``attempt`` approved it, that is a dispute too."""
+
+    KIND = "opening"
+    round: Round
+    claim: Hash
+    attempt: Attempt
+    link: Hash
+
+
+KINDS: dict[str, type[Record]] = {
+    f"shoal/verification/1/{kind.KIND}": kind for kind in (Entry, Claim, Commitment, Reveal, Verdict, Dispute, Opening)
+}
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A record with its author's signature over ``record.encoded``; nobody has checked it yet."""
+
+    record: Record
+    signature: bytes
+
+    @classmethod
+    def by(cls, sign: Sign, record: Record) -> Signed:
+        """``record`` with the signature of its author, whose ``sign`` this is."""
+        return cls(record, sign(record.encoded))
+
+
+def hide(reveal: Reveal) -> bytes:
+    """The digest that commits to ``reveal``; it holds the author, so another peer's commitment is of no use to a copier."""
+    return hashlib.sha256(b"shoal/verification/1/hidden\x00" + reveal.encoded).digest()
+
+
+def decode(data: bytes) -> Record:
+    """The record that ``data`` encodes. Raises ValueError if it is too large, malformed, or another spelling of a record."""
+    if len(data) > LIMIT:
+        raise ValueError(f"a record of {len(data)} bytes is above {LIMIT}")
+    try:
+        parts = msgpack.unpackb(data, use_list=False, max_array_len=64, max_map_len=0, max_ext_len=0, strict_map_key=True)
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise ValueError("not a record") from error
+    kind = KINDS.get(parts[0]) if isinstance(parts, tuple) and parts and isinstance(parts[0], str) else None
+    if kind is None:
+        raise ValueError("not a known kind of record")
+    if len(parts) - 1 != len(kind.model_fields):
+        raise ValueError(f"a {kind.KIND} has {len(kind.model_fields)} fields")
+    record = kind(**dict(zip(kind.model_fields, parts[1:], strict=True)))
+    if record.encoded != data:
+        raise ValueError("not the encoding of this record")
+    return record

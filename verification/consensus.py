@@ -1,0 +1,279 @@
+"""The protocol as a state machine: signed records and the time go in, duties and rulings come out. No socket, no thread, no clock
+of its own.
+
+    consensus.advance(round)          a new round has begun: claims of it are taken from now on
+    consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
+    consensus.take(signed)            a record came; Refused says why not, and is counted
+    consensus.duties(peer)            what ``peer`` has to do now (see `member`)
+    consensus.ruling(claim)           what a quorum has settled
+
+What a peer sees in time decides what it states as a verifier. What counts in the end, for rulings and reputation, is only what a
+quorum stated (`rulings`), so records of drawn peers that come late are kept too, refused as votes but there for others' rulings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from verification.cases import Case, Draw, Times
+from verification.claims import Claim, Commitment, Dispute, Entry, Mark, Opening, Reveal, Signed, Verdict, Verify
+from verification.draw import OPENS, Electorate
+from verification.ledger import Ledger
+from verification.rulings import Rules, Ruling, first_draws, is_plant, rule, second_draw
+
+REASONS = (
+    "forged", "foreign", "banned", "replayed", "future", "stale", "late", "unknown", "not-drawn", "contradiction", "unfit", "quota",
+    "overflow",
+)  # fmt: skip
+MOST = 4  # different records of one peer where there should be one: enough for a proof
+
+
+class Refused(ValueError):
+    """A record was not taken; ``reason`` is one of `REASONS`."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a peer keeps."""
+
+    claims: int = 256
+    """Of one author in one round."""
+    waiting: int = 16_384
+    """Claims and appeals whose verifiers are not drawn yet."""
+    strangers: int = 4096
+    """Of these, from authors who could not be drawn themselves: fresh keys cost nothing."""
+    cases: int = 16_384
+    """Claims and appeals at a time; the oldest that are decided or over make room."""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """``check``: fetch, verify, commit. ``reveal``: the vote committed to. ``state``: publish ``marks`` as a verdict."""
+
+    what: Literal["check", "reveal", "state"]
+    case: bytes
+    attempt: int
+    claim: Claim
+    marks: tuple[Mark, ...] = ()
+
+
+class Consensus:
+    """One peer's view of a run. ``clock``: seconds, never going back; ``banned``: whose records are ignored (`Table.is_banned`)."""
+
+    def __init__(
+        self,
+        run: str,
+        verify: Verify,
+        clock: Callable[[], float],
+        *,
+        rules: Rules | None = None,
+        times: Times | None = None,
+        limits: Limits | None = None,
+        banned: Callable[[str], bool] = lambda peer: False,
+    ) -> None:
+        self.rules, self.times, self.limits = rules or Rules(), times or Times(), limits or Limits()
+        self.ledger = Ledger()
+        self.electorates: dict[int, Electorate] = {}
+        self.counts: Counter[str] = Counter()
+        self.round, self._since = 0, clock()
+        self._run, self._verify, self._clock, self._banned = run, verify, clock, banned
+        self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
+        self._strange: set[bytes] = set()  # those of them whose authors are strangers
+        self._cases: dict[bytes, Case] = {}
+
+    def advance(self, round: int) -> None:
+        """``round`` has begun; cases that nobody can appeal against any more are forgotten. Raises ValueError if that goes back."""
+        if round < self.round:
+            raise ValueError(f"round {round} is before {self.round}")
+        self.round, self._since = round, self._clock()
+        for key, case in list(self._cases.items()):
+            if (case.appeal or case.claim).round < round - self.rules.appeal_rounds and case.is_over(self._since):
+                del self._cases[key]
+
+    def open(self, electorate: Electorate) -> None:
+        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. Raises ValueError if that is too early, or
+        was done.
+        """
+        if electorate.round > self.round - OPENS or electorate.round in self.electorates:
+            raise ValueError(f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done")
+        self.electorates[electorate.round] = electorate
+        ready = sorted((item for item in self._waiting.values() if item.round <= electorate.round), key=lambda item: item.id)
+        for item in ready:
+            del self._waiting[item.id]
+            self._strange.discard(item.id)
+            if item.round == electorate.round:
+                self._start(item)
+
+    def take(self, signed: Signed) -> None:
+        """Take one record. Raises Refused; an accepted record is counted as ``accepted``, another under its reason."""
+        try:
+            self._take(signed)
+        except Refused as refused:
+            self.counts[refused.reason] += 1
+            raise
+        self.counts["accepted"] += 1
+
+    def duties(self, peer: str) -> list[Duty]:
+        """What ``peer`` has to do now, by case."""
+        now, found = self._clock(), []
+        for case in self._cases.values():
+            if not any(peer in draw.seats for draw in case.draws):
+                continue
+            for attempt, draw in enumerate(case.draws[: case.current(now) + 1]):
+                if peer not in draw.seats:
+                    continue
+                if self.ledger.ballots(Verdict, case.key, attempt, peer):
+                    continue
+                committed = peer in draw.commitments
+                if not committed and now >= draw.starts and draw.takes_commitments(now):
+                    found.append(Duty("check", case.key, attempt, case.claim))
+                elif committed and peer not in draw.reveals and draw.is_revealing(now):
+                    found.append(Duty("reveal", case.key, attempt, case.claim))
+                elif draw.is_over(now):
+                    found.append(Duty("state", case.key, attempt, case.claim, draw.marks()))
+        return found
+
+    def ruling(self, claim: bytes) -> Ruling | None:
+        """What is settled about the claim with this id, bans apart (`Table.rulings` heeds them); None if it is not known."""
+        record = self.ledger.get(claim)
+        return rule(record, self.ledger, self.electorates, self.rules) if isinstance(record, Claim) else None
+
+    # -- records ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, signed: Signed) -> None:
+        record = signed.record
+        if not self._verify(record.peer, record.encoded, signed.signature):
+            raise Refused("A record was refused: its signature is not its author's.", "forged")
+        if record.id in self.ledger:
+            raise Refused("A record was refused: it was there before.", "replayed")
+        # A banned peer's seats and planted claims are of earlier: it may still bring them to an end.
+        if isinstance(record, Claim | Entry | Dispute) and self._banned(record.peer):
+            raise Refused("A record was refused: its author is banned.", "banned")
+        if isinstance(record, Claim | Entry):
+            self._take_published(record)
+        elif isinstance(record, Dispute | Opening):
+            self._take_appeal(record)
+        elif isinstance(record, Commitment | Reveal | Verdict):
+            self._take_ballot(record)
+
+    def _take_published(self, record: Claim | Entry) -> None:
+        if record.run != self._run:
+            raise Refused(f"A {record.KIND} of another run was refused.", "foreign")
+        self._check_round(record.KIND, record.round)
+        if isinstance(record, Claim):
+            if len(self.ledger.claims_of(record.peer, record.round)) >= self.limits.claims:
+                raise Refused("A claim was refused: its author made too many in this round.", "quota")
+            self._wait(record)
+        self.ledger.add(record)
+
+    def _take_appeal(self, record: Dispute | Opening) -> None:
+        self._check_round(record.KIND, record.round)
+        claim = self.ledger.get(record.claim)
+        if not isinstance(claim, Claim) or claim.round not in self.electorates:
+            raise Refused(f"A {record.KIND} was refused: no verifiers are drawn for its claim.", "unknown")
+        if not 0 <= record.round - claim.round <= self.rules.appeal_rounds:
+            raise Refused(f"A {record.KIND} was refused: it comes too late after its claim.", "stale")
+        if any(other.peer == record.peer for other in self.ledger.appeals(claim.id)):
+            raise Refused(f"A {record.KIND} was refused: its author appealed before.", "quota")
+        if isinstance(record, Opening) and not is_plant(record, claim, self.ledger, self.electorates, self.rules):
+            raise Refused("An opening was refused: its claim was not to be planted.", "unfit")
+        if rule(claim, self.ledger, self.electorates, self.rules).outcome == "unverified":
+            raise Refused(f"A {record.KIND} was refused: nothing is decided about its claim.", "unknown")
+        if record.peer != claim.peer and record.peer not in (self._voters() or ()):
+            raise Refused("A dispute was refused: its author could not be drawn itself.", "not-drawn")
+        self._wait(record)
+        self.ledger.add(record)
+
+    def _take_ballot(self, record: Commitment | Reveal | Verdict) -> None:
+        case = self._cases.get(record.case)
+        if case is None:
+            raise Refused(f"A {record.KIND} for an unknown case was refused.", "unknown")
+        if record.attempt >= len(case.draws) or record.peer not in case.draws[record.attempt].seats:
+            raise Refused(f"A {record.KIND} was refused: its author was not drawn.", "not-drawn")
+        if len(self.ledger.ballots(type(record), record.case, record.attempt, record.peer)) >= MOST:
+            raise Refused(f"A {record.KIND} was refused: its author sent too many.", "quota")
+        draw = case.draws[record.attempt]
+        if isinstance(record, Verdict) and len(record.marks) != len(draw.seats):
+            raise Refused("A verdict was refused: it has another number of seats.", "unfit")
+        earlier = bool(self.ledger.ballots(type(record), record.case, record.attempt, record.peer))
+        self.ledger.add(record)
+        if earlier:
+            draw.contradicted.add(record.peer)
+            raise Refused(f"A second {record.KIND} was refused and kept as a proof against its author.", "contradiction")
+        if isinstance(record, Commitment | Reveal):
+            self._note(draw, record)
+
+    def _note(self, draw: Draw, record: Commitment | Reveal) -> None:
+        """What came in time, for the marks that this peer states."""
+        now = self._clock()
+        if isinstance(record, Commitment):
+            if not draw.takes_commitments(now):
+                raise Refused("A commitment came too late.", "late")
+            draw.commitments[record.peer] = record
+        else:
+            if not draw.takes_reveals(now):
+                raise Refused("A reveal came too late.", "late")
+            draw.reveals[record.peer] = record
+            commitment = draw.commitments.get(record.peer)
+            if commitment is not None and not record.fits(commitment):
+                raise Refused("A reveal was refused: it is not the vote that was committed to.", "unfit")
+
+    def _check_round(self, kind: str, round: int) -> None:
+        """Of a claim, an entry or an appeal: of the current round, or of a neighbour's whose clock differs from ours."""
+        if round > self.round + 1:
+            raise Refused(f"A {kind} was refused: its round has not begun.", "future")
+        if round == self.round - 1 and self._clock() < self._since + self.times.skew_s and round not in self.electorates:
+            return
+        if round < self.round:
+            raise Refused(f"A {kind} was refused: its round is over.", "late")
+
+    # -- cases -----------------------------------------------------------------------------------------------------------
+
+    def _wait(self, item: Claim | Dispute | Opening) -> None:
+        known = self._voters()
+        strange = known is not None and item.peer not in known
+        if len(self._waiting) >= self.limits.waiting or (strange and len(self._strange) >= self.limits.strangers):
+            raise Refused(f"A {item.KIND} was refused: too many wait for their draw.", "overflow")
+        self._waiting[item.id] = item
+        if strange:
+            self._strange.add(item.id)
+
+    def _voters(self) -> Mapping[str, str] | None:
+        """Who can be drawn, as far as is known; None before the first draw."""
+        return self.electorates[max(self.electorates)].operators if self.electorates else None
+
+    def _start(self, item: Claim | Dispute | Opening) -> None:
+        if isinstance(item, Claim):
+            claim, appeal, drawn = item, None, first_draws(item, self.electorates, self.rules)
+        else:
+            found = self.ledger.get(item.claim)
+            if not isinstance(found, Claim):
+                return
+            claim, appeal, settled = found, item, rule(found, self.ledger, self.electorates, self.rules)
+            # One appeal is final; and an opening that agrees with the ruling asks for no draw.
+            agrees = settled.outcome == "invalid" and isinstance(item, Opening)
+            if settled.appeal is not None or agrees or self._is_appealed(claim):
+                return
+            seats = second_draw(item, claim, self.electorates, self.rules)
+            drawn = (seats,) if seats else ()
+        if drawn:
+            self._make_room()
+            # No vote is seen while any peer might still take claims of the round that this case's salts draw for.
+            case = Case.at(self._clock() + self.times.skew_s, claim, appeal, drawn, self.times)
+            self._cases[case.key] = case
+
+    def _is_appealed(self, claim: Claim) -> bool:
+        now = self._clock()
+        return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
+
+    def _make_room(self) -> None:
+        """Forget the case that began first: no vote of it is taken any more, the ledger keeps what was."""
+        while len(self._cases) >= self.limits.cases:
+            del self._cases[next(iter(self._cases))]

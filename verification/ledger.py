@@ -1,0 +1,80 @@
+"""The signed records a peer has, as a set: the order in which they came leaves no trace, so equal sets give equal reputations.
+
+What comes in has been checked for its signature. The ledger bounds how much it keeps; of records that should be unique, as a
+verifier's vote, it keeps two that differ, since two are the proof that their author contradicts itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from verification.claims import Claim, Commitment, Dispute, Entry, Opening, Record, Reveal, Verdict
+
+R = TypeVar("R", bound=Record)
+Place = tuple[str, bytes, int, str]  # kind, case, attempt, peer
+
+
+class Ledger:
+    """Any order, any number of times: the same records make the same ledger."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._records: dict[bytes, Record] = {}
+        self._ballots: defaultdict[Place, list[Record]] = defaultdict(list)
+        self._appeals: defaultdict[bytes, list[Dispute | Opening]] = defaultdict(list)
+        self._entries: defaultdict[str, list[Entry]] = defaultdict(list)
+        self._claims: defaultdict[tuple[str, int], list[Claim]] = defaultdict(list)
+        for record in records:
+            self.add(record)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._records
+
+    def get(self, identity: bytes) -> Record | None:
+        """The record with this id."""
+        return self._records.get(identity)
+
+    def add(self, record: Record) -> bool:
+        """Keep ``record``; False if it was there."""
+        if record.id in self._records:
+            return False
+        self._records[record.id] = record
+        if isinstance(record, Commitment | Reveal | Verdict):
+            self._ballots[(record.KIND, record.case, record.attempt, record.peer)].append(record)
+        elif isinstance(record, Dispute | Opening):
+            self._appeals[record.claim].append(record)
+        elif isinstance(record, Entry):
+            self._entries[record.peer].append(record)
+        elif isinstance(record, Claim):
+            self._claims[(record.peer, record.round)].append(record)
+        return True
+
+    def ballots(self, kind: type[R], case: bytes, attempt: int, peer: str) -> list[R]:
+        """The commitments, reveals or verdicts of ``peer`` in one draw; more than one is a contradiction."""
+        return [record for record in self._ballots.get((kind.KIND, case, attempt, peer), ()) if isinstance(record, kind)]
+
+    def appeals(self, claim: bytes) -> list[Dispute | Opening]:
+        """The disputes and openings of a claim, by round and id."""
+        return sorted(self._appeals.get(claim, ()), key=lambda appeal: (appeal.round, appeal.id))
+
+    def claims(self) -> list[Claim]:
+        """All claims, by round and id."""
+        return sorted((claim for group in self._claims.values() for claim in group), key=lambda claim: (claim.round, claim.id))
+
+    def claims_of(self, peer: str, round: int) -> list[Claim]:
+        """What ``peer`` claimed in ``round``."""
+        return self._claims.get((peer, round), [])
+
+    def entry(self, peer: str, round: int) -> Entry | None:
+        """The newest entry of ``peer`` before ``round``, or None if there is none, or two of one round."""
+        earlier = [entry for entry in self._entries.get(peer, ()) if entry.round < round]
+        newest = max((entry.round for entry in earlier), default=-1)
+        found = [entry for entry in earlier if entry.round == newest]
+        return found[0] if len(found) == 1 else None
