@@ -1,0 +1,226 @@
+"""What learning from the swarm's rollouts is worth: I own and J foreign groups a round, with a policy small enough to know exactly.
+
+    python bench/sapo.py --nodes 4 --seeds 5 --json
+
+Every node answers I random questions G times each and publishes the groups; then it learns from these I and from at most J of the
+others' groups, picked by `optim.rollouts.select`, with rewards that it works out itself. "cumulative" is the exact probability of
+a right answer, mean over all questions and nodes, summed over the rounds; "final" is that after the last one. Both are means over
+the seeds; "sd" is the standard deviation of "cumulative" over the seeds (0 for one seed).
+
+"poison" is 4/4 in which one node lies: it has a wrong answer to every question, puts that in place of one completion of each of its
+groups, so that its lie never lacks a reward, learns by it, and publishes it; counted are the others. "trusting" is the same when
+they take the sender's word for the answer, as the public code does (genrl 0.3.0).
+
+The linear policy is a softmax over 32 answers to 60 questions. Twelve of its features are random and shared by all questions, so
+that what is learnt about one disturbs or helps the others. No network, no clock: the same numbers every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from optim.rollouts import Candidate, select
+from optim.sapo import LOSSES, Completions, TokenLoss, group_advantages, policy_loss
+
+SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
+POISONED = (4, 4)
+GROUP = 8  # completions of a question
+QUESTIONS, ANSWERS, FEATURES = 60, 32, 12
+RATE = 8.0  # of plain gradient ascent; chosen so that 8/0 learns neither all nor nothing in 150 rounds
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a policy wrote."""
+
+    text: str
+    log_probs: tuple[float, ...]
+    """Of its tokens, when it was written."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A question with its completions, and what the author says the answer is."""
+
+    question: int
+    answer: str
+    completions: tuple[Completion, ...]
+
+
+class Policy(Protocol):
+    """What can be trained here; each node has one."""
+
+    def complete(self, question: int, count: int) -> tuple[Completion, ...]:
+        """Sample so many completions."""
+        ...
+
+    def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
+        """One update; ``rewards`` are those of each group's completions."""
+        ...
+
+    def accuracy(self) -> float:
+        """Of the node's answers to all questions, in [0, 1]."""
+        ...
+
+
+@dataclass(frozen=True)
+class World:
+    """The questions are numbers; policies begin without knowing the answers."""
+
+    right: tuple[str, ...]
+    wrong: tuple[str, ...]
+    policies: tuple[Policy, ...]
+
+
+class Linear:
+    """A softmax of features times weights, trained by plain gradient ascent. A completion is one token, the number of an answer."""
+
+    def __init__(self, features: Tensor, right: Tensor, loss: TokenLoss, seed: int) -> None:
+        self.features, self.right, self.loss = features, right, loss
+        self.weights = torch.zeros(features.shape[1], ANSWERS, dtype=torch.float64, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.weights], lr=RATE)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def _log_probs(self) -> Tensor:
+        return (self.features @ self.weights).log_softmax(1)
+
+    def complete(self, question: int, count: int) -> tuple[Completion, ...]:
+        with torch.no_grad():
+            known = self._log_probs()[question]
+        drawn = torch.multinomial(known.exp(), count, replacement=True, generator=self.generator)
+        return tuple(Completion(str(int(number)), (float(known[number]),)) for number in drawn)
+
+    def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
+        written = [(place, group.question, one) for place, group in enumerate(groups) for one in group.completions]
+        places, questions = (torch.tensor([entry[part] for entry in written]) for part in (0, 1))
+        tokens = torch.tensor([int(one.text) for _, _, one in written])
+        behaviour = torch.tensor([one.log_probs for _, _, one in written], dtype=torch.float64)
+        flat = torch.tensor([value for values in rewards for value in values], dtype=torch.float64)
+        new = self._log_probs()[questions, tokens][:, None]
+        mask = torch.ones_like(new, dtype=torch.bool)
+        batch = Completions(new, new.detach(), mask, group_advantages(flat, places), behaviour)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(policy_loss(batch, self.loss))
+        self.optimizer.step()
+
+    def accuracy(self) -> float:
+        with torch.no_grad():
+            return float(self._log_probs().gather(1, self.right[:, None]).exp().mean())
+
+
+def linear_world(nodes: int, seed: int, loss: TokenLoss) -> World:
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(QUESTIONS, FEATURES, generator=generator, dtype=torch.float64) / FEATURES**0.5
+    features = torch.cat([shared, torch.eye(QUESTIONS, dtype=torch.float64)], 1)
+    right = torch.randint(ANSWERS, (QUESTIONS,), generator=generator)
+    wrong = (right + torch.randint(1, ANSWERS, (QUESTIONS,), generator=generator)) % ANSWERS
+    seeds = torch.randint(2**62, (nodes,), generator=generator).tolist()
+    policies = tuple(Linear(features, right, loss, number) for number in seeds)
+    return World(tuple(map(str, right.tolist())), tuple(map(str, wrong.tolist())), policies)
+
+
+WORLDS: dict[str, Callable[[int, int, TokenLoss], World]] = {"linear": linear_world}
+"""By the name of the policy: makes a world from the number of nodes, the seed and the loss."""
+
+
+def rewards_of(group: Group, answer: str) -> tuple[float, ...]:
+    return tuple(float(one.text == answer) for one in group.completions)
+
+
+def train(
+    world: World, own: int, foreign: int, rounds: int, seed: int, liar: int | None = None, trusting: bool = False
+) -> tuple[float, float]:
+    """Sum over the rounds of the honest nodes' mean accuracy at their beginning, and that accuracy in the end."""
+    nodes = range(len(world.policies))
+    beliefs = [world.wrong if node == liar else world.right for node in nodes]
+    draws = torch.Generator().manual_seed(seed)
+
+    def accuracy() -> float:
+        return statistics.fmean(world.policies[node].accuracy() for node in nodes if node != liar)
+
+    cumulative = 0.0
+    for round in range(rounds):
+        cumulative += accuracy()
+        written: list[list[Group]] = [[] for _ in nodes]
+        for node in nodes:
+            for question in torch.randperm(len(world.right), generator=draws)[:own].tolist():
+                completions = world.policies[node].complete(question, GROUP)
+                if node == liar:
+                    completions = (replace(completions[0], text=world.wrong[question]), *completions[1:])
+                written[node].append(Group(question, beliefs[node][question], completions))
+        for node in nodes:
+            pool = [(author, group) for author in nodes if author != node for group in written[author]]
+            answers = [group.answer if trusting and node != liar else beliefs[node][group.question] for _, group in pool]
+            judged = [rewards_of(group, answer) for (_, group), answer in zip(pool, answers, strict=True)]
+            candidates = [
+                Candidate(f"{author}:{group.question}", str(author), round, rewards)
+                for (author, group), rewards in zip(pool, judged, strict=True)
+            ]
+            picked = select(candidates, foreign, seed=seed * len(nodes) + node, round=round, max_age=0).places
+            groups = [*written[node], *(pool[place][1] for place in picked)]
+            rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[place] for place in picked]
+            world.policies[node].learn(groups, rewards)
+    return cumulative, accuracy()
+
+
+def measure(make: Callable[[int], World], share: tuple[int, int], rounds: int, seeds: int, **faults: Any) -> dict[str, float]:
+    """One row."""
+    found = [train(make(seed), *share, rounds, seed, **faults) for seed in range(seeds)]
+    sums = [cumulative for cumulative, _ in found]
+    return {
+        "cumulative": round(statistics.fmean(sums), 3),
+        "sd": round(statistics.stdev(sums) if seeds > 1 else 0.0, 3),
+        "final": round(statistics.fmean(final for _, final in found), 4),
+    }
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", choices=["linear", "tiny"], default="linear", help="what is trained")
+    parser.add_argument("--nodes", type=count, default=4, help="in the swarm, at least 2")
+    parser.add_argument("--seeds", type=count, default=5, help="runs of each row")
+    parser.add_argument("--rounds", type=count, default=150)
+    parser.add_argument("--loss", choices=sorted(LOSSES), default="sapo")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    options = parser.parse_args()
+    if options.policy not in WORLDS:
+        parser.error(f"--policy {options.policy} is not there yet, it comes with node/rl: choose --policy linear")
+    if options.nodes < 2:
+        parser.error("--nodes must be at least 2: a node alone has nobody to learn from")
+    torch.set_num_threads(1)
+
+    def make(seed: int) -> World:
+        return WORLDS[options.policy](options.nodes, seed, LOSSES[options.loss])
+
+    cases: dict[str, dict[str, Any]] = {f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES}
+    cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
+    cases["trusting"] = {**cases["poison"], "trusting": True}
+    rows = {}
+    print("            cumulative     sd   final", file=sys.stderr)
+    for name, case in cases.items():
+        row = rows[name] = measure(make, rounds=options.rounds, seeds=options.seeds, **case)
+        print(f"{name:>10} {row['cumulative']:11.1f} {row['sd']:6.1f} {row['final']:7.3f}", file=sys.stderr, flush=True)
+    if options.json:
+        about = {"policy": options.policy, "nodes": options.nodes, "seeds": options.seeds, "rounds": options.rounds}
+        machine = {"python": platform.python_version(), "torch": torch.__version__}
+        print(json.dumps({**about, "loss": options.loss, **machine, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

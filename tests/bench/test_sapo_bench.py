@@ -1,0 +1,47 @@
+"""The benchmark of rollout sharing runs, says what it promises, and gives the same numbers each time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ["8/0", "6/2", "4/4", "2/6", "poison", "trusting"]
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.sapo", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_json_has_every_row_and_the_same_numbers_each_time() -> None:
+    done = bench("--nodes", "3", "--seeds", "2", "--rounds", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == ("linear", 3, 2, 20)
+    assert list(result["rows"]) == ROWS
+    for row in result["rows"].values():
+        assert set(row) == {"cumulative", "sd", "final"}
+        assert 20 / 32 < row["cumulative"] < 20
+        assert 0 < row["sd"] < row["cumulative"]
+        assert row["final"] > row["cumulative"] / 20  # it learns
+    assert "poison" in done.stderr  # the table is for people, so it does not mix with the JSON
+    assert bench("--nodes", "3", "--seeds", "2", "--rounds", "20", "--json").stdout == done.stdout
+
+
+def test_sharing_pays_and_a_lie_is_not_believed() -> None:
+    done = bench("--seeds", "1", "--rounds", "60", "--json")
+    found = {name: row["cumulative"] for name, row in json.loads(done.stdout)["rows"].items()}
+    assert found["4/4"] > 1.3 * found["8/0"]
+    assert found["poison"] > 1.3 * found["trusting"]
+
+
+@pytest.mark.parametrize("options", [["--nodes", "1"], ["--seeds", "0"], ["--policy", "tiny"]])
+def test_a_wrong_option_is_named(options: list[str]) -> None:
+    done = bench(*options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr
+    assert done.stdout == ""
