@@ -257,9 +257,14 @@ class Daemon(P2P):  # type: ignore[misc]
             raise ValueError(wrong or "no address")
         await self._client.connect(PeerID.from_base58(peer_id), bare)
 
+    async def control(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new connection to the daemon itself, for one request. Raises OSError."""
+        reader, writer = await self._client.control.daemon_connector.open_connection()
+        return reader, writer
+
     async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream. Raises hivemind's P2PDaemonError; unlike hivemind's, closes the socket when it fails."""
-        reader, writer = await self._client.control.daemon_connector.open_connection()
+        reader, writer = await self.control()
         try:
             ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[protocol])
             await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask))

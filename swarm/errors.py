@@ -14,7 +14,15 @@ class LinkError(ShoalError):
 
 
 class MessageError(ShoalError):
-    """A message from a peer is too large, malformed, of another version, or wrongly signed."""
+    """A message from a peer is too large, malformed, of another version, or wrongly signed.
+
+    ``reason`` is one word for counters: malformed, oversized, truncated, nested, kind, version, forged; and what those who
+    judge the content of messages add to these.
+    """
+
+    def __init__(self, text: str, reason: str = "malformed") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class StartupError(ShoalError):

@@ -26,6 +26,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from swarm import bootstrap as boot
 from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
+from swarm.pubsub import PubSub
 from swarm.stream import Stream, Traffic, short
 from swarm.uplink import DAEMON_GONE, Uplink
 
@@ -47,6 +48,7 @@ class Host:
     def __init__(self, peer_id: str, uplink: Uplink) -> None:
         self.peer_id = peer_id
         self.traffic = Traffic()
+        self.pubsub = PubSub(uplink)
         self._uplink = uplink
         self._owner = os.getpid()
         self._closed = False

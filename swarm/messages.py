@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from swarm.diagnosis import diagnose
 from swarm.errors import MessageError
 from swarm.identity import Identity, is_peer_id, verify
 
@@ -246,7 +247,7 @@ def pack(message: Message) -> bytes:
     """The bytes of ``message``. Raises MessageError if they exceed its kind's LIMIT."""
     data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
     if len(data) > message.LIMIT:
-        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.")
+        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.", "oversized")
     return data
 
 
@@ -267,14 +268,14 @@ def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
     _check_size(data, max(kind.LIMIT for kind in types) + ENVELOPE)
     envelope = _decode(data, "signed message")
     if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
-        raise _malformed("signed message", "it is not [peer id, message, signature]")
+        raise _malformed("signed message", "it is not [peer id, message, signature]", diagnose(data))
     signer, payload, signature = envelope
     kind = _kind(payload, types)
     if not verify(signer, _context(kind), payload, signature):
-        raise MessageError(f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.")
+        raise MessageError(f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.", "forged")
     message = _fields(payload, kind)
     if kind.AUTHOR is not None and getattr(message, kind.AUTHOR) != signer:
-        raise MessageError(f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.")
+        raise MessageError(f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.", "forged")
     return signer, message
 
 
@@ -282,13 +283,13 @@ def _context(kind: type[Message]) -> str:
     return f"shoal/{kind.KIND}/{kind.VERSION}"
 
 
-def _malformed(what: str, why: str) -> MessageError:
-    return MessageError(f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.")
+def _malformed(what: str, why: str, reason: str = "malformed") -> MessageError:
+    return MessageError(f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.", reason)
 
 
 def _check_size(data: bytes, limit: int) -> None:
     if len(data) > limit:
-        raise _malformed("message", f"{len(data)} bytes where at most {limit} are allowed")
+        raise _malformed("message", f"{len(data)} bytes where at most {limit} are allowed", "oversized")
 
 
 def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
@@ -299,16 +300,16 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
     try:
         length, name, version = unpacker.read_array_header(), unpacker.unpack(), unpacker.unpack()
     except _DECODE_ERRORS as error:
-        raise _malformed("message", "it does not start with a kind and version") from error
+        raise _malformed("message", "it does not start with a kind and version", diagnose(data)) from error
     if length != 3 or not isinstance(name, str) or type(version) is not int:
-        raise _malformed("message", "it is not [kind, version, fields]")
+        raise _malformed("message", "it is not [kind, version, fields]", diagnose(data))
     expected = " or ".join(sorted(kind.KIND for kind in types))
     kind = next((kind for kind in types if name == kind.KIND), None)
     if kind is None:
-        raise MessageError(f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.")
+        raise MessageError(f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.", "kind")
     if version != kind.VERSION:
         where, spoken = "here" if version > kind.VERSION else "there", kind.VERSION
-        raise MessageError(f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.")
+        raise MessageError(f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.", "version")
     _check_size(data, kind.LIMIT)
     return kind
 
@@ -316,14 +317,15 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
 def _fields(data: bytes, kind: type[M]) -> M:
     content = _decode(data, kind.KIND)
     if not isinstance(content, tuple) or len(content) != 3 or not isinstance(content[2], dict):
-        raise _malformed(kind.KIND, "it is not [kind, version, fields]")
+        raise _malformed(kind.KIND, "it is not [kind, version, fields]", diagnose(data))
     try:
         return kind.model_validate(content[2])
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Names and texts in it may be the peer's: cut, and no control codes.
         field = ascii(".".join(map(str, first["loc"])) or "fields")[:80]
-        raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}") from None
+        reason = "oversized" if first["type"].endswith("too_long") else diagnose(data)
+        raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}", reason) from None
 
 
 def _decode(data: bytes, what: str) -> Any:
@@ -340,7 +342,7 @@ def _decode(data: bytes, what: str) -> Any:
             max_ext_len=0,
         )
     except _DECODE_ERRORS as error:
-        raise _malformed(what, "it does not decode within the limits") from error
+        raise _malformed(what, "it does not decode within the limits", diagnose(data)) from error
 
 
 def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:

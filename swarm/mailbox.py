@@ -1,0 +1,56 @@
+"""A queue between tasks that holds so many items and bytes and no more: what is oldest goes when it is full."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """First in, first out, at most ``items`` items and ``nbytes`` bytes."""
+
+    def __init__(self, items: int, nbytes: int) -> None:
+        self._items, self._nbytes = items, nbytes
+        self._lock = threading.Lock()
+        self._held: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._filled: asyncio.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, item: T, nbytes: int) -> list[T]:
+        """Add an item of ``nbytes`` bytes; never waits. What had to go for it, oldest first. For any thread."""
+        dropped = []
+        with self._lock:
+            self._held.append((item, nbytes))
+            self._bytes += nbytes
+            while len(self._held) > self._items or self._bytes > self._nbytes:
+                old, size = self._held.popleft()
+                self._bytes -= size
+                dropped.append(old)
+            loop, filled = self._loop, self._filled
+        if loop is not None and filled is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody takes anything any more
+                loop.call_soon_threadsafe(filled.set)
+        return dropped
+
+    async def get(self) -> T:
+        """The oldest item, as soon as there is one. Always called on the same loop."""
+        while True:
+            with self._lock:
+                if self._held:
+                    item, size = self._held.popleft()
+                    self._bytes -= size
+                    return item
+                if self._filled is None:
+                    self._loop, self._filled = asyncio.get_running_loop(), asyncio.Event()
+                self._filled.clear()
+                filled = self._filled
+            await filled.wait()
