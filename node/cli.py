@@ -30,7 +30,7 @@ def _task_option(default: str | None) -> Callable[..., Any]:
 def _rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of ``up``, ``join`` and ``demo`` for the task rl."""
     options = [
-        click.option("--env", metavar="ENV", help="rl: strings, sapo9, a family of reasoning-gym, or FILE.py:CLASS.  [default: strings]"),
+        click.option("--env", metavar="ENV", help="rl: strings, sapo9, a family of it, or FILE.py:CLASS.  [default: strings]"),
         click.option("--policy", metavar="POLICY", help="rl: tiny, tiny:HABIT, or hf:PATH_OR_NAME.  [default: tiny]"),
         click.option("--local", type=int, help="rl: own groups to learn from in a round.  [default: 4]"),
         click.option("--external", type=int, help="rl: other peers' groups to learn from in a round.  [default: 4]"),

@@ -180,7 +180,7 @@ class NodeRun:
         self.state_server = StateServer(self.host, swarm, digest, shapes)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
-            self.session = Session(trainer.task, membership, lambda event, **f: self.metrics.write(event, **f), self.display.message)
+            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round

@@ -85,7 +85,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     file = nodes.folder / "swarm.toml"
     file.write_text(settings_toml(settings), encoding="utf-8")
     rl = settings.rl
-    chosen = ["--env", rl.env, "--local", str(rl.local), "--external", str(rl.external), "--group", str(rl.group), "--loss", rl.loss]
+    chosen = [f"--env={rl.env}", f"--local={rl.local}", f"--external={rl.external}", f"--group={rl.group}", f"--loss={rl.loss}"]
     chosen += (["--share-only"] if rl.share_only else []) + (["--learn-only"] if rl.learn_only else [])
     chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
     own = [["--policy", policy, *chosen] for policy in policies(settings)]
@@ -128,6 +128,7 @@ def _mean_reward(events: Sequence[Mapping[str, Any]]) -> str:
 
 NODE_KEYS = (
     "policy", "first_reward", "final_reward", "cumulative_reward", "effective_sample_size", "sent", "received", "used", "rejected",
+    "bytes_sent", "bytes_received",
 )  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
     rejected: Counter[str] = Counter()
     for one in found:
         rejected.update(one["rejected"])
-    own = [{"name": r["name"], **{key: r["rl"][key] for key in NODE_KEYS}, "bytes_sent": r["bytes_sent"]} for r in results]
+    own = [{"name": r["name"], **{key: r["rl"][key] for key in NODE_KEYS}} for r in results]
     return {
         "peers": len(results),
         "env": found[0]["env"],
@@ -152,7 +153,8 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
         **{key: mean(key) for key in ("first_reward", "final_reward", "cumulative_reward", "effective_sample_size")},
         **{key: sum(one[key] for one in found) for key in ("sent", "unsent", "received", "used")},
         "rejected": dict(rejected),
-        **{key: sum(result[key] for result in results) for key in ("bytes_sent", "bytes_received")},
+        "bytes_sent": sum(result["bytes_sent"] + result["rl"]["bytes_sent"] for result in results),
+        "bytes_received": sum(result["bytes_received"] + result["rl"]["bytes_received"] for result in results),
         "params": results[0]["params"],
         "nodes": own,
         "wall_s": statistics.fmean(result["wall_s"] for result in results),

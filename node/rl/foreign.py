@@ -33,8 +33,9 @@ class Foreign:
     """
 
     def __init__(
-        self, env: Env, policy: Policy, held_out: Collection[str], *, seed: int, age: int, per_sender: int, group: int, max_tokens: int
-    ) -> None:
+        self, env: Env, policy: Policy, held_out: Collection[str], *,
+        seed: int, age: int, per_sender: int, group: int, max_tokens: int,
+    ) -> None:  # fmt: skip
         self._env, self._policy, self._held_out = env, policy, held_out
         self._seed, self._age, self._per_sender = seed, age, per_sender or None
         self._group, self._max_tokens = group, max_tokens

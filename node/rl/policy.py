@@ -37,14 +37,17 @@ class Completion:
 class Policy(Protocol):
     """What reinforcement learning needs of a model."""
 
-    module: nn.Module
-    """What is trained; it may be moved to another device, and the policy computes where its parameters are."""
     tokenizer: str
     """Hex SHA-256 that is equal for policies whose token ids mean the same."""
     lr: float
     """A learning rate for AdamW that suits the model."""
     max_tokens: int
     """How long completions of this policy usually need to be."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained; it may be moved to another device, and the policy computes where its parameters are."""
+        ...
 
     def generate(
         self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int
@@ -60,7 +63,7 @@ class Policy(Protocol):
         ...
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability of each token of each completion given its prompt: (B, T) float with gradient, and (B, T) bool, which are.
+        """Log-probability of each token of each completion given its prompt, float (B, T) with gradient; and bool (B, T), its mask.
 
         Prompt number i belongs to completion number i. T is the length of the longest completion, the others are padded.
         """

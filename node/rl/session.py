@@ -1,4 +1,4 @@
-"""A node's reinforcement learning in a swarm: the task made from the settings, its rollouts on the network, and the account of it."""
+"""A node's reinforcement learning in a swarm: the task from the settings, its rollouts on the network, and the account of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from node.config import Settings
 from node.membership import Membership
-from node.rl.environment import Env, load_env
-from node.rl.load_policy import load_policy
+from node.rl.environment import Env
+from node.rl.loading import load_env, load_policy
 from node.rl.task import RLRound, RLTask
 from swarm.gossip import Gossip
+from swarm.messages import pack
+from swarm.rollout_record import Rollout
 from swarm.rollouts import Limits, RolloutPool
 
 ANY_ROUND = 2**53  # nodes count rounds of their own: how old a record is follows from when it came, in this node's rounds
@@ -25,6 +27,25 @@ def make_task(settings: Settings) -> RLTask:
     """The task that the settings describe. EnvError, HookError or PolicyError; the model is made later."""
     env = load_env(settings.rl.env, settings.task.options)
     return RLTask(env, lambda: load_policy(settings.rl.policy, env, settings.train.seed), settings.rl, seed=settings.train.seed)
+
+
+class Metered:
+    """A pool that counts the bytes of the records, each once: GossipSub sends some to several neighbours, and frames them."""
+
+    def __init__(self, pool: RolloutPool) -> None:
+        self.advance, self.make, self._pool = pool.advance, pool.make, pool
+        self.sent = self.received = 0
+
+    def publish(self, rollout: Rollout) -> None:
+        """Soon."""
+        self.sent += len(pack(rollout))
+        self._pool.publish(rollout)
+
+    def drain(self) -> list[Rollout]:
+        """What came."""
+        came = self._pool.drain()
+        self.received += sum(len(pack(rollout)) for rollout in came)
+        return came
 
 
 class Session:
@@ -41,7 +62,8 @@ class Session:
         self._gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=addresses)
         env: Env = task.env
         self._pool = RolloutPool(self._gossip, env.knows, limits=Limits(max_age=ANY_ROUND, ttl=TTL_S))
-        task.connect(self._pool, membership.host.peer_id, self._on_round)
+        self._metered = Metered(self._pool)
+        task.connect(self._metered, membership.host.peer_id, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:
         self._write(
@@ -71,6 +93,8 @@ class Session:
             "received": counts["received"],
             "accepted": counts["accepted"],
             "used": learnt.used,
+            "bytes_sent": self._metered.sent,
+            "bytes_received": self._metered.received,
             # What the network refused, what ended in the pool, and what was not learnt from.
             "rejected": {
                 **counts["rejected"], "expired": counts["expired"], "displaced": counts["displaced"], **learnt.rejected,

@@ -37,7 +37,7 @@ class Strings:
         if unknown:
             raise EnvError(f"There is no family {unknown[0]!r} of strings: choose of {', '.join(RULES)}.")
         if not (1 <= letters <= 26 and 1 <= shortest <= longest <= 64):
-            raise EnvError("The environment 'strings' needs 1 to 26 letters and words of 1 to 64, the shortest no longer than the longest.")
+            raise EnvError("The environment 'strings' needs 1 to 26 letters, and words from shortest to longest within 1 to 64.")
         self.letters = "abcdefghijklmnopqrstuvwxyz"[:letters]
         self.lengths = (shortest, longest)
 

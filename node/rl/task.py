@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -35,8 +35,9 @@ class Sharing(Protocol):
         """This node is in that round."""
         ...
 
-    def make(self, **fields: Any) -> Rollout:
-        """A record."""
+    @property
+    def make(self) -> Callable[..., Rollout]:
+        """Makes a record of its fields."""
         ...
 
     def publish(self, rollout: Rollout) -> None:
@@ -115,7 +116,7 @@ class RLTask(Task):
         number, reward, own, foreign = self._pending
         if worth is not None:
             self._worths, self._measured = self._worths + worth, self._measured + 1
-        self._on_round(RLRound(round=number, reward=reward, own=own, foreign=foreign, worth=worth, loss=float(loss)))
+        self._on_round(RLRound(round=number, reward=reward, own=own, foreign=foreign, worth=worth, loss=float(loss.detach())))
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> float:
@@ -169,7 +170,8 @@ class RLTask(Task):
 
     def _questions(self, round: int) -> list[tuple[int, Question]]:
         """Indices and questions of this round, none of which is held out. EnvError if there seem to be no others."""
-        seed, index, found = self._number("questions", 0), round * DRAWS, []
+        found: list[tuple[int, Question]] = []
+        seed, index = self._number("questions", 0), round * DRAWS
         while len(found) < self.settings.local:
             question = self.env.made.question(seed, index)
             if question.prompt not in self.held_out_prompts:
@@ -213,8 +215,8 @@ class RLTask(Task):
             groups.append(Group(question.prompt, tokens, rewards, logs))
             if self._sharing is not None and not settings.learn_only:
                 self._share(number, index, completions)
-        rewards = [reward for group in groups for reward in group.rewards]
-        return groups, sum(rewards) / len(rewards)
+        given = [reward for group in groups for reward in group.rewards]
+        return groups, sum(given) / len(given)
 
     def _share(self, number: int, index: int, completions: list[Completion]) -> None:
         assert self._sharing is not None

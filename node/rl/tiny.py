@@ -41,6 +41,7 @@ class Warm:
     steps: int = 400
     batch: int = 64
     right: float = 0.4
+    weak: float = 0.4
     lr: float = 3e-3
 
 
@@ -112,6 +113,7 @@ class Tiny:
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             self.module = TinyModel(layers, width, heads)
+        self._place = list(HABITS).index(habit)
         self._warm_up(environment, HABITS[habit], seed, warm or Warm())
 
     def _device(self) -> torch.device:
@@ -162,13 +164,19 @@ class Tiny:
         logs = (logits[:, before.shape[1] - 1 :] / (temperature or 1.0)).log_softmax(-1)
         return logs.gather(-1, after[..., None])[..., 0], mask
 
+    def _strong(self, prompt: str) -> bool:
+        """Of each kind of question (by its first word) one in so many policies as there are habits knows more."""
+        kind = prompt.split()[:1]
+        return hashlib.sha256(" ".join(kind).encode()).digest()[0] % len(HABITS) == self._place
+
     def _warm_up(self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm) -> None:
         generator = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=warm.lr, betas=(0.9, 0.99), weight_decay=0.0)
         start = int(torch.randint(2**40, (), generator=generator))
         for step in range(warm.steps):
             questions = [environment.question(start, step * warm.batch + number) for number in range(warm.batch)]
-            right = torch.rand(warm.batch, generator=generator) < warm.right
+            rates = torch.tensor([warm.right if self._strong(question.prompt) else warm.weak for question in questions])
+            right = torch.rand(warm.batch, generator=generator) < rates
             shown = [
                 question.answer if follows and question.answer is not None else habit((question.prompt.split() or [""])[-1])
                 for question, follows in zip(questions, right.tolist(), strict=True)
