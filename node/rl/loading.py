@@ -46,18 +46,17 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
     env = Env(env_label(spec), canonical(options), made)
     if not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label) or len(env.config) > 4096:
         raise EnvError(f"The environment {spec!r} has too long a name or too long options: shorten them.")
-    first = _try(env)
-    if not isinstance(first, Question) or not isinstance(first.prompt, str):
-        raise HookError(f"question(seed, index) of the environment {spec!r} must return a Question with a text as its prompt.")
+    _try(env)
     return env
 
 
-def _try(env: Env) -> Question:
-    """The first held-out question, judged once, so that a fault shows before anything is trained."""
+def _try(env: Env) -> None:
+    """Judge an answer to the first held-out question, so that a fault shows before anything is trained."""
     try:
         question = env.made.question(HELD_OUT, 0)
+        if not isinstance(question, Question) or not isinstance(question.prompt, str):
+            raise EnvError(f"question() of the environment {env.label!r} must return a Question with a text as its prompt.")
         env.rewards(question, [question.answer or ""])
-        return question
     except ShoalError:
         raise
     except Exception as error:
