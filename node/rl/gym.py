@@ -55,6 +55,8 @@ class Gym:
         self._made = {name: DATASETS[name] for name in self._families}
         self._compared = {name for name, (dataset, _) in self._made.items() if _evaluates(dataset)}
         self._options = options
+        for name in self._families:
+            self._dataset(name, 0)  # here, so that a wrong option shows
 
     def _dataset(self, family: str, seed: int) -> Any:
         dataset, config = self._made[family]

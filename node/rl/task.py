@@ -109,7 +109,7 @@ class RLTask(Task):
     def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
         """The policy's loss; 0 where nothing was to learn from."""
         if batch is None:
-            loss, worth = next(model.parameters()).sum() * 0.0, None
+            loss, worth = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, None
         else:
             loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss], self.settings.temperature)
         assert self._pending is not None

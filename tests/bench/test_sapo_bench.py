@@ -39,7 +39,7 @@ def test_sharing_pays_and_a_lie_is_not_believed() -> None:
     assert found["poison"] > 1.3 * found["trusting"]
 
 
-@pytest.mark.parametrize("options", [["--nodes", "1"], ["--seeds", "0"], ["--policy", "tiny"]])
+@pytest.mark.parametrize("options", [["--nodes", "1"], ["--seeds", "0"], ["--policy", "huge"]])
 def test_a_wrong_option_is_named(options: list[str]) -> None:
     done = bench(*options)
     assert done.returncode == 2
