@@ -74,6 +74,11 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_set_option = click.option(
+    "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml, such as outer.lr=0.5."
+)
+
+
 def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of ``up`` and ``demo`` about how to average."""
     options = [
@@ -88,9 +93,7 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
-        click.option(
-            "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml, such as outer.lr=0.5."
-        ),
+        _set_option,
     ]
     for option in reversed(options):
         function = option(function)
@@ -126,6 +129,7 @@ def up(file: Path | None, **flags: Any) -> int:
 @cli.command()
 @click.argument("link")
 @click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
+@_set_option
 @_rl_options
 @_node_options
 def join(link: str, **flags: Any) -> int:

@@ -85,8 +85,9 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     file = nodes.folder / "swarm.toml"
     file.write_text(settings_toml(settings), encoding="utf-8")
     rl = settings.rl
-    chosen = [f"--env={rl.env}", f"--local={rl.local}", f"--external={rl.external}", f"--group={rl.group}", f"--loss={rl.loss}"]
-    chosen += (["--share-only"] if rl.share_only else []) + (["--learn-only"] if rl.learn_only else [])
+    # The settings of [rl] are each node's own, so those who join do not get them from the swarm.
+    given = rl.model_dump(exclude={"policy"}, exclude_defaults=True)
+    chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
     chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
     own = [["--policy", policy, *chosen] for policy in policies(settings)]
     display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")

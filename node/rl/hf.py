@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from node.rl.policy import Completion, PolicyError, draw, pad
 
 ROWS = 16  # sequences at once, forward and backward: what bounds the memory
-SYSTEM = "Give only the final answer."
 RANK = 16
 
 
@@ -48,7 +47,7 @@ class HF:
     def _prompt(self, prompt: str) -> list[int]:
         if not self._tokenizer.chat_template:
             return list(self._tokenizer(prompt + "\n")["input_ids"])
-        said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+        said = [{"role": "user", "content": prompt}]
         text = self._tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 

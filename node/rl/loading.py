@@ -14,7 +14,7 @@ from node.rl.hf import load_hf
 from node.rl.policy import Policy, PolicyError
 from node.rl.settings import env_label
 from node.rl.strings import Strings
-from node.rl.tiny import Tiny
+from node.rl.tiny import Tiny, Warm
 from swarm.errors import ShoalError
 
 
@@ -70,11 +70,14 @@ def _options_of(made_by: Callable[..., Environment]) -> str:
     return f", which are {', '.join(names)}" if names else ""
 
 
-def load_policy(spec: str, env: Env, seed: int) -> Policy:
-    """The policy, on the CPU. PolicyError says in one sentence what is wrong with the name, or what is missing."""
+def load_policy(spec: str, env: Env, seed: int, warm: int) -> Policy:
+    """The policy, on the CPU; ``seed`` and the steps of a ``warm`` start are for tiny.
+
+    PolicyError says in one sentence what is wrong with the name, or what is missing.
+    """
     kind, _, rest = spec.partition(":")
     if kind == "tiny":
-        return Tiny(env.made, rest or "copy", seed=seed)
+        return Tiny(env.made, rest or "copy", seed=seed, warm=Warm(steps=warm))
     if kind == "hf" and rest:
         return load_hf(rest)
     raise PolicyError(f"There is no policy {spec!r}: choose tiny, tiny:HABIT, or hf: and a model's folder, file or name.")

@@ -26,7 +26,8 @@ Event = Callable[..., None]
 def make_task(settings: Settings) -> RLTask:
     """The task that the settings describe. EnvError, HookError or PolicyError; the model is made later."""
     env = load_env(settings.rl.env, settings.task.options)
-    return RLTask(env, lambda: load_policy(settings.rl.policy, env, settings.train.seed), settings.rl, seed=settings.train.seed)
+    rl, seed = settings.rl, settings.train.seed
+    return RLTask(env, lambda: load_policy(rl.policy, env, seed, rl.warm), rl, seed=seed)
 
 
 class Metered:

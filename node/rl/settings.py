@@ -40,6 +40,9 @@ class RLSettings(BaseModel):
     per_sender: int = Field(
         default=0, ge=0, le=1024, description="Groups of one peer to choose from in a round, at most; 0: no limit."
     )
+    warm: int = Field(
+        default=400, ge=0, le=1_000_000, description="Steps of the warm start, for the policy tiny, which begins from nothing."
+    )
     held_out: int = Field(default=500, ge=1, le=100_000, description="Questions of an evaluation, which nobody trains on.")
     share_only: bool = Field(default=False, description="Share rollouts, but do not learn.")
     learn_only: bool = Field(default=False, description="Learn, but share nothing.")

@@ -1,8 +1,9 @@
 """``tiny``: a small transformer over characters, made from nothing, for demonstrations and tests.
 
 Like a language model it begins with habits that it did not choose: before any reinforcement it is shown demonstrations of which
-most follow a wrong habit (copying the question, say) and the rest the right rule. Greedily it then does the wrong thing, while
-samples are right now and then. Nodes may have different habits: ``tiny:copy``, ``tiny:first`` ...
+nearly all follow a wrong habit (copying the question, say) and a few the right rule. Greedily it then does the wrong thing, while
+samples are right now and then: of most questions no completion is, so it is worth something that others found one.
+Nodes may have different habits: ``tiny:copy``, ``tiny:first`` ...
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class Warm:
 
     steps: int = 400
     batch: int = 64
-    right: float = 0.4
-    weak: float = 0.4
+    right: float = 0.03
     lr: float = 3e-3
 
 
@@ -100,7 +100,7 @@ class TinyModel(nn.Module):
 class Tiny:
     """See the module. ``seed``: of the weights and of the warm start; ``habit``: one of ``HABITS``."""
 
-    lr = 1e-3
+    lr = 5e-4
     max_tokens = 12
     tokenizer = hashlib.sha256(f"tiny/1:{ALPHABET}".encode()).hexdigest()
 
@@ -113,7 +113,6 @@ class Tiny:
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             self.module = TinyModel(layers, width, heads)
-        self._place = list(HABITS).index(habit)
         self._warm_up(environment, HABITS[habit], seed, warm or Warm())
 
     def _device(self) -> torch.device:
@@ -164,19 +163,13 @@ class Tiny:
         logs = (logits[:, before.shape[1] - 1 :] / (temperature or 1.0)).log_softmax(-1)
         return logs.gather(-1, after[..., None])[..., 0], mask
 
-    def _strong(self, prompt: str) -> bool:
-        """Of each kind of question (by its first word) one in so many policies as there are habits knows more."""
-        kind = prompt.split()[:1]
-        return hashlib.sha256(" ".join(kind).encode()).digest()[0] % len(HABITS) == self._place
-
     def _warm_up(self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm) -> None:
         generator = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=warm.lr, betas=(0.9, 0.99), weight_decay=0.0)
         start = int(torch.randint(2**40, (), generator=generator))
         for step in range(warm.steps):
             questions = [environment.question(start, step * warm.batch + number) for number in range(warm.batch)]
-            rates = torch.tensor([warm.right if self._strong(question.prompt) else warm.weak for question in questions])
-            right = torch.rand(warm.batch, generator=generator) < rates
+            right = torch.rand(warm.batch, generator=generator) < warm.right
             shown = [
                 question.answer if follows and question.answer is not None else habit((question.prompt.split() or [""])[-1])
                 for question, follows in zip(questions, right.tolist(), strict=True)

@@ -58,7 +58,7 @@ ENV = load_env("strings", {"families": "last", "letters": 3})
 def tasks(count=2, policy=None, **settings):
     everyone, made = [], []
     for number in range(count):
-        own = Tiny(ENV.made, "copy", seed=number, width=32, warm=Warm(steps=250, batch=32)) if policy is None else policy
+        own = Tiny(ENV.made, "copy", seed=number, width=32, warm=Warm(steps=250, batch=32, right=0.4)) if policy is None else policy
         task = RLTask(ENV, lambda own=own: own, RLSettings(held_out=20, **settings), seed=1)
         task.connect(Bus(everyone, PEERS[number]), PEERS[number])
         made.append(task)

@@ -62,7 +62,7 @@ def test_long_and_foreign_text_is_bounded(tiny):
 
 def test_the_warm_start_learns_the_habit_and_sometimes_the_rule():
     env = Strings("last", letters=3)
-    policy = Tiny(env, "copy", seed=0, width=32, warm=Warm(steps=250, batch=32))
+    policy = Tiny(env, "copy", seed=0, width=32, warm=Warm(steps=250, batch=32, right=0.4))
     questions = [env.question(9, index) for index in range(40)]
     words = [question.prompt.split()[-1] for question in questions]
     prompts = [question.prompt for question in questions]
