@@ -125,8 +125,13 @@ def test_a_whole_round_of_a_real_model(monkeypatch):
     pytest.importorskip("reasoning_gym")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     made: HF = load_hf(str(real_model()))
-    (answer,) = made.generate(["What is 7 + 8?"], 1, temperature=0.0, max_tokens=48, seed=0)[0]
-    assert "15" in answer.text
+    asked = ["What is 7 + 8?", "Name the capital of France."]
+    written = [group[0] for group in made.generate(asked, 1, temperature=0.0, max_tokens=24, seed=0)]
+    assert "Paris" in written[1].text
+    for prompt, one in zip(asked, written, strict=True):
+        ids = torch.tensor([made._prompt(prompt)])
+        theirs = made.module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert list(one.tokens) == theirs[0, ids.shape[1] :].tolist()
     env = Env("basic_arithmetic", b"{}", Gym("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1))
     task = RLTask(env, lambda: made, RLSettings(local=2, external=0, group=4, held_out=4, max_tokens=16), seed=0)
     trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=1))
