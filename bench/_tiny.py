@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bench._world import Completion, Group, World
+from bench._world import Completion, Group, Settings, World
 from node.rl.environment import HELD_OUT
 from node.rl.groups import Group as Learnt
 from node.rl.groups import loss_of, make_update
@@ -75,7 +75,7 @@ class Learner:
         return sum(question.answer == one.text for question, (one,) in zip(asked, answers, strict=True)) / len(asked)
 
 
-def tiny_world(nodes: int, seed: int, loss: TokenLoss) -> World:
+def tiny_world(settings: Settings, seed: int) -> World:
     """The same questions for all nodes, each of which begins with a habit of its own."""
     env = Strings()
     held_out = {env.question(HELD_OUT, index).prompt for index in range(ASKED[0])}
@@ -85,4 +85,5 @@ def tiny_world(nodes: int, seed: int, loss: TokenLoss) -> World:
     # The next question's answer, unless that happens to be right: then something that never is.
     wrong = [other if other != answer else "?" for answer, other in zip(right, [*right[1:], "?"], strict=True)]
     prompts = [question.prompt for question in asked]
-    return World(tuple(right), tuple(wrong), tuple(Learner(number, prompts, loss, seed) for number in range(nodes)))
+    policies = tuple(Learner(number, prompts, settings.loss, seed) for number in range(settings.nodes))
+    return World(tuple(right), tuple(wrong), policies)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from optim.sapo import TokenLoss
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -48,3 +50,13 @@ class World:
     right: tuple[str, ...]
     wrong: tuple[str, ...]
     policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a world is made with; ``rate`` and ``overlap`` are the linear policy's."""
+
+    nodes: int
+    loss: TokenLoss
+    rate: float
+    overlap: float

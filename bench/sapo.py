@@ -37,24 +37,23 @@ if not __package__:  # run as a file: the folder above is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench._tiny import tiny_world
-from bench._world import Completion, Group, World
+from bench._world import Completion, Group, Settings, World
 from optim.rollouts import Candidate, select
-from optim.sapo import LOSSES, Completions, TokenLoss, group_advantages, policy_loss
+from optim.sapo import LOSSES, Completions, group_advantages, policy_loss
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 POISONED = (4, 4)
 GROUP = 8  # completions of a question
 QUESTIONS, ANSWERS, FEATURES = 60, 32, 12
-RATE = 8.0  # of plain gradient ascent; chosen so that 8/0 learns neither all nor nothing in 150 rounds
 
 
 class Linear:
     """A softmax of features times weights, trained by plain gradient ascent. A completion is one token, the number of an answer."""
 
-    def __init__(self, features: Tensor, right: Tensor, loss: TokenLoss, seed: int) -> None:
-        self.features, self.right, self.loss = features, right, loss
+    def __init__(self, features: Tensor, right: Tensor, settings: Settings, seed: int) -> None:
+        self.features, self.right, self.loss = features, right, settings.loss
         self.weights = torch.zeros(features.shape[1], ANSWERS, dtype=torch.float64, requires_grad=True)
-        self.optimizer = torch.optim.SGD([self.weights], lr=RATE)
+        self.optimizer = torch.optim.SGD([self.weights], lr=settings.rate)
         self.generator = torch.Generator().manual_seed(seed)
 
     def _log_probs(self) -> Tensor:
@@ -88,21 +87,21 @@ class Linear:
             return float(self._log_probs().gather(1, self.right[:, None]).exp().mean())
 
 
-def linear_world(nodes: int, seed: int, loss: TokenLoss) -> World:
+def linear_world(settings: Settings, seed: int) -> World:
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randn(QUESTIONS, FEATURES, generator=generator, dtype=torch.float64) / FEATURES**0.5
-    features = torch.cat([shared, torch.eye(QUESTIONS, dtype=torch.float64)], 1)
+    features = torch.cat([settings.overlap * shared, torch.eye(QUESTIONS, dtype=torch.float64)], 1)
     right = torch.randint(ANSWERS, (QUESTIONS,), generator=generator)
     wrong = (right + torch.randint(1, ANSWERS, (QUESTIONS,), generator=generator)) % ANSWERS
-    seeds = torch.randint(2**62, (nodes,), generator=generator).tolist()
-    policies = tuple(Linear(features, right, loss, number) for number in seeds)
+    seeds = torch.randint(2**62, (settings.nodes,), generator=generator).tolist()
+    policies = tuple(Linear(features, right, settings, number) for number in seeds)
     return World(tuple(map(str, right.tolist())), tuple(map(str, wrong.tolist())), policies)
 
 
 USUAL_LOSS = {"linear": "sapo", "tiny": "positive"}
 
-WORLDS: dict[str, Callable[[int, int, TokenLoss], World]] = {"linear": linear_world, "tiny": tiny_world}
-"""By the name of the policy: makes a world from the number of nodes, the seed and the loss."""
+WORLDS: dict[str, Callable[[Settings, int], World]] = {"linear": linear_world, "tiny": tiny_world}
+"""By the name of the policy: makes a world from the settings and a seed."""
 
 
 def rewards_of(group: Group, answer: str) -> tuple[float, ...]:
@@ -169,6 +168,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=count, default=5, help="runs of each row")
     parser.add_argument("--rounds", type=count, default=150)
     parser.add_argument("--loss", choices=sorted(LOSSES), help="[default: sapo for linear, positive for tiny]")
+    parser.add_argument("--rate", type=float, default=8.0, help="linear: learning rate, of plain gradient ascent")
+    parser.add_argument(
+        "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     if options.nodes < 2:
@@ -176,8 +179,10 @@ def main() -> None:
     torch.set_num_threads(1)
     options.loss = options.loss or USUAL_LOSS[options.policy]
 
+    settings = Settings(options.nodes, LOSSES[options.loss], options.rate, options.overlap)
+
     def make(seed: int) -> World:
-        return WORLDS[options.policy](options.nodes, seed, LOSSES[options.loss])
+        return WORLDS[options.policy](settings, seed)
 
     cases: dict[str, dict[str, Any]] = {f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES}
     cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
@@ -190,7 +195,8 @@ def main() -> None:
     if options.json:
         about = {"policy": options.policy, "nodes": options.nodes, "seeds": options.seeds, "rounds": options.rounds}
         machine = {"python": platform.python_version(), "torch": torch.__version__}
-        print(json.dumps({**about, "loss": options.loss, **machine, "rows": rows}))
+        how = {"loss": options.loss, "rate": options.rate, "overlap": options.overlap}
+        print(json.dumps({**about, **how, **machine, "rows": rows}))
 
 
 if __name__ == "__main__":

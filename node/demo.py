@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from node.checkpoint import check_writable
 from node.config import Settings, assignment, load, resolve_device
 from node.display import Display, make_display
-from node.exchange import check_exchange
 from node.exit_codes import ExitCode
 from node.hooks import load_task
 from node.membership import task_label
@@ -153,7 +152,6 @@ def run_demo(
     # What cannot work is said here, at once and once, and not by every node.
     load_task(hooks, settings.task.options)
     resolve_device(device)
-    check_exchange(settings.outer)
     began = time.monotonic()
     if keep is not None:
         check_writable(keep)

@@ -49,9 +49,8 @@ def _number(value: float | None, form: str) -> str:
 def describe(info: RoundRecord) -> str:
     """One round in one line."""
     partner = f"with {clean(info.partner)}" if info.partner is not None else "alone"
-    distance = f", distance {_number(info.distance, '.4f')}" if info.distance is not None else ""
     return (
-        f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}{distance}, "
+        f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}, "
         f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s"
     )
 

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from node.membership import Membership
-from node.outer import OuterError
-from optim import METHODS, method_named
+from optim import method_named
 from swarm.exchange import SwarmExchange
+from swarm.group import GroupExchange
 from swarm.manifest import OuterSettings
 
 
-def check_exchange(outer: OuterSettings) -> None:
-    """OuterError if nodes cannot yet meet as the method wants."""
+def make_exchange(
+    membership: Membership, outer: OuterSettings, *, seed: int, model: str, fragments: int = 1
+) -> SwarmExchange | GroupExchange:
+    """The exchange of the swarm's method. ``fragments``: that its optimizer sends in turn."""
     if method_named(outer.method).group == "everyone":
-        able = ", ".join(name for name, method in METHODS.items() if method.group != "everyone")
-        raise OuterError(f"The method {outer.method!r} averages over everyone, which swarms cannot do yet: choose one of {able}.")
-
-
-def make_exchange(membership: Membership, outer: OuterSettings, *, seed: int, model: str) -> SwarmExchange:
-    """The exchange of the swarm's method. OuterError if there is none yet."""
-    check_exchange(outer)
+        return GroupExchange(
+            membership.host,
+            membership.identity,
+            swarm=membership.swarm,
+            model=model,
+            seed=seed,
+            members=membership.directory.members,
+            look=membership.directory.look,
+            fragments=fragments,
+            quorum=outer.quorum,
+            grace=outer.grace_s,
+            max_group=outer.max_group,
+            # A mask belongs to its round: in another one the others would send other values.
+            follow=outer.method != "sparta",
+            wait=outer.wait_s,
+            chunk_timeout=outer.chunk_timeout_s,
+            exchange_timeout=outer.exchange_timeout_s,
+        )
     return SwarmExchange(
         membership.host,
         membership.identity,

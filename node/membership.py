@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -14,6 +14,7 @@ from node.config import Settings
 from node.hooks import BUILT_IN, HookError
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
+from optim.codec import Shape
 from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.errors import NetworkError
 from swarm.host import Host
@@ -166,8 +167,10 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
     return Shard(min(range(manifest.shards), key=preference), manifest.shards, seed)
 
 
-def catch_up(membership: Membership, model: str, shapes: list[tuple[int, ...]]) -> State | None:
-    """Slow weights and round of a swarm that is under way; None if nobody else has finished a round yet.
+def catch_up(
+    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]]
+) -> State | None:
+    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
 
     Raises:
         ModelDiffersError: this node's model does not fit.
@@ -179,7 +182,7 @@ def catch_up(membership: Membership, model: str, shapes: list[tuple[int, ...]]) 
         others = [m for m in others if m.model == model and m.state == "training" and m.round > 0]
     # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
     givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
-    state = fetch_state(membership.host, membership.swarm, model, shapes, givers)
+    state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)
     if not fits:
         raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
     if state is None and givers:

@@ -40,8 +40,8 @@ class RoundRecord:
     """Seconds for which training stood still for the network."""
     loss: float | None
     """Mean training loss of the round's inner steps, nats."""
-    distance: float | None
-    """Root-mean-square distance to the partner's slow weights over their root-mean-square norm, if it was measured."""
+    weights: str | None
+    """A digest of the fragment's slow weights, where all nodes of a group should hold the same."""
 
 
 def _plain(value: Value) -> Value:

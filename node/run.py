@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from node import checkpoint
+from node.anchor import Anchor
 from node.config import Settings, resolve_device
 from node.display import Display
-from node.exchange import check_exchange, make_exchange
+from node.exchange import make_exchange
 from node.hooks import load_task
 from node.membership import (
     RL,
@@ -36,7 +37,8 @@ from node.rl.task import RLTask
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
-from optim import Alone, RoundInfo
+from optim import FLOAT32, Alone, RoundInfo
+from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
 from swarm.identity import Identity
@@ -146,7 +148,6 @@ class NodeRun:
         return load_task(self.settings.task.hooks, {**self.settings.task.options, **own_data(self.settings)})
 
     def _make_trainer(self) -> None:
-        check_exchange(self.settings.outer)  # before any training, and before a swarm is made that nobody can train in
         self.trainer = Trainer(
             self._task(),
             self.settings.outer,
@@ -174,10 +175,14 @@ class NodeRun:
             self.directory.refresh(10.0)
         shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
-        together = not (settings.task.hooks == RL and settings.outer.method == "none")
-        state = catch_up(membership, digest, shapes) if self.link is not None and together else None
-        self.exchange = make_exchange(membership, settings.outer, seed=settings.train.seed, model=digest)
+        alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
+        extra = {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in trainer.opt.shared.items()}
+        state = None if alone else catch_up(membership, digest, shapes, extra)
+        self.exchange = make_exchange(
+            membership, settings.outer, seed=settings.train.seed, model=digest, fragments=trainer.opt.fragments
+        )
         self.state_server = StateServer(self.host, swarm, digest, shapes)
+        self.anchor = Anchor(membership, digest, self.state_server, trainer.opt)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
@@ -214,7 +219,8 @@ class NodeRun:
             if state is not None:
                 opt.round = max(opt.round, state.round)
         elif state is not None:
-            opt.adopt(state.slow, round=state.round, into_model=True)
+            opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
+            self.anchor.joined(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
@@ -283,7 +289,10 @@ class NodeRun:
 
     def _after_step(self) -> None:
         opt, every = self.trainer.opt, self.settings.train.eval_every
-        self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow))
+        if self.anchor.settle():
+            self.exchange.next_round = opt.round
+            self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
+        self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
         if self._save_due:  # not in the middle of the step: scheduler and gradients must fit
             self._save_due = False
             self._save()
@@ -293,8 +302,10 @@ class NodeRun:
     def _on_round(self, info: RoundInfo) -> None:
         opt, traffic, result = self.trainer.opt, self.host.traffic, self.result
         # A node that fell behind met the others in a later round than its own: go on from there.
+        moved = self.exchange.next_round > opt.round
         opt.round = max(opt.round, self.exchange.next_round)
         self.exchange.next_round = opt.round
+        self.anchor.saw(info, moved=moved)
         partner = next((peer for peer in info.members if peer != self.host.peer_id), None)
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1
@@ -310,7 +321,7 @@ class NodeRun:
             lag=info.lag,
             wait_s=self.exchange.waited - self._waited,
             loss=self.trainer.round_loss(),
-            distance=None,
+            weights=self._digest(info.key.fragment),
         )
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
@@ -320,6 +331,12 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self._save_due = every > 0 and result.rounds % every == 0
+
+    def _digest(self, fragment: int) -> str | None:
+        opt = self.trainer.opt
+        if not opt.anchored or fragment >= opt.fragments:
+            return None
+        return digest(FLOAT32.encode(opt.slow_of(fragment)).numpy().data).hex()[:16]
 
     def _keep_slow(self, number: int) -> None:
         folder = self.folder / ROUNDS

@@ -15,6 +15,7 @@ from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
 from optim.codec_auto import AutoCodec
 from optim.codec_feedback import ErrorFeedback
 from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
+from optim.distributed import Distributed
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from optim.fragments import strided
 from optim.length import RoundLength, Seconds, Steps, Tokens
@@ -64,6 +65,7 @@ __all__ = [
     "Delayed",
     "DiLoCo",
     "DiLoCoRule",
+    "Distributed",
     "Eager",
     "EagerRule",
     "ErrorFeedback",

@@ -1,15 +1,16 @@
 """What an outer optimizer asks of a network: hand in tensors for a round, get the weighted mean with some peers, or nothing.
 
-Three implementations pass one test-suite: ``Alone`` and ``Simulation`` (here, in one process), ``swarm.exchange.SwarmExchange``
-(libp2p). An exchange never raises because of a peer, never hangs and never returns a partly averaged tensor: if nobody answered
-in time, or the pair could not both commit, the result is ``None`` and the rule goes on with the own contribution alone.
+The implementations pass one test-suite (tests/exchanges): ``Simulation`` (in one process), ``Distributed`` (torch.distributed) and
+``swarm.exchange.SwarmExchange`` (libp2p); ``Alone`` is here. An exchange never raises because of a peer, never hangs and never
+returns a partly averaged tensor: if nobody answered in time, or the pair could not both commit, the result is ``None`` and the
+rule goes on with the own contribution alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -57,7 +58,16 @@ class Exchange(Protocol):
         ...
 
 
-def weighted_mean(contributions: Sequence[tuple[str, float, Sequence[Tensor]]]) -> Mean:
+@runtime_checkable
+class TellsAbsence(Protocol):
+    """An exchange in which the others would wait for a peer that has nothing to contribute, unless it says so."""
+
+    def absent(self, key: RoundKey) -> None:
+        """Stay out of this round; returns at once."""
+        ...
+
+
+def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]]) -> Mean:
     """Weighted mean of (peer id, weight, tensors), computed in place of the first peer's tensors (in order of peer id).
 
     The order of additions depends only on the peer ids, so every member gets the same bits. With two equal weights each
@@ -67,13 +77,14 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Sequence[Tensor]]]) 
         raise ValueError(f"weights must be positive and finite, got {[weight for _, weight, _ in contributions]}")
     ordered = sorted(contributions, key=lambda item: item[0])
     total = sum(weight for _, weight, _ in ordered)
-    _, first_weight, result = ordered[0]
+    _, first_weight, first = ordered[0]
+    result = list(first)
     for tensor in result:
         tensor.mul_(first_weight / total)
     for _, weight, tensors in ordered[1:]:
         for accumulated, tensor in zip(result, tensors, strict=True):
             accumulated.add_(tensor, alpha=weight / total)
-    return Mean(list(result), total, tuple(peer for peer, _, _ in ordered))
+    return Mean(result, total, tuple(peer for peer, _, _ in ordered))
 
 
 class Alone:

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey
+from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsence
 from optim.flight import Flight
 from optim.fragments import positions
 from optim.length import RoundLength, Steps
+from optim.outer_state import OuterState
 from optim.rule import START, RoundFacts, Rule, State, assign
-from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
+from optim.saved import fresh
 from optim.schedule import Schedule, Send
+from optim.shards import check_whole, local, reshard
 from optim.weights import Weight, equal
 
 
@@ -42,7 +44,7 @@ class RoundInfo:
     """Inner steps between sending and applying."""
 
 
-class OuterOptimizer(torch.optim.Optimizer):
+class OuterOptimizer(OuterState):
     """Wraps ``inner``; use it in place of ``inner`` in the training loop.
 
     Args:
@@ -60,10 +62,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         length: of a round, in the schedule's steps, or in tokens or seconds (optim/length.py). Not to be shared by optimizers.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
             is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
-        model: the module, for its buffers.
+        model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
 
     Raises:
-        ValueError: no parameter, parameters that are not floating point, not in exactly one fragment, buffers without a model.
+        ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
     """
 
     def __init__(
@@ -96,12 +98,15 @@ class OuterOptimizer(torch.optim.Optimizer):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
+        check_whole(self._params, model)
+        self._model = model
         self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
-        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in self._params]
-        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in self._params]
+        parts = [local(p) for p in self._params]
+        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
+        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
         self._rounding: dict[int, Tensor] = {}
         """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
@@ -115,6 +120,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         """As told to ``count``."""
         self._sent_at = [(0, 0) for _ in self._parts]
         """Steps and tokens when each fragment was sent last."""
+        self.applied = [-1] * len(self._parts)
+        """The round whose outcome each fragment was given last; -1: none yet."""
         self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,9 +129,6 @@ class OuterOptimizer(torch.optim.Optimizer):
         if hasattr(self, "slow"):
             raise ValueError("add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged")
         super().add_param_group(param_group)
-
-    def _share_with_inner(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -155,7 +159,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _read_fast(self, part: Sequence[int]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
         self._synchronize()
         # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
@@ -163,11 +167,6 @@ class OuterOptimizer(torch.optim.Optimizer):
         for index in part:
             if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
                 self._fast[index].add_(self._lost(index))
-
-    def _lost(self, index: int) -> Tensor:
-        """Lost by rounding when the model was given its present starting point: the slow weights unless noted."""
-        slow = self.slow[index]
-        return self._rounding[index] if index in self._rounding else slow - slow.to(self._params[index].dtype)
 
     @torch.no_grad()
     def _restart(self, part: Sequence[int]) -> None:
@@ -182,9 +181,10 @@ class OuterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
         for index in part:
-            param = self._params[index]
+            param = local(self._params[index])
             param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
+        reshard(self._model)
 
     def _synchronize(self) -> None:
         for device in {p.device for p in self._params if p.is_cuda}:
@@ -220,6 +220,8 @@ class OuterOptimizer(torch.optim.Optimizer):
             handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
         else:
             handle = Nobody()
+            if isinstance(self.exchange, TellsAbsence):
+                self.exchange.absent(facts.key)
         self._in_flight[fragment].append(Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0))
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
@@ -261,6 +263,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             assign(self._buffers, mean.tensors[count:])
         # Only now: had anything above raised, a second call would find the exchange still there.
         self._in_flight[fragment].remove(flight)
+        self.applied[fragment] = facts.key.round
         self._report(facts.key, mean, lag)
 
     def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:
@@ -272,7 +275,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
         everything = range(len(self._params))
         with torch.no_grad():
-            kept = [param.detach().clone() for param in self._params]
+            kept = [local(param).detach().clone() for param in self._params]
         self._write(everything, self.slow)
         try:
             yield
@@ -301,90 +304,3 @@ class OuterOptimizer(torch.optim.Optimizer):
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
         self._report(key, mean, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on. Exchanges in flight are not kept: what they carry is sent again with the next contribution.
-
-        Bit-identical at any step at which nothing is in flight (always, when means are applied at once).
-        """
-        rule = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.rule_state.items()}
-        for fragment, flights in self._in_flight.items() if START in rule else ():
-            for flight in flights:
-                for index, motion in zip(self._parts[fragment], flight.contribution, strict=True):
-                    rule[START][index].add_(motion)
-        return {
-            "inner": self.inner.state_dict(),
-            "slow": [tensor.clone() for tensor in self.slow],
-            "rounding": {index: tensor.clone() for index, tensor in self._rounding.items()},
-            "rule": rule,
-            "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
-            "steps": self.steps,
-            "position": self.position,
-            "length": self.length.state_dict(),
-            "round": self.round,
-            "tokens": self.tokens,
-            "sent_at": [list(pair) for pair in self._sent_at],
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned (the model's own weights are the user's to restore).
-
-        Raises:
-            ValueError: shapes differ from this model's, or another method saved it; nothing is changed then.
-        """
-        rule_state = self.rule.initial(self.slow)
-        check_shapes("the saved outer state 'slow'", state_dict["slow"], self.slow)
-        for name, tensors in state_dict["rule"].items():
-            if name not in rule_state:
-                raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
-            check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
-        sent_at = [(int(steps), int(tokens)) for steps, tokens in state_dict.get("sent_at", self._sent_at)]
-        if len(sent_at) != len(self._parts):
-            raise ValueError(f"the saved outer state has {len(sent_at)} fragments, this optimizer {len(self._parts)}")
-        self.inner.load_state_dict(state_dict["inner"])
-        self._share_with_inner()
-        for codec, saved in zip(self._codecs, state_dict.get("codecs", ()), strict=False):
-            if isinstance(codec, Stateful):
-                codec.load_state_dict(saved)
-        in_place(self.slow, state_dict["slow"])
-        device = self.slow[0].device
-        self._rounding = {int(i): t.to(device, torch.float32, copy=True) for i, t in state_dict.get("rounding", {}).items()}
-        self.rule_state = rule_state  # what a checkpoint from before the first round lacks is as it was then
-        for name, tensors in state_dict["rule"].items():
-            in_place(rule_state[name], tensors)
-        self._drop()
-        self.steps, self.round = int(state_dict["steps"]), int(state_dict["round"])
-        self.tokens, self._sent_at = int(state_dict.get("tokens", 0)), sent_at
-        self.position = int(state_dict.get("position", self.steps))
-        self.length.load_state_dict(state_dict.get("length", {}), self.tokens)
-
-    @torch.no_grad()
-    def adopt(self, slow: list[Tensor], *, round: int, into_model: bool = False) -> None:
-        """Take over slow weights and the round of a running swarm, dropping what is in flight.
-
-        ``into_model`` also starts the fast weights there, as a joiner does. ValueError if shapes differ (nothing is changed).
-        """
-        check_shapes("the given list of slow weights", slow, self.slow)
-        everything = range(len(self._params))
-        if not into_model:  # the model goes on from where it is, so what it could not hold stays what it was
-            self._rounding.update({i: self._lost(i) for i in everything if self._params[i].dtype.itemsize < 4})
-        in_place(self.slow, slow)
-        self.round = round
-        self._drop()
-        if into_model:
-            self._codecs = [fresh(codec) for codec in self._codecs]
-            self.codec = self._codecs[0]
-            assign(self._fast, self.slow)
-            self._restart(everything)
-            if START in self.rule_state:
-                assign(self.rule_state[START], self.slow)
-
-    def _unsent(self, fragment: int) -> list[Tensor] | None:
-        """The contribution whose exchange is under way."""
-        return next((flight.contribution for flight in self._in_flight[fragment] if not flight.landed), None)
-
-    def _drop(self) -> None:
-        for fragment, flights in self._in_flight.items():
-            for flight in flights:
-                flight.drop(self._codecs[fragment])
-            flights.clear()

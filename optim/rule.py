@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +66,17 @@ class Rule(Protocol):
         Under a delayed schedule ``mean`` is empty and ``facts.members`` 0 as long as nothing has arrived.
         """
         ...
+
+
+@runtime_checkable
+class Anchored(Protocol):
+    """A rule whose slow weights are the same on all peers of a group, though only displacements are sent.
+
+    Who misses a round drifts away for good, so it should take over the others' slow weights and what is ``shared``.
+    """
+
+    shared: ClassVar[tuple[str, ...]]
+    """Names in the state that are the same on all peers too."""
 
 
 def zeros(slow: Sequence[Tensor]) -> list[Tensor]:

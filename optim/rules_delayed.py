@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class CO2Rule:
     The first round has no mean: fast goes on from where it is.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("momentum", "moved", "usual")
     lr: float = 1.0
     momentum: float = 0.2
     penalty: float | None = None

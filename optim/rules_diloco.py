@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class DiLoCoRule:
     weights, not from the mix. The inner optimizer's state is neither sent nor reset.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("momentum",)
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
@@ -98,6 +100,7 @@ class DecoupledRule:
     choice).
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("momentum",)
     lr: float = 0.7
     momentum: float = 0.9
     plain: frozenset[tuple[int, int]] = frozenset()

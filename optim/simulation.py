@@ -201,6 +201,7 @@ class SimulatedExchange:
 class _Waiting:
     def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float) -> None:
         self.simulation, self.peer, self.key, self.until = simulation, peer, key, until
+        self._mean: Mean | None = None
 
     def done(self) -> bool:
         simulation = self.simulation
@@ -209,6 +210,8 @@ class _Waiting:
 
     def result(self, deadline: float | None = None) -> Mean | None:
         simulation, key = self.simulation, self.key
+        if self._mean is not None:  # its tensors may have been released
+            return self._mean
         until = self.until if deadline is None else min(self.until, simulation.now + deadline)
         simulation._yield(self.peer, until, self.done)
         group = simulation._group(self.peer, key)
@@ -225,4 +228,5 @@ class _Waiting:
             _, weight, tensors = simulation._posted[key, peer]
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
         simulation._release(group, self.peer, key)
-        return weighted_mean(contributions)
+        self._mean = weighted_mean(contributions)
+        return self._mean

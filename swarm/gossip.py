@@ -34,18 +34,18 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from blake3 import blake3
 
-from swarm import parcel as wire
+from swarm import parcel as parcels
 from swarm.errors import MessageError, NetworkError
 from swarm.fetching import FETCH_S, Fetching
 from swarm.identity import Identity
 from swarm.mailbox import Mailbox
-from swarm.messages import M, Message, pack
 from swarm.parcel import Body, Encoding, Notice, Opened, Parcel
 from swarm.pubsub import MAX_MESSAGE
 from swarm.quota import Quota, Quotas
 from swarm.seen import Seen
 from swarm.shelf import Shelf
 from swarm.tally import Tally
+from swarm.wire import M, Message, pack
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -105,7 +105,7 @@ class Topic(Generic[M]):
         self.tally = Tally()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
         self._kind, self._handler = kind, handler
-        self._room = wire.room_for(kind)
+        self._room = parcels.room_for(kind)
         self._shelf = gossip.shelf
         self._fetching = Fetching(gossip.shelf, self._fetched, self.tally.reject, gossip.fetch_s)
         self._quotas = Quotas(quota)
@@ -180,7 +180,7 @@ class Topic(Generic[M]):
             raise MessageError("A message was refused: it was there before.", "replayed")
         self._charge(publisher, 1, len(data))
         self._seen.add((publisher, digest))
-        parcel = wire.open_parcel(data, self._swarm, self._room)
+        parcel = parcels.open_parcel(data, self._swarm, self._room)
         self._charge(publisher, 0, max(0, parcel.size - len(data)))
         self.tally.reject("overflow", len(self._inbox.put((publisher, parcel), len(data))))
 
@@ -202,7 +202,7 @@ class Topic(Generic[M]):
 
     async def _opened(self, encoding: Encoding, size: int, body: bytes, *kinds: type[Message]) -> Opened | None:
         """The record in a body, opened in a worker thread; None if it was rejected."""
-        work = functools.partial(wire.open_body, encoding, size, body, *kinds)
+        work = functools.partial(parcels.open_body, encoding, size, body, *kinds)
         try:
             return await asyncio.get_running_loop().run_in_executor(None, work)
         except MessageError as error:
@@ -225,7 +225,7 @@ class Topic(Generic[M]):
     def _announced(self, publisher: str, notice: Notice) -> None:
         if notice.swarm != self._swarm:
             raise MessageError("A notice of another swarm was refused.", "foreign-swarm")
-        wire.check_size(notice.size, notice.nbytes, self._room)
+        parcels.check_size(notice.size, notice.nbytes, self._room)
         self._charge(publisher, 0, max(notice.size, notice.nbytes))
         self._fetching.want(publisher, notice)
 
@@ -261,11 +261,11 @@ class Topic(Generic[M]):
 
     async def _publish(self, message: M) -> None:
         loop = asyncio.get_running_loop()
-        body: Body = await loop.run_in_executor(None, wire.make_body, message, self._identity)
-        data = wire.make_parcel(self._swarm, body)
+        body: Body = await loop.run_in_executor(None, parcels.make_body, message, self._identity)
+        data = parcels.make_parcel(self._swarm, body)
         if data is None:
             self._shelf.put(body.data)
-            _, data = wire.make_notice(self._swarm, body, self._identity)
+            _, data = parcels.make_notice(self._swarm, body, self._identity)
         for attempt in range(ATTEMPTS):
             await self._up.wait()
             try:

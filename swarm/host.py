@@ -36,8 +36,8 @@ Handler = Callable[[Stream], Awaitable[None]]
 T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
-MAX_HANDLERS = 64  # incoming streams served at once
-MAX_HANDLERS_PER_PEER = 8
+MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
+MAX_HANDLERS_PER_PEER = 16
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
@@ -142,7 +142,7 @@ class Host:
     def serve(self, protocol: str, handler: Handler) -> None:
         """Answer incoming streams of ``protocol`` with ``handler``, which may raise: that is logged and ends the stream.
 
-        At most 64 streams are served at once, 8 per peer; more are refused. When the handler returns, the stream stays open
+        At most 256 streams are served at once, 16 per peer; more are refused. When the handler returns, the stream stays open
         until the caller ends it (at most 2 s), so that nothing sent is lost.
         """
 

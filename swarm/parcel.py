@@ -12,9 +12,10 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from swarm.errors import MessageError
+from swarm.fields import Bytes, PeerId, Sha256, SwarmId
 from swarm.identity import Identity
-from swarm.messages import ENVELOPE, KIB, Bytes, M, Message, PeerId, Sha256, SwarmId, pack, seal, unpack, unseal
 from swarm.pubsub import MAX_MESSAGE
+from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 Encoding = Literal["plain", "zlib"]
 LEVEL = 6  # of zlib: text of 256 KiB takes some 10 ms

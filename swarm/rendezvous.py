@@ -10,11 +10,12 @@ Each peer computes its mate of the round (optim/pairing.py) and calls it. A call
     refuse    our contributions differ, and this is the difference: it will not work in any round
 
 When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
-it. A peer whose mate cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then listens for a
-moment for others in the same plight, then goes on alone. If a transfer breaks off it goes on alone at once, for the time of the
-round is spent. A peer that is told "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one
-that slept, meets the others again. A call is held only by a peer that is behind its caller, so no cycle of peers can wait for
-each other; every wait also ends at the round's deadline.
+it. A peer whose mate cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then calls back those
+whom it turned away meanwhile, then listens for a moment for others in the same plight, then goes on alone. So of two peers that
+are left over and called each other too early, neither listens before it has called the other again. If a transfer breaks off it
+goes on alone at once, for the time of the round is spent. A peer that is told "passed" moves its contribution to the swarm's round
+and tries there: so a slow peer, or one that slept, meets the others again. A call is held only by a peer that is behind its
+caller, so no cycle of peers can wait for each other; every wait also ends at the round's deadline.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from optim.exchange import RoundKey
 from optim.pairing import candidates, mate, rank
+from swarm.contribution import Contribution, shapes_differ
 from swarm.errors import MessageError, NetworkError
 from swarm.identity import Identity
 from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
-from swarm.transfer import Contribution, Received, Transfers
+from swarm.transfer import Received, Transfers
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -60,6 +63,8 @@ class Meeting:
     """Set as soon as a call was accepted; its result is the exchange's."""
     called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set together with ``engaged``."""
+    turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
+    """Peers that called while this node was calling somebody else: it calls them back before it listens."""
     broken: bool = False
     """A transfer began and was not committed."""
     swarm_round: int = 0
@@ -119,7 +124,11 @@ class Rendezvous:
             if partner is None or not order:
                 return None  # the odd one out, whom nobody expects in this round, or the last one here
             moved = False
-            for peer in order[:TRIED]:
+            queue, called_back = deque(order[:TRIED]), 0
+            while queue or (meeting.turned_away and called_back < TRIED):
+                if not queue:
+                    called_back += 1
+                peer = queue.popleft() if queue else meeting.turned_away.popleft()
                 left = deadline - loop.time()
                 received = await self._try(meeting, peer, left if peer == partner else min(left, PROBE_S))
                 if received is not None or meeting.broken:
@@ -306,6 +315,7 @@ class Rendezvous:
             meeting = await self._hold(stream, offer.round)
             taken = meeting is not None
             if meeting is None:
+                self._turn_away(peer, offer.round)
                 return say("busy", "this node did not come to that round in time")
         if meeting.key.round > offer.round:
             return say("passed")
@@ -317,11 +327,19 @@ class Rendezvous:
         if not taken:
             crossing = meeting.dialing == peer
             if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
+                self._turn_away(peer, offer.round)
                 return say("busy")
             if crossing and self._rank(peer, offer.round) > self._rank(self._identity.peer_id, offer.round):
+                self._turn_away(peer, offer.round)  # lest the call of ours on which it waits has just been turned away there
                 return say("wait")
             self._engage(meeting)
         return meeting, Answer(verdict="accept", round=offer.round)
+
+    def _turn_away(self, peer: str, round: int) -> None:
+        """Remember to call back, if this node is then still looking for a partner in that round."""
+        meeting = self._meeting
+        if meeting is not None and meeting.key.round == round and peer not in meeting.turned_away:
+            meeting.turned_away.append(peer)
 
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._seed, round, peer)
@@ -361,13 +379,3 @@ class Rendezvous:
         if reason is None and theirs.nbytes != mine.payload.numel():
             reason = f"the payload has {mine.payload.numel()} bytes here and {theirs.nbytes} there"
         return reason
-
-
-def shapes_differ(mine: tuple[tuple[int, ...], ...], theirs: tuple[tuple[int, ...], ...]) -> str | None:
-    """The first difference between two lists of shapes, in words, or None."""
-    if len(mine) != len(theirs):
-        return f"the model has {len(mine)} tensors here and {len(theirs)} there"
-    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
-        if here != there:
-            return f"tensor {number} has shape {list(here)} here and {list(there)} there"
-    return None

@@ -16,7 +16,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from swarm.messages import KIB, Count, Digest, Label, Message, Nonce, PeerId, SwarmId
+from swarm.fields import Count, Digest, Label, Nonce, PeerId, SwarmId
+from swarm.wire import KIB, Message
 
 MAX_COMPLETIONS = 64
 MAX_TEXT = 32 * KIB  # bytes of one completion in UTF-8

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from swarm.errors import MessageError
-from swarm.messages import pack, unpack
 from swarm.parcel import BodyReply, BodyRequest
+from swarm.wire import pack, unpack
 
 if TYPE_CHECKING:
     from swarm.host import Host

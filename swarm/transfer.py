@@ -26,16 +26,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from optim.codec import Codec, Shape, buffer
-from optim.exchange import RoundKey
+from optim.codec import buffer
+from swarm.contribution import Contribution, finite
 from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
+from swarm.handle import Decision
 from swarm.messages import Abort, Commit, M, Message, Offer, OutcomeReply, OutcomeRequest, Ready, pack, unpack
 
 if TYPE_CHECKING:
@@ -51,39 +51,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What one peer brings to one round: ``payload`` is a uint8 tensor, encoded by ``codec`` from tensors of ``shapes``."""
-
-    key: RoundKey
-    payload: Tensor
-    shapes: tuple[Shape, ...]
-    codec: Codec
-    weight: float
-    sha256: bytes
-    decision: Decision = field(default_factory=lambda: Decision())
-
-    def view(self) -> memoryview:
-        """The payload's bytes, without a copy."""
-        return self.payload.numpy().data
-
-
-@dataclass(frozen=True)
 class Received:
     """A partner's whole, verified contribution, and what was decided with it."""
 
     peer: str
     weight: float
     tensors: list[Tensor]
-
-
-@dataclass
-class Decision:
-    """What became of a contribution; written in the host's loop only, in one assignment, and never twice."""
-
-    received: Received | None = None
-    """Set at the commit."""
-    closed: bool = False
-    """The training thread has gone on alone: nothing may be committed any more."""
 
 
 class Transfers:
@@ -141,14 +114,14 @@ class Transfers:
                 tensors = await asyncio.to_thread(mine.codec.decode, scratch, mine.shapes)
             except ValueError as error:  # what a codec raises at bytes that its other side never made
                 problem = f"its payload is not {mine.codec.name}: {error}"
-            if not await asyncio.to_thread(_finite, tensors):
+            if not await asyncio.to_thread(finite, tensors):
                 problem = "its weights hold NaN or infinity"
         if problem is not None:
             await self._tell(stream, Abort(nonce=theirs.nonce, reason=problem))
             raise MessageError(f"peer …{stream.peer_id[-8:]} was refused: {problem}.")
         return Received(stream.peer_id, theirs.weight, tensors)
 
-    async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision) -> None:
+    async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
         """The caller's half of the confirm."""
         reply = await self._hear(stream, Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
@@ -160,7 +133,7 @@ class Transfers:
             decision.received = received
             await self._tell(stream, Commit(nonce=offer.nonce))
 
-    async def _follow(self, stream: Stream, offer: Offer, received: Received, decision: Decision) -> None:
+    async def _follow(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
         """The callee's half of the confirm."""
         await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
         try:
@@ -207,8 +180,3 @@ class Transfers:
             await stream.send(pack(message), self.chunk_timeout)
         except NetworkError as error:
             log.info("%s was not sent: %s", message.KIND, error)
-
-
-def _finite(tensors: Sequence[Tensor]) -> bool:
-    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
-    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

@@ -7,21 +7,25 @@ for shape, size, digest and finiteness in scratch, and used as a whole or not at
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from optim.codec import FLOAT32
+from optim.codec import FLOAT32, Shape
+from swarm.contribution import finite, shapes_differ
 from swarm.digest import HashList, digest
 from swarm.errors import MessageError, NetworkError, ShoalError
+from swarm.fields import pack_shapes
 from swarm.link import Link
 from swarm.manifest import Manifest, open_manifest
 from swarm.messages import Answer, ManifestReply, ManifestRequest, StateHeader, StateRequest, pack, unpack
-from swarm.rendezvous import shapes_differ
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -45,6 +49,10 @@ class State:
     round: int
     step: int
     slow: list[Tensor]
+    extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    """What the giver's rule shares beside them, DiLoCo's momentum for instance; float32, under the rule's own names."""
+    applied: Sequence[int] = ()
+    """For each fragment the round whose outcome is in it; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class _Snapshot:
     step: int
     payload: Tensor
     sha256: bytes
+    extra: tuple[tuple[str, bytes], ...]
+    applied: bytes
 
 
 def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
@@ -112,14 +122,20 @@ class StateServer:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
         self._wanted: list[asyncio.Future[_Snapshot]] = []
+        self.astray = False
+        """This node's own weights have drifted away from the group's."""
         host.serve(STATE_PROTOCOL, self._answer)
 
     def offer(self, snapshot: Callable[[], State]) -> None:
         """Called by the training thread between steps; makes a snapshot only if somebody waits for one."""
         if self._wanted:
             state = snapshot()
-            payload = FLOAT32.encode(state.slow)  # here, for the next step changes the weights
-            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data))
+            names = sorted(state.extra)
+            tensors = [*state.slow, *(tensor for name in names for tensor in state.extra[name])]
+            payload = FLOAT32.encode(tensors)  # here, for the next step changes the weights
+            extra = tuple((name, _shapes_digest([tuple(t.shape) for t in state.extra[name]])) for name in names)
+            applied = struct.pack(f"<{len(state.applied)}Q", *(round + 1 for round in state.applied))
+            taken = _Snapshot(state.round, state.step, payload, digest(payload.numpy().data), extra, applied)
             self._host.call(self._hand_out(taken), SMALL_S)
 
     async def _hand_out(self, snapshot: _Snapshot) -> None:
@@ -135,7 +151,12 @@ class StateServer:
             return
         if request.model != self._model:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
-            await self._send_header(stream, 0, 0, bytes(32))
+            nothing = _Snapshot(0, 0, torch.empty(FLOAT32.nbytes(self._shapes), dtype=torch.uint8), bytes(32), (), b"")
+            await stream.send(pack(self._header(nothing)), SMALL_S)
+            return
+        # Two that have drifted from each other must not swap their weights: the one with the lower peer id keeps its own.
+        if request.astray and self.astray and stream.peer_id < self._host.peer_id:
+            await stream.send(pack(Answer(verdict="refuse", reason="its own have drifted too", round=0)), SMALL_S)
             return
         future: asyncio.Future[_Snapshot] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
@@ -144,24 +165,30 @@ class StateServer:
         except asyncio.TimeoutError:
             await stream.send(pack(Answer(verdict="busy", reason="no step was finished in 60 s", round=0)), SMALL_S)
             return
-        await self._send_header(stream, taken.round, taken.step, taken.sha256)
+        await stream.send(pack(self._header(taken)), SMALL_S)
         await stream.swap(taken.payload.numpy().data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))
         await stream.drained(SMALL_S)
 
-    async def _send_header(self, stream: Stream, round: int, step: int, sha256: bytes) -> None:
-        header = StateHeader(
-            round=round,
-            step=step,
-            nbytes=FLOAT32.nbytes(self._shapes),
+    def _header(self, taken: _Snapshot) -> StateHeader:
+        return StateHeader(
+            round=taken.round,
+            step=taken.step,
+            nbytes=taken.payload.numel(),
             shapes=self._shapes,
             dtype="float32",
-            sha256=sha256,
+            sha256=taken.sha256,
+            extra=taken.extra,
+            applied=taken.applied,
         )
-        await stream.send(pack(header), SMALL_S)
 
 
 async def _fetch(
-    host: Host, peer: str, addresses: Sequence[str], request: StateRequest, shapes: Sequence[tuple[int, ...]]
+    host: Host,
+    peer: str,
+    addresses: Sequence[str],
+    request: StateRequest,
+    shapes: Sequence[Shape],
+    extra: Mapping[str, Sequence[Shape]],
 ) -> State:
     stream = await host.open(peer, STATE_PROTOCOL, addresses=addresses, timeout=SMALL_S)
     try:
@@ -175,8 +202,17 @@ async def _fetch(
             raise ModelDiffersError(
                 f"This node's model does not fit the swarm: {difference} (in the swarm); use the task and options of the swarm."
             )
-        if reply.nbytes != FLOAT32.nbytes(shapes) or reply.dtype != "float32":
-            raise MessageError(f"peer …{peer[-8:]} announced weights of {reply.nbytes} bytes, {FLOAT32.nbytes(shapes)} fit here.")
+        names = [name for name, _ in reply.extra]
+        unknown = [name for name, shaped in reply.extra if name not in extra or shaped != _shapes_digest(extra[name])]
+        if unknown or len(set(names)) < len(names):
+            raise MessageError(f"peer …{peer[-8:]} hands out a state {unknown or names} that does not fit this node's outer rule.")
+        # What is allocated follows from this node's own shapes, whatever the peer says.
+        every = [*shapes, *(shape for name in names for shape in extra[name])]
+        if reply.nbytes != FLOAT32.nbytes(every) or reply.dtype != "float32":
+            raise MessageError(f"peer …{peer[-8:]} announced weights of {reply.nbytes} bytes, {FLOAT32.nbytes(every)} fit here.")
+        if len(reply.applied) % 8:
+            raise MessageError(f"peer …{peer[-8:]} sent a malformed list of rounds.")
+        applied = [round - 1 for (round,) in struct.iter_unpack("<Q", reply.applied)]
         scratch = torch.empty(reply.nbytes, dtype=torch.uint8)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
@@ -185,30 +221,56 @@ async def _fetch(
         )
     finally:
         stream.close()
-    slow = FLOAT32.decode(scratch, shapes)
-    if hashes.digest() != reply.sha256 or not all(bool(tensor.isfinite().all()) for tensor in slow):
+    tensors = FLOAT32.decode(scratch, every)
+    if hashes.digest() != reply.sha256 or not finite(tensors):
         raise MessageError(f"the weights from peer …{peer[-8:]} are damaged or not finite and were not used.")
-    return State(reply.round, reply.step, slow)
+    rest = iter(tensors[len(shapes) :])
+    shared = {name: [next(rest) for _ in extra[name]] for name in names}
+    return State(reply.round, reply.step, tensors[: len(shapes)], shared, applied)
 
 
 def fetch_state(
     host: Host,
     swarm: str,
     model: str,
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[Shape],
     givers: Sequence[tuple[str, Sequence[str]]],
+    extra: Mapping[str, Sequence[Shape]] | None = None,
 ) -> State | None:
     """Slow weights from the first of ``givers`` (peer id, addresses) that hands them out whole; None if none does.
+
+    ``extra``: the shapes of what this node's rule takes over beside them, under its names. A giver may have less, never other.
 
     Raises:
         ModelDiffersError: a giver's model has other shapes; the sentence names the first difference.
     """
-    for peer, addresses in givers:
-        try:
-            return host.call(_fetch(host, peer, addresses, StateRequest(swarm=swarm, model=model), shapes), 700.0)
-        except (NetworkError, MessageError) as error:
-            log.warning("no weights from peer …%s: %s", peer[-8:], error)
-    return None
+    return begin_fetch(host, StateRequest(swarm=swarm, model=model), shapes, givers, extra).result(700.0 * max(len(givers), 1))
+
+
+def begin_fetch(
+    host: Host,
+    request: StateRequest,
+    shapes: Sequence[Shape],
+    givers: Sequence[tuple[str, Sequence[str]]],
+    extra: Mapping[str, Sequence[Shape]] | None = None,
+) -> concurrent.futures.Future[State | None]:
+    """As ``fetch_state``, but without waiting."""
+
+    async def ask() -> State | None:
+        for peer, addresses in givers:
+            try:
+                return await asyncio.wait_for(_fetch(host, peer, addresses, request, shapes, extra or {}), 700.0)
+            except (NetworkError, MessageError) as error:
+                log.warning("no weights from peer …%s: %s", peer[-8:], error)
+            except asyncio.TimeoutError:
+                log.warning("no weights from peer …%s: it took longer than 700 s", peer[-8:])
+        return None
+
+    return host.submit(ask())
+
+
+def _shapes_digest(shapes: Sequence[Shape]) -> bytes:
+    return hashlib.sha256(pack_shapes(tuple(shapes))).digest()
 
 
 def _in(seconds: float) -> float:

@@ -4,6 +4,12 @@ import re
 from pathlib import Path
 
 from swarm.directory import MAX_ADDRESSES
+from swarm.group_allreduce import PART, SMALLEST
+from swarm.group_decisions import DECISION_PROTOCOL
+from swarm.group_join import LEADER_PROTOCOL
+from swarm.group_line import BEATS
+from swarm.group_messages import GroupDecision, GroupReady
+from swarm.group_reduction import PAYLOAD_PROTOCOL
 from swarm.host import MAX_HANDLERS, MAX_HANDLERS_PER_PEER
 from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
 from swarm.link import MAX_CHARS
@@ -20,7 +26,7 @@ from swarm.trie import CAP
 from swarm.welcome import MANIFEST_PROTOCOL, STATE_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {Member.KIND, Manifest.KIND, Offer.KIND, Notice.KIND, Rollout.KIND}
+SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout)}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -30,8 +36,9 @@ def test_every_message_is_in_the_table_with_its_limit():
 
 
 def test_every_protocol_is_in_the_table():
-    rows = re.findall(r"^\| `(/shoal/[a-z]+/\d+)` \|", PAGE, re.M)
-    assert sorted(rows) == sorted([EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, MANIFEST_PROTOCOL, STATE_PROTOCOL, BODY_PROTOCOL])
+    rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
+    served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
+    assert sorted(rows) == sorted([*served, STATE_PROTOCOL, BODY_PROTOCOL])
 
 
 def test_deadlines_are_the_defaults():
@@ -45,9 +52,13 @@ def test_deadlines_are_the_defaults():
 def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {ENVELOPE} bytes longer" in PAGE
     assert f"at most {MAX_HANDLERS} streams at a time, {MAX_HANDLERS_PER_PEER} per peer" in PAGE
+    assert f"parts of at most {PART // 1024} KiB" in PAGE
+    assert (BEATS, SMALLEST) == (4, 4)
+    assert "four times in each chunk timeout" in PAGE
+    assert "four members or more" in PAGE
     assert f"holds fewer than {CAP} others" in PAGE
     assert f"holds 1 to {LINK_ADDRESSES} addresses and at most\n{MAX_CHARS} characters" in PAGE
     assert MAX_ADDRESSES <= LINK_ADDRESSES
-    assert f"most {MAX_MESSAGE} bytes and is a `parcel`" in PAGE
+    assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
     assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE

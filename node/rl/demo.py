@@ -17,7 +17,6 @@ from node.checkpoint import check_writable
 from node.config import Settings, assignment, load, resolve_device
 from node.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, read_line, settings_toml
 from node.display import Display, make_display
-from node.exchange import check_exchange
 from node.rl.session import make_task
 from node.rl.tiny import HABITS
 from node.run import METRICS, RESULT
@@ -58,7 +57,6 @@ def run_demo(
     )
     make_task(settings)  # what cannot work is said here, at once and once, and not by every node
     resolve_device(device)
-    check_exchange(settings.outer)
     began = time.monotonic()
     if keep is not None:
         check_writable(keep)

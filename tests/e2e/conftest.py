@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from optim.pairing import rank
+
 STARTUP_S = 60.0
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
 
@@ -261,6 +263,18 @@ class Nursery:
         for peer in two:
             peer.wait("met")
         return two
+
+    def group(self, count, **limits):
+        """Workers with hosts that know each other, for group exchanges; in the order in which they lead round 0."""
+        peers = [self.worker() for _ in range(count)]
+        for peer in peers:
+            peer.tell("host")
+        places = [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in peers]
+        for peer in peers:
+            peer.tell("group", places=places, **limits)
+        for peer in peers:
+            peer.wait("met")
+        return sorted(peers, key=lambda peer: rank(0, 0, peer.wait("host")["peer"]))
 
     def left(self, pid):
         """Daemon, guard and socket folder of a worker."""

@@ -19,6 +19,9 @@ import torch
 from optim import NoLoCo, RoundKey
 from swarm import digest as digest_module
 from swarm.exchange import SwarmExchange
+from swarm.group import GroupExchange
+from swarm.group_allreduce import _Runner
+from swarm.group_decisions import Decisions
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.messages import Commit, Member, Ready
@@ -59,6 +62,13 @@ def memory():
     return tuple(int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
 
 
+def member(peer, addresses):
+    return Member(
+        swarm=SWARM, peer=peer, name="worker", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
+        shard=0, shards=1, model=MODEL, state="training", issued=time.time(), version="0",
+    )  # fmt: skip
+
+
 class Worker:
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX)
@@ -81,12 +91,6 @@ class Worker:
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
     def do_meet(self, other, **limits):
-        def member(peer, addresses):
-            return Member(
-                swarm=SWARM, peer=peer, name="worker", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
-                shard=0, shards=1, model=MODEL, state="training", issued=time.time(), version="0",
-            )  # fmt: skip
-
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
         hold = Rendezvous._hold
 
@@ -99,6 +103,18 @@ class Worker:
             self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits
         )
         self.say("met")
+
+    def do_group(self, places, **limits):
+        members = {place["peer"]: member(**place) for place in places}
+        self.exchange = GroupExchange(
+            self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits
+        )
+        self.say("met")
+
+    def do_mean(self, number, floats, round):
+        mean = self.exchange.start(RoundKey(SWARM, round), [values(number, floats)]).result()
+        got = {} if mean is None else {"members": mean.members, "sha256": sha256(mean.tensors[0])}
+        self.say("mean", round=round, **got)
 
     def do_train(self, number, floats):
         train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])))
@@ -157,7 +173,19 @@ class Worker:
                 now()
             return reply
 
+        received, settle = _Runner._received, Decisions.settle
+
+        async def at_part(runner, *args):
+            now()
+            return await received(runner, *args)
+
+        def at_settle(*args):
+            now()
+            return settle(*args)
+
         place, name, wrapped = {
+            "part": (_Runner, "_received", at_part),
+            "settle": (Decisions, "settle", at_settle),
             "offer": (Rendezvous, "_offer", at_offer),
             "chunk": (digest_module.HashList, "advance", at_chunk),
             "ready": (Transfers, "_hear", at_ready),

@@ -24,7 +24,7 @@ def info(**changes):
         "lag": 0,
         "wait_s": 0.25,
         "loss": 2.5,
-        "distance": 0.125,
+        "weights": "0123456789abcdef",
     }
     return RoundRecord(**(fields | changes))
 
@@ -76,13 +76,13 @@ def test_lines_name_the_round_and_hold_progress_back():
     display.start(1000)
     display.update(1, 5.0, 100.0)
     display.round(info())
-    display.round(info(partner=None, members=1, distance=None, loss=math.nan))
+    display.round(info(partner=None, members=1, loss=math.nan))
     now[0] = LINE_EVERY_S
     display.update(2, 4.5, 100.0)
     display.update(3, 4.0, 100.0)
     display.close()
     assert stream.getvalue().splitlines() == [
-        "round 3 with bob: loss 2.5000, distance 0.1250, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "round 3 alone: loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "step 2 of 1000: loss 4.5000, 100.0 steps/s",
     ]

@@ -9,7 +9,6 @@ import torch
 
 from node import checkpoint
 from node.cli import demo, up
-from node.exchange import check_exchange
 from node.outer import OuterError, make_outer, tokens_in
 from node.task import Shard, Task
 from node.trainer import Trainer
@@ -228,12 +227,6 @@ def test_what_does_not_go_together_is_said_in_one_sentence(settings, words):
 def test_there_are_never_more_fragments_than_layers():
     assert len(made(OuterSettings(method="decoupled"))._parts) == 3
     assert len(made(OuterSettings(method="streaming", fragments=2))._parts) == 2
-
-
-@pytest.mark.parametrize("name", EVERYONE)
-def test_a_method_for_everyone_is_refused_as_long_as_nodes_meet_in_pairs(name):
-    with pytest.raises(OuterError, match=f"'{name}' averages over everyone, .*: choose one of noloco, local, gasloc, none"):
-        check_exchange(OuterSettings(method=name))
 
 
 def test_tokens_are_what_the_task_says_or_the_elements_of_the_first_tensor():

@@ -7,13 +7,17 @@ import threading
 import time
 
 import pytest
+import torch
 
+from optim import FLOAT32, RoundKey
+from optim.pairing import order
 from swarm.errors import NetworkError, ShoalError
+from swarm.group import GroupExchange
 from swarm.identity import Identity
 from swarm.messages import Member
 from swarm.stream import Stream, Traffic
 
-MODEL = "0" * 64
+SWARM, MODEL = "a" * 52, "0" * 64
 
 
 class FakeHost:
@@ -105,3 +109,64 @@ def network():
     made = Network()
     yield made
     made.close()
+
+
+class GroupPeer:
+    """A group exchange on a fake host, with a membership of its own."""
+
+    def __init__(self, network, **options):
+        self.network, self.host = network, network.host()
+        self.id = self.host.peer_id
+        self.sees, self.rounds, self.looked, self.issued = None, {}, 0, {}
+        settings = {"wait": 20.0, "chunk_timeout": 5.0, "exchange_timeout": 20.0} | options
+        self.exchange = GroupExchange(
+            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look, **settings
+        )
+
+    def look(self):
+        self.looked += 1
+
+    def members(self):
+        ids = list(self.network.hosts) if self.sees is None else self.sees
+        records = {peer: self.network.member(peer, self.rounds.get(peer, 0)) for peer in ids}
+        return {peer: record.model_copy(update={"issued": self.issued.get(peer, 1.0)}) for peer, record in records.items()}
+
+    def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), fragment=0, weight=1.0):
+        return self.exchange.start(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec)
+
+    def seated(self, round=0, fragment=0):
+        """How many wait at this peer for the group of a round."""
+        table = self.exchange._leader._tables.get((round, fragment))
+        return 0 if table is None else len(table.seats)
+
+
+class School:
+    """Makes peers with group exchanges, and looks at what they got."""
+
+    def __init__(self, network):
+        self.network = network
+
+    def peers(self, count, **options):
+        return [GroupPeer(self.network, **options) for _ in range(count)]
+
+    def ranked(self, peers, round=0):
+        """The peers in the order of the round: its leader first."""
+        by_id = {peer.id: peer for peer in peers}
+        return [by_id[peer] for peer in order(0, round, by_id)]
+
+    def values(self, handles):
+        """The mean of each, of which all values are equal; None where there is none."""
+        means = [handle.result() for handle in handles]
+        assert all(mean is None or len(mean.tensors[0].unique()) == 1 for mean in means)
+        return [None if mean is None else mean.tensors[0].flatten()[0].item() for mean in means]
+
+    def until(self, condition, seconds=5.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not happen in time"
+            threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def school(network):
+    return School(network)

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from swarm import group_messages as g
 from swarm import messages as m
+from swarm import wire
 from swarm.errors import MessageError
+from swarm.fields import MAX_TENSORS
 from swarm.identity import Identity
 from swarm.manifest import Manifest, swarm_id
 
@@ -27,6 +30,7 @@ reasons = st.text(max_size=600)
 tokens = st.from_regex(r"[a-z0-9_.:,=+-]{1,64}", fullmatch=True)
 names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=64)
 paths = st.from_regex(r"/[\x21-\x7e]{1,255}", fullmatch=True)
+places = st.integers(0, 2**64 - 1)
 shapes = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple), max_size=20).map(tuple)
 
 ALL = st.one_of(
@@ -83,9 +87,47 @@ ALL = st.one_of(
         shapes=shapes,
         dtype=tokens,
         sha256=hashes,
+        extra=st.lists(st.tuples(tokens, hashes), max_size=8).map(tuple),
     ),
+    st.builds(
+        g.GroupReady,
+        swarm=swarms,
+        round=counts,
+        fragment=counts,
+        model=digests,
+        codec=tokens,
+        shapes=hashes,
+        nbytes=st.integers(0, 2**40),
+        weight=reals.filter(bool),
+        sha256=hashes,
+        patience=st.floats(0, 3600),
+        nonce=nonces,
+    ),
+    st.builds(
+        g.GroupReceipt,
+        verdict=st.sampled_from(["noted", "passed", "elsewhere", "busy", "refuse"]),
+        reason=reasons,
+        round=counts,
+        leader=st.none() | st.just(OTHER.peer_id),
+        addresses=st.lists(paths, max_size=8).map(tuple),
+    ),
+    st.builds(g.GroupAlive),
+    st.builds(
+        g.GroupFormed,
+        nonce=nonces,
+        reduction=st.sampled_from(["gather", "allreduce"]),
+        alone=st.booleans(),
+        members=st.binary(max_size=2000),
+    ),
+    st.builds(g.GroupLost, nonce=nonces, lost=places),
+    st.builds(g.GroupHello, nonce=nonces),
+    st.builds(g.GroupReport, nonce=nonces, held=places),
+    st.builds(g.GroupDecision, swarm=swarms, nonce=nonces, mean=places),
+    st.builds(g.GroupQuestion, nonce=nonces),
+    st.builds(g.GroupReply, decision=st.none() | st.binary(max_size=1000)),
 )
-KINDS = tuple(kind for kind in m.Message.__subclasses__() if kind.__module__ in ("swarm.messages", "swarm.manifest"))
+GOSSIPED = ("swarm.parcel", "swarm.rollout_record")  # these have tests of their own
+KINDS = tuple(kind for kind in m.Message.__subclasses__() if kind.__module__ not in GOSSIPED)
 
 
 def member(**changes):
@@ -112,7 +154,7 @@ def refused(data, *types, says=None):
 
 
 def test_every_kind_is_covered_and_has_its_own_name():
-    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 13  # the 12 of messages.py and the manifest
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 23  # the 12 of messages.py, the 10 of a group and the manifest
     assert Manifest in KINDS
 
 
@@ -248,8 +290,8 @@ def test_size_is_checked_before_decoding(monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(m.msgpack, "unpackb", never)
-    monkeypatch.setattr(m.msgpack, "Unpacker", never)
+    monkeypatch.setattr(wire.msgpack, "unpackb", never)
+    monkeypatch.setattr(wire.msgpack, "Unpacker", never)
     refused(bytes(4097), m.Member, m.Commit, says="4097 bytes where at most 4096")
     with pytest.raises(MessageError, match="4257 bytes where at most 4256"):
         m.unseal(bytes(4257), m.Member)
@@ -312,7 +354,7 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
 
 def test_the_largest_offer_fits_its_limit():
     offer = m.Offer(
-        swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * m.MAX_TENSORS,
+        swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * MAX_TENSORS,
         dtype="x" * 64, codec="x" * 64, sha256=bytes(32), weight=0.1, model="f" * 64, nonce=bytes(16),
     )  # fmt: skip
     packed = m.pack(offer)

@@ -99,6 +99,57 @@ def test_weights_that_are_damaged_or_not_finite_are_not_used(network, giver, mon
     assert fetch_state(network.host(), swarm, MODEL, SHAPES, [(host.peer_id, ())]) is None
 
 
+MOMENTUM = [torch.full((300, 1000), 0.5), torch.tensor([1.0, 2.0, 3.0])]
+COUNT = [torch.tensor(4.0), torch.tensor(5.0)]
+
+
+@pytest.fixture
+def rich(network):
+    """A member that hands out a momentum, and a number for each parameter, beside its weights; once for each call."""
+    host, swarm = network.host(), "a" * 52
+    server = StateServer(host, swarm, MODEL, SHAPES)
+    slow = [torch.full(shape, 2.0) for shape in SHAPES]
+    extra = {"momentum": MOMENTUM, "count": COUNT}
+    stop, tick = threading.Event(), threading.Event()
+
+    def train():
+        while not stop.is_set():
+            server.offer(lambda: State(7, 70, slow, extra))
+            tick.wait(0.01)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    yield host, swarm, extra
+    stop.set()
+    thread.join(10)
+
+
+def ask(network, rich, extra):
+    host, swarm, _ = rich
+    return fetch_state(network.host(), swarm, MODEL, SHAPES, [(host.peer_id, ())], extra)
+
+
+def test_the_state_of_the_rule_comes_with_the_weights(network, rich):
+    state = ask(network, rich, {"momentum": SHAPES, "count": [(), ()], "start": SHAPES})
+    assert all(bool((tensor == 2.0).all()) for tensor in state.slow)
+    assert sorted(state.extra) == ["count", "momentum"]
+    for name, wanted in (("momentum", MOMENTUM), ("count", COUNT)):
+        assert all(torch.equal(got, tensor) for got, tensor in zip(state.extra[name], wanted, strict=True))
+    rich[2].clear()
+    assert ask(network, rich, {"momentum": SHAPES}).extra == {}
+
+
+@pytest.mark.parametrize("extra", [None, {"momentum": SHAPES}, {"momentum": SHAPES, "count": [(1,), ()]}])
+def test_a_state_that_does_not_fit_the_own_rule_is_not_taken(network, rich, extra, caplog):
+    assert ask(network, rich, extra) is None
+    assert "does not fit this node's outer rule" in caplog.text
+
+
+def test_a_state_of_the_rule_that_is_not_finite_is_not_taken(network, rich):
+    rich[2]["momentum"] = [MOMENTUM[0], torch.tensor([1.0, math.inf, 3.0])]
+    assert ask(network, rich, {"momentum": SHAPES, "count": [(), ()]}) is None
+
+
 def test_another_model_is_told_the_difference_and_another_swarm_nothing(network, giver):
     host, swarm, _ = giver
     with pytest.raises(ModelDiffersError, match=r"tensor 1 has shape \[4\] here and \[3\] there"):

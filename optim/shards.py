@@ -1,0 +1,34 @@
+"""Parameters of which this process holds only a part (FSDP2, tensor parallel): its part is all that the outer optimizer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def local(param: Tensor) -> Tensor:
+    """The part of ``param`` that is in this process, sharing its memory; ``param`` itself if it is whole.
+
+    Ask each time: FSDP2 may move it. (By its method, because the name and place of DTensor depend on torch's version.)
+    """
+    if not hasattr(param, "to_local"):
+        return param
+    with torch.no_grad():
+        part: Tensor = param.to_local()
+        return part
+
+
+def check_whole(params: Iterable[Tensor], model: nn.Module | None) -> None:
+    """ValueError if there are shards and no ``model`` to call ``reshard`` with."""
+    if model is None and any(hasattr(param, "to_local") for param in params):
+        raise ValueError("the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed")
+
+
+def reshard(model: nn.Module | None) -> None:
+    """Make FSDP2 gather the weights anew in the next forward pass; it may keep whole copies of them since the last one."""
+    for module in model.modules() if model is not None else ():
+        again = getattr(module, "reshard", None)
+        if callable(again):
+            again()

@@ -1,0 +1,57 @@
+"""What one peer brings to one round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from optim.codec import Codec, Shape
+from optim.exchange import RoundKey
+from swarm.digest import digest
+from swarm.handle import Decision
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """``payload`` is a uint8 tensor, encoded by ``codec`` from tensors of ``shapes``; ``sha256`` is its digest."""
+
+    key: RoundKey
+    payload: Tensor
+    shapes: tuple[Shape, ...]
+    codec: Codec
+    weight: float
+    sha256: bytes
+    decision: Decision[Any] = field(default_factory=lambda: Decision())
+    """Kept when the contribution moves to another round: it is decided once."""
+
+    def view(self) -> memoryview:
+        """The payload's bytes, without a copy."""
+        return self.payload.numpy().data
+
+
+def contribution(swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec) -> Contribution:
+    """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
+    if key.run != swarm:
+        raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
+    payload = codec.encode(tensors)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return Contribution(key, payload, shapes, codec, float(weight), digest(payload.numpy().data))
+
+
+def finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no value is NaN or infinity."""
+    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | None:
+    """The first difference between two lists of shapes, in words, or None."""
+    if len(mine) != len(theirs):
+        return f"the model has {len(mine)} tensors here and {len(theirs)} there"
+    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        if here != there:
+            return f"tensor {number} has shape {list(here)} here and {list(there)} there"
+    return None

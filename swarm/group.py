@@ -1,0 +1,112 @@
+"""The exchange with a group over libp2p: what ``optim.Exchange`` promises, for methods that want the mean of many peers.
+
+How a round's group comes about is in swarm/group_join.py (a member's side, and what is guaranteed) and swarm/group_lead.py (the
+leader's); how the bytes move, in swarm/group_gather.py and swarm/group_allreduce.py. Several rounds may be in flight at once, one
+for each fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from optim.codec import FLOAT32, Codec
+from optim.exchange import RoundKey
+from swarm.contribution import contribution
+from swarm.group_decisions import Decisions
+from swarm.group_join import Groups
+from swarm.group_lead import Leader
+from swarm.group_messages import MAX_GROUP
+from swarm.group_reduction import Outcome
+from swarm.group_rounds import Rounds
+from swarm.group_view import View
+from swarm.handle import Decision, SwarmHandle, Waiter
+from swarm.identity import Identity
+from swarm.messages import Member
+
+if TYPE_CHECKING:
+    from swarm.host import Host
+
+
+class GroupExchange(Waiter):
+    """``optim.Exchange`` among all members of a swarm, or among groups of them.
+
+    Args:
+        host: the node's host; it serves the group's protocols from now on.
+        identity: signs what this node brings, and what it decides.
+        swarm: the swarm id, which is also the run in every ``RoundKey``.
+        model: ``model_digest`` of the parameters; members with another one are never met.
+        seed: of the order of peers in a round, the same for all.
+        members: who is there now (``Directory.members``).
+        look: called when somebody unknown calls (``Directory.look``).
+        fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
+        quorum: members that make a group; 0: all in view.
+        grace: seconds that further members have once the quorum is there.
+        max_group: largest group; if more are ready they are dealt into several (one of which may be larger by one).
+        follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
+            masks do: then it goes on alone, and only ``next_round`` follows.
+        gather: never all-reduce, as this node leads: then a mean has the same bits in every run, at the price of more bytes.
+        wait: seconds that a round waits for its group.
+        chunk_timeout: seconds without a byte, or a sign of life, after which a transfer, or a peer, is given up.
+        exchange_timeout: seconds that one reduction may take.
+
+    Raises:
+        ValueError: ``max_group`` or ``fragments`` out of range.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        identity: Identity,
+        *,
+        swarm: str,
+        model: str,
+        seed: int,
+        members: Callable[[], Mapping[str, Member]],
+        look: Callable[[], None] = lambda: None,
+        fragments: int = 1,
+        quorum: int = 0,
+        grace: float = 1.0,
+        max_group: int = 16,
+        follow: bool = True,
+        gather: bool = False,
+        wait: float = 10.0,
+        chunk_timeout: float = 5.0,
+        exchange_timeout: float = 120.0,
+    ) -> None:
+        if not 2 <= max_group < MAX_GROUP:
+            raise ValueError(f"max_group must be between 2 and {MAX_GROUP - 1}, got {max_group}")
+        if fragments < 1 or quorum < 0 or not grace >= 0:
+            raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
+        self._swarm, self._model = swarm, model
+        self._rounds = Rounds(fragments)
+        view = View(members, model, identity.peer_id)
+        decisions = Decisions(host, identity, swarm)
+        self._leader = Leader(
+            identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,
+            quorum=quorum, grace=grace, max_group=max_group, gather=gather, wait=wait, chunk_timeout=chunk_timeout,
+            exchange_timeout=exchange_timeout,
+        )  # fmt: skip
+        self._groups = Groups(
+            host, identity, self._leader, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view,
+            largest=max_group + 1, follow=follow, wait=wait, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
+        )  # fmt: skip
+        # What one round can take at most: forming the group, one reduction, its confirm.
+        super().__init__(host, wait + exchange_timeout + 8 * chunk_timeout)
+
+    @property
+    def next_round(self) -> int:
+        """The label of the next round; more than one ahead of the last when this node caught up with the swarm."""
+        return self._rounds.next_round
+
+    @next_round.setter
+    def next_round(self, round: int) -> None:
+        self._rounds.next_round = round
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Outcome]:
+        """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
+        mine = contribution(self._swarm, key, tensors, weight, codec)
+        decision: Decision[Outcome] = mine.decision
+        return SwarmHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())

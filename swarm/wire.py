@@ -1,0 +1,164 @@
+"""How a message is packed, signed and opened again; what each holds is in swarm/messages.py and swarm/group_messages.py.
+
+A message is msgpack of ``[kind, version, fields]``. What comes from a peer is refused with a MessageError that names
+the difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before
+its size is known to be small, and containers are bounded one by one and in number, so that no message can make this
+node allocate more than a small multiple of its own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from swarm.diagnosis import diagnose
+from swarm.errors import MessageError
+from swarm.identity import Identity, verify
+
+KIB = 1024
+ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
+
+# Containers in one message: no schema needs more, and every one that is announced costs memory.
+_ARRAY_LENGTH, _MAP_LENGTH, _ARRAYS, _MAPS = 16, 64, 64, 8
+_HEAD = 96  # bytes that surely hold the kind and version
+_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException)
+
+
+class Message(BaseModel):
+    """What all messages share. ``LIMIT`` is in packed bytes; ``AUTHOR`` names the field that must be the signer."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    KIND: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    LIMIT: ClassVar[int] = KIB
+    AUTHOR: ClassVar[str | None] = None
+
+
+M = TypeVar("M", bound=Message)
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of ``message``. Raises MessageError if they exceed its kind's LIMIT."""
+    data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
+    if len(data) > message.LIMIT:
+        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.", "oversized")
+    return data
+
+
+def unpack(data: bytes, *types: type[M]) -> M:
+    """The message in ``data``, which must be one of ``types``. Raises MessageError and nothing else."""
+    return _fields(data, _kind(data, types))
+
+
+def seal(message: Message, identity: Identity) -> bytes:
+    """``message`` signed: msgpack of ``[peer id, packed message, signature]``. Raises MessageError if too large."""
+    payload = pack(message)
+    sealed: bytes = msgpack.packb([identity.peer_id, payload, identity.sign(_context(type(message)), payload)])
+    return sealed
+
+
+def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
+    """The signer's peer id and the message, both verified. Raises MessageError and nothing else."""
+    _check_size(data, max(kind.LIMIT for kind in types) + ENVELOPE)
+    envelope = _decode(data, "signed message")
+    if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
+        raise _malformed("signed message", "it is not [peer id, message, signature]", diagnose(data))
+    signer, payload, signature = envelope
+    kind = _kind(payload, types)
+    if not verify(signer, _context(kind), payload, signature):
+        raise MessageError(f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.", "forged")
+    message = _fields(payload, kind)
+    if kind.AUTHOR is not None and getattr(message, kind.AUTHOR) != signer:
+        raise MessageError(f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.", "forged")
+    return signer, message
+
+
+def _context(kind: type[Message]) -> str:
+    return f"shoal/{kind.KIND}/{kind.VERSION}"
+
+
+def _malformed(what: str, why: str, reason: str = "malformed") -> MessageError:
+    return MessageError(f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.", reason)
+
+
+def _check_size(data: bytes, limit: int) -> None:
+    if len(data) > limit:
+        raise _malformed("message", f"{len(data)} bytes where at most {limit} are allowed", "oversized")
+
+
+def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
+    """Which of ``types`` this is, from its first bytes alone. Raises MessageError on another kind, version or size."""
+    _check_size(data, max(kind.LIMIT for kind in types))
+    unpacker = msgpack.Unpacker(use_list=False, max_array_len=3, max_map_len=0, max_ext_len=0)
+    unpacker.feed(data[:_HEAD])
+    try:
+        length, name, version = unpacker.read_array_header(), unpacker.unpack(), unpacker.unpack()
+    except _DECODE_ERRORS as error:
+        raise _malformed("message", "it does not start with a kind and version", diagnose(data)) from error
+    if length != 3 or not isinstance(name, str) or type(version) is not int:
+        raise _malformed("message", "it is not [kind, version, fields]", diagnose(data))
+    expected = " or ".join(sorted(kind.KIND for kind in types))
+    kind = next((kind for kind in types if name == kind.KIND), None)
+    if kind is None:
+        raise MessageError(f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.", "kind")
+    if version != kind.VERSION:
+        where, spoken = "here" if version > kind.VERSION else "there", kind.VERSION
+        raise MessageError(f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.", "version")
+    _check_size(data, kind.LIMIT)
+    return kind
+
+
+def _fields(data: bytes, kind: type[M]) -> M:
+    content = _decode(data, kind.KIND)
+    if not isinstance(content, tuple) or len(content) != 3 or not isinstance(content[2], dict):
+        raise _malformed(kind.KIND, "it is not [kind, version, fields]", diagnose(data))
+    try:
+        return kind.model_validate(content[2])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        # Names and texts in it may be the peer's: cut, and no control codes.
+        field = ascii(".".join(map(str, first["loc"])) or "fields")[:80]
+        reason = "oversized" if first["type"].endswith("too_long") else diagnose(data)
+        raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}", reason) from None
+
+
+def _decode(data: bytes, what: str) -> Any:
+    """``data`` as tuples, dicts and scalars, with bounds on every container. Raises MessageError."""
+    try:
+        return msgpack.unpackb(
+            data,
+            use_list=False,
+            strict_map_key=True,
+            list_hook=_bounded(_ARRAYS, tuple),
+            object_pairs_hook=_bounded(_MAPS, _unique),
+            max_array_len=_ARRAY_LENGTH,
+            max_map_len=_MAP_LENGTH,
+            max_ext_len=0,
+        )
+    except _DECODE_ERRORS as error:
+        raise _malformed(what, "it does not decode within the limits", diagnose(data)) from error
+
+
+def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``build``, callable ``limit`` times: bounds the number of containers in a message, empty ones included."""
+    count = 0
+
+    def hook(content: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > limit:
+            raise ValueError("too many containers")
+        return build(content)
+
+    return hook
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict, refusing a key given twice: two readers might otherwise see two messages under one signature."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key is given twice")
+    return content

@@ -1,0 +1,47 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import worlds
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    """Makes the process from which ranks are forked, once, when it is needed."""
+    made = []
+
+    def get():
+        if not made:
+            made.append(worlds.start_nursery())
+        return made[0]
+
+    yield get
+    for process in made:
+        process.stdin.close()
+        process.wait(20)
+
+
+@pytest.fixture(scope="module", params=list(worlds.WORLDS))
+def world(request, nursery):
+    """One of the exchanges."""
+    made = worlds.WORLDS[request.param](nursery)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(nursery):
+    """``ranks(4)``: that many processes of one job."""
+    made = {}
+
+    def get(count, fresh=False):
+        if fresh or count not in made:
+            made[count, fresh and len(made)] = found = worlds.Ranks(nursery(), count)
+            return found
+        return made[count, False]
+
+    yield get
+    for found in made.values():
+        found.close()

@@ -1,0 +1,160 @@
+"""What ranks do in the tests of ``Distributed``; each function runs in all ranks of a job and returns something for JSON."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
+from optim.wires import Wires
+
+
+class Said(logging.Handler):
+    """The warnings of the package, as a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.sentences = []
+        logging.getLogger("optim").addHandler(self)
+
+    def emit(self, record):
+        self.sentences.append(record.getMessage())
+
+
+def train(peer, exchange, method, every=3, steps=12):
+    """Slow weights after each round."""
+    generator = torch.Generator().manual_seed(peer)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 3)
+    members = []
+    make = {"NoLoCo": NoLoCo, "DiLoCo": DiLoCo}[method]
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    opt = make(inner, exchange, every=every, on_round=lambda info: members.append(list(info.members)))
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.randn(5, 7, generator=generator)).square().mean().backward()
+        opt.step()
+    return {"slow": [tensor.tolist() for tensor in opt.slow], "members": members}
+
+
+def training(method, size):
+    exchange = Distributed(size=size, seed=5)
+    found = train(dist.get_rank(), exchange, method)
+    exchange.close()
+    return found
+
+
+def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.0, spoil=None):
+    """One exchange of ``values[rank]``: the mean or None, what was said, or the ValueError."""
+    rank, said = dist.get_rank(), Said()
+    exchange = Distributed(wait=wait, exchange_timeout=exchange_timeout)
+    if spoil is not None:
+        SPOILERS[spoil](rank, exchange)
+    try:
+        codec = codec_named(codecs[rank] if codecs else "float32")
+        handle = exchange.start(RoundKey("run", 0), [torch.tensor(values[rank])], weights[rank] if weights else 1.0, codec)
+        mean = handle.result()
+        found = None if mean is None else [mean.tensors[0].tolist(), list(mean.members)]
+        more = exchange.start(RoundKey("run", 1), [torch.ones(1)]).result()
+    except ValueError as error:
+        return {"error": str(error)}
+    finally:
+        exchange.close()
+    return {"mean": found, "said": said.sentences, "next": None if more is None else list(more.members)}
+
+
+def dies_in_transfer(rank, exchange):
+    if rank == 2:
+        Wires._sum = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_before_its_vote(rank, exchange):
+    if rank == 2:
+        exchange._agreement.agree = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stalls_in_transfer(rank, exchange):
+    """Its bytes do not move in round 0: it is in the group but begins no operation."""
+    gather = Wires._gather
+    if rank == 2:
+        stuck = []
+
+        def stalling(wires, group, payload, count, over):
+            if stuck:
+                return gather(wires, group, payload, count, over)
+            stuck.append(True)
+            while not over():
+                time.sleep(0.01)
+            return []
+
+        Wires._gather = stalling
+
+
+def leaves_before(rank, exchange):
+    if rank == 2:
+        exchange.close()
+
+
+def loses_its_store(rank, exchange):
+    class Gone:
+        def __getattr__(self, name):
+            raise dist.DistNetworkError("connection reset\nby the other side")
+
+    exchange._agreement.store = Gone()
+
+
+SPOILERS = {
+    "dies in transfer": dies_in_transfer,
+    "dies before its vote": dies_before_its_vote,
+    "stalls in transfer": stalls_in_transfer,
+    "leaves before": leaves_before,
+    "store": loses_its_store,
+}
+
+
+def weightless(rounds=3):
+    """Rank r has weight 0 in round r."""
+    rank, round, members = dist.get_rank(), iter(range(rounds)), []
+    weight = torch.nn.Parameter(torch.tensor([float(rank)]))
+    exchange = Distributed()
+    opt = DiLoCo(
+        torch.optim.SGD([weight], lr=0.1), exchange, every=1, weight=lambda tokens, steps: float(next(round) != rank),
+        on_round=lambda info: members.append(list(info.members)),
+    )  # fmt: skip
+    began = time.monotonic()
+    for _ in range(rounds):
+        weight.grad = torch.ones(1)
+        opt.step()
+    exchange.close()
+    return {"members": members, "seconds": time.monotonic() - began}
+
+
+def same_key_again():
+    """After a resume from before the round its key comes again; and long after the last use of the store's entries."""
+    exchange, rank, found = Distributed(), dist.get_rank(), []
+    for round in [0, 1, 0, 1, *range(2, 200), 0]:
+        value = torch.tensor([float(rank + len(found))])
+        mean = exchange.start(RoundKey("run", round), [value]).result()
+        found.append(mean.tensors[0].item())
+    left = sum(exchange._agreement.store.check([f"{seat.name}/0/0"]) for _, seat in exchange._old)
+    exchange.close()
+    return {"found": found, "left": left, "old": len(exchange._old), "uses": len(exchange._uses)}
+
+
+def threads_at_the_end():
+    exchange = Distributed()
+    exchange.start(RoundKey("run", 0), [torch.ones(1)])
+    exchange.close()
+    names = [thread.name for thread in threading.enumerate()]
+    return [names.count("shoal-distributed"), exchange.start(RoundKey("run", 1), [torch.ones(1)]).result()]
+
+
+def wrong_shards():
+    try:
+        Distributed(shards=3)
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,125 @@
+"""``optim.Distributed`` beyond what every exchange promises: training, what goes wrong, and what is said about it."""
+
+import re
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+
+from optim import Distributed, Simulation
+
+JOBS = Path(jobs.__file__)
+
+
+def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks):
+    names = ["0", "1", "2", "3"]
+    expected = Simulation(names, seed=5).run(lambda exchange: jobs.train(int(exchange.peer), exchange, "NoLoCo"))
+    found = ranks(4).call(JOBS, "training", method="NoLoCo", size=2)
+    assert found == [expected[name] for name in names]
+    assert len({tuple(members) for rank in found for members in rank["members"]}) > 2
+
+
+def test_training_with_everybody_equals_the_simulation(ranks):
+    names = ["0", "1", "2", "3"]
+    expected = Simulation(names, size=4).run(lambda exchange: jobs.train(int(exchange.peer), exchange, "DiLoCo"))
+    found = ranks(4).call(JOBS, "training", method="DiLoCo", size=0)
+    for rank, one in enumerate(found):
+        assert one["members"] == [names] * 4
+        assert one["slow"] == found[0]["slow"]
+        for a, b in zip(one["slow"], expected[str(rank)]["slow"], strict=True):
+            assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"codecs": ["float32", "float16", "float16"]}, r"bytes of float\d\d and .* bytes of float\d\d; all must be set up alike"),
+        ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
+        ({"values": [[float("nan")], [1.0], [1.0]]}, "the mean holds NaN"),
+    ],
+)
+def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, reason):
+    found = ranks(3).call(JOBS, "one_round", **{"values": [[1.0]] * 3, **options})
+    for rank in found:
+        assert (rank["mean"], rank["next"]) == (None, ["0", "1", "2"])
+        (sentence,) = rank["said"]
+        assert re.search(f"{reason}|another rank has given it up", sentence)
+    assert any(re.search(reason, rank["said"][0]) for rank in found)
+
+
+def test_what_its_codec_refuses_is_an_error_there_and_nobody_waits_for_it(ranks):
+    values = [[float("nan")], [1.0], [3.0]]
+    first, *others = ranks(3).call(JOBS, "one_round", values=values, codecs=["int8"] * 3)
+    assert "NaN" in first["error"]
+    assert [rank["mean"] for rank in others] == [[[2.0], ["1", "2"]]] * 2
+
+
+def test_a_weight_of_nothing_is_refused(ranks):
+    found = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, weights=[0.0] * 3)
+    assert all("absent(key)" in rank["error"] for rank in found)
+
+
+def test_a_peer_without_weight_is_not_waited_for(ranks):
+    for number, rank in enumerate(ranks(3).call(JOBS, "weightless")):
+        others = [[str(peer) for peer in range(3) if peer != round] for round in range(3)]
+        assert rank["members"] == [[] if round == number else members for round, members in enumerate(others)]
+        assert rank["seconds"] < 60  # what one wait would take
+
+
+@pytest.mark.parametrize("when", ["dies in transfer", "dies before its vote"])
+def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
+    *others, dead = ranks(3, fresh=True).call(JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when)
+    assert dead is None
+    for rank in others:
+        assert (rank["mean"], rank["next"]) == (None, ["0", "1"])
+        assert rank["said"][0].startswith("no mean in round 0, fragment 0: ")
+    if when == "dies in transfer":
+        said = "".join(sentence for rank in others for sentence in rank["said"])
+        assert "a connection between ranks failed" in said
+        assert "restart the job, best under torchrun --max-restarts" in said
+
+
+def test_a_rank_whose_bytes_do_not_move_costs_the_round_for_all(ranks):
+    codecs = ["float16"] * 3
+    found = ranks(3, fresh=True).call(
+        JOBS, "one_round", values=[[1.0]] * 3, codecs=codecs, exchange_timeout=1.0, spoil="stalls in transfer"
+    )
+    assert [rank["mean"] for rank in found] == [None] * 3
+    assert [rank["next"] for rank in found] == [["0", "1", "2"]] * 3
+
+
+def test_who_has_left_is_not_waited_for(ranks):
+    *others, gone = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, wait=30.0, spoil="leaves before")
+    assert (gone["mean"], gone["next"]) == (None, None)
+    assert [rank["mean"] for rank in others] == [[[1.0], ["0", "1"]]] * 2
+
+
+def test_without_the_store_every_round_is_alone_and_one_warning_says_so(ranks):
+    for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, spoil="store"):
+        assert (rank["mean"], rank["next"]) == (None, None)
+        (sentence,) = rank["said"]
+        assert sentence.startswith("the store of torch.distributed is gone (connection reset): every later round goes on alone.")
+
+
+def test_a_key_that_comes_again_is_another_round_and_the_store_does_not_grow(ranks):
+    for rank in ranks(2).call(JOBS, "same_key_again"):
+        assert rank["found"] == [number + 0.5 for number in range(203)]
+        assert rank["old"] == 128
+        assert rank["left"] == 64
+        assert rank["uses"] <= 129
+
+
+def test_after_close_nothing_runs_any_more(ranks):
+    assert ranks(2).call(JOBS, "threads_at_the_end") == [[0, None]] * 2
+
+
+def test_it_needs_an_initialised_job():
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="call init_process_group first, under torchrun"):
+        Distributed()
+
+
+def test_ranks_that_are_no_peers_are_refused(ranks):
+    assert all("2 ranks cannot be cut into peers of 3 shards" in error for error in ranks(2).call(JOBS, "wrong_shards"))

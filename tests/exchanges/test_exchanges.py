@@ -1,0 +1,153 @@
+"""What every exchange promises (optim/exchange.py), for every exchange (worlds.py): the same scripts, played in each world."""
+
+import pytest
+import torch
+
+VALUES = [[0.1, 1e-30, 3.0, -7.7], [0.2, 1e30, 5.0, 7.7], [0.3, 2.0, -5.0, 1.0]]
+
+
+def start(name="x", peer=0, **options):
+    return ["start", name, {"values": VALUES[peer], **options}]
+
+
+def average(*peers, weights=None):
+    weights = weights or [1.0] * len(peers)
+    weighted = [weight * torch.tensor(VALUES[peer], dtype=torch.float64) for peer, weight in zip(peers, weights, strict=True)]
+    return (sum(weighted) / sum(weights)).tolist()
+
+
+def whole(note, weights=None):
+    """The note is a mean, and nothing but the mean of its members."""
+    members = note["members"]
+    expected = average(*members, weights=weights and [weights[member] for member in members])
+    assert note["values"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert note["weight"] == (sum(weights[member] for member in members) if weights else len(members))
+    return True
+
+
+def each(world, script):
+    """A script for each of those who average with each other."""
+    return [script(peer) for peer in range(world.size)]
+
+
+def test_the_mean_is_exact_and_the_same_bits_on_all_sides(world):
+    notes = world.play(each(world, lambda peer: [start(peer=peer), ["result", "x"]]))
+    first = notes[0][0]
+    assert whole(first)
+    assert first["members"] == list(range(world.size))
+    assert all(note == [first] for note in notes)
+    if world.size == 2:
+        assert first["values"] == ((torch.tensor(VALUES[0]) + torch.tensor(VALUES[1])) / 2).tolist()
+
+
+def test_weights_count(world):
+    weights = [3.0, 1.0, 2.5]
+    notes = world.play(each(world, lambda peer: [start(peer=peer, weight=weights[peer]), ["result", "x"]]))
+    assert whole(notes[0][0], weights)
+    assert all(note == notes[0] for note in notes)
+
+
+def test_the_codec_rounds_what_all_sides_have_of_a_peer(world):
+    fine = 1 + 2.0**-12  # too fine for float16, whose rounding is then the same on all sides
+    steps = [["start", "x", {"values": [fine, 5.0], "codec": "float16"}], ["result", "x"]]
+    notes = world.play([steps] * world.size)
+    assert notes[0][0]["values"] == pytest.approx([1.0, 5.0], rel=1e-6)
+    assert all(note == notes[0] for note in notes)
+
+
+def test_the_result_is_the_same_however_often_it_is_asked_for(world):
+    notes = world.play(each(world, lambda peer: [start(peer=peer), *[["result", "x"]] * 2, ["done", "x"], ["result", "x", 0.0]]))
+    for first, second, done, third in notes:
+        assert whole(first)
+        assert first == second == third
+        assert done
+
+
+def test_what_happens_to_the_tensors_after_the_start_does_not_matter(world):
+    notes = world.play(each(world, lambda peer: [start(peer=peer, spoil=True), ["result", "x"]]))
+    assert all(whole(note) for (note,) in notes)
+
+
+def test_two_fragments_in_flight_are_two_means(world):
+    if not world.overlaps:
+        pytest.skip("one exchange at a time")
+
+    def script(peer):
+        other = {"values": [10.0 * peer, 1.0], "round": 1, "fragment": 1}
+        return [start(peer=peer), ["start", "y", other], ["result", "y"], ["result", "x"]]
+
+    for y, x in world.play(each(world, script)):
+        assert whole(x)
+        assert y["values"] == pytest.approx([10.0 * (world.size - 1) / 2, 1.0], rel=1e-6)
+
+
+def test_one_who_comes_late_is_waited_for(world):
+    def script(peer):
+        if peer > 0:
+            return [["after", "waiting"], start(peer=peer), ["result", "x"]]
+        return [start(peer=peer), ["done", "x"], ["mark", "waiting"], ["result", "x"]]
+
+    (done, first), *others = world.play(each(world, script))
+    assert not done
+    assert first["members"] == list(range(world.size))
+    assert whole(first)
+    assert all(note == [first] for note in others)
+
+
+def test_who_does_not_come_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
+    """The last peer leaves out round 0. In round 1 it may come too late for those who do not wait for it any more."""
+    last = world.size - 1
+    rounds = [step for r in (1, 2) for step in (start(str(r), peer=0, round=r), ["result", str(r)])]
+
+    def script(peer):
+        if peer == last:
+            return [["after", "gave up"], *rounds]
+        return [start("0", peer=0), ["result", "0"], ["mark", "gave up"], *rounds]
+
+    notes = world.play(each(world, script), wait=2.0)
+    for peer in range(last):
+        without = notes[peer].pop(0)
+        assert without is None or last not in without["members"]
+    for note in notes:
+        first, second = note
+        assert second["members"] == list(range(world.size))
+        assert second["values"] == pytest.approx(VALUES[0], rel=1e-6)
+        assert first is None or first["values"] == pytest.approx(VALUES[0], rel=1e-6)
+
+
+def test_after_a_deadline_the_exchange_is_over_for_all(world):
+    """Nobody gets a mean of which another has not got its part: who comes after the deadline finds nobody."""
+
+    def script(peer):
+        if peer == 0:
+            return [start(peer=0), ["result", "x", 0.3], ["mark", "over"], ["done", "x"], ["result", "x"]]
+        return [["after", "over"], start(peer=peer), ["result", "x"]]
+
+    first, *others = world.play(each(world, script), wait=2.0)
+    assert first == [None, True, None]
+    assert all(note is None or 0 not in note["members"] for (note,) in others)
+
+
+def test_who_is_killed_leaves_whole_means_or_none_and_the_others_go_on(world):
+    """The last of three dies in round 1, with its contribution under way. The others begin each later round together."""
+    rounds = 8
+
+    def script(peer):
+        steps = []
+        for r in range(rounds):
+            together = [["mark", f"{peer} in {r}"], ["after", f"{1 - peer} in {r}"]] if r > 1 and peer < 2 else []
+            death = [["die"]] if peer == 2 and r == 1 else []
+            steps += [*together, start(str(r), peer=peer, round=r), *death, ["result", str(r)]]
+        return steps
+
+    *notes, dead = world.play([script(peer) for peer in range(3)], wait=1.0)
+    assert dead is None
+    for r in range(rounds):
+        one, two = (note[r] for note in notes)
+        assert all(note is None or whole(note) for note in (one, two))
+        assert all(note is None or peer in note["members"] for peer, note in enumerate((one, two)))
+        if r > 1:
+            assert one is None or one["members"] == [0, 1]
+        if one is not None and two is not None:
+            assert one == two or r < 2
+    assert any(note is not None for note in notes[0][2:])

@@ -1,0 +1,61 @@
+"""Peers of several processes each: FSDP2 and DDP inside of a peer equal the same training in one process a peer."""
+
+from pathlib import Path
+
+import pytest
+import sharded_jobs as jobs
+import torch
+
+from optim import Faults, Simulation
+from optim.pairing import groups
+
+JOBS = Path(jobs.__file__)
+
+
+def check(found, expected):
+    for rank, one in enumerate(found):
+        wanted = expected[str(rank // 2)]
+        assert one["members"] == wanted["members"]
+        for what in ("slow", "fast"):
+            for a, b in zip(one[what], wanted[what], strict=True):
+                assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "NoLoCo"])
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_two_peers_of_two_shards_equal_two_processes(ranks, kind, method):
+    found = ranks(4).call(JOBS, "sharded", kind=kind, method=method)
+    check(found, Simulation(["0", "1"]).run(lambda exchange: jobs.reference(exchange, method)))
+    assert found[0]["members"] == [["0", "1"]] * 5
+    assert found[0]["shapes"] == ([[3, 7], [3], [2, 5], [2]] if kind == "fsdp" else [[5, 7], [5], [3, 5], [3]])
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_round_that_failed_for_one_shard_failed_for_all(ranks, kind):
+    found = ranks(4).call(JOBS, "sharded", kind=kind, fails_in=2)
+    faults = Faults(drop=lambda peer, key: key.round == 2)
+    check(found, Simulation(["0", "1"], faults=faults).run(jobs.reference))
+    assert [len(members) for members in found[0]["members"]] == [2, 2, 0, 2, 2]
+
+
+def test_looking_at_the_slow_weights_of_shards_changes_nothing(ranks):
+    found = ranks(4).call(JOBS, "sharded", kind="fsdp", evaluates=True)
+    check(found, Simulation(["0", "1"]).run(jobs.reference))
+
+
+def test_all_shards_of_a_peer_have_the_same_partner(ranks):
+    found = ranks(6).call(JOBS, "pairs", shards=2, rounds=6)
+    for rank, rounds in enumerate(found):
+        peer, shard = divmod(rank, 2)
+        for round, met in enumerate(rounds):
+            pair = next(g for g in groups(3, round, ["0", "1", "2"]) if str(peer) in g)
+            mean = sum(2 * int(member) + shard for member in pair) / 2
+            assert met == (None if len(pair) < 2 else [sorted(pair), mean])
+
+
+def test_another_mesh_is_refused(ranks):
+    assert all("two dimensions, peers and shards" in error for error in ranks(4).call(JOBS, "wrong_mesh"))
+
+
+def test_shards_without_the_model_are_refused(ranks):
+    assert all("hand in model=" in error for error in ranks(4).call(JOBS, "without_model"))

@@ -1,0 +1,241 @@
+"""The exchanges under test, each as a world in which peers play scripts.
+
+Another exchange needs a class here and a line in WORLDS. A world has ``size``, the peers that average with each other;
+``overlaps``, whether a peer may be in two exchanges at once; and ``play(scripts, wait)``: what each peer noted, None for a dead
+one. In ``members`` peers are called by their index.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import script
+import torch.distributed as dist
+
+from optim import Faults, Simulation, mate
+from swarm.exchange import SwarmExchange
+from swarm.group import GroupExchange
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.messages import Member
+
+RANK = Path(__file__).parent / "rank.py"
+LIMIT_S = 60.0
+
+
+class Dead(BaseException):
+    """Ends the thread of a peer."""
+
+
+class OnSimulation:
+    overlaps = True
+
+    def __init__(self, size):
+        self.size = size
+
+    def play(self, scripts, wait=10.0):
+        names = [str(number) for number in range(len(scripts))]
+        kill = {}  # grows while they play
+        simulation = Simulation(names, size=self.size, wait=wait, faults=Faults(kill=kill))
+        marks = set()
+
+        def peer(exchange):
+            def after(what):
+                while what not in marks:
+                    exchange.sleep(0.01)
+
+            def die():
+                kill[exchange.peer] = simulation.now
+                exchange.sleep(0.0)
+
+            return numbered(script.play(exchange, "run", scripts[int(exchange.peer)], marks.add, after, die), names)
+
+        notes = simulation.run(peer)
+        return [notes.get(name) for name in names]
+
+    def close(self):
+        pass
+
+
+class Ranks:
+    """Processes of a torch.distributed job."""
+
+    def __init__(self, nursery, count):
+        self.count = count
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
+        self.streams = []
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+            path = str(Path(folder) / "socket")
+            listening.bind(path)
+            listening.listen()
+            listening.settimeout(LIMIT_S)
+            for rank in range(count):
+                order = {"port": self.store.port, "rank": rank, "world": count, "socket": path}
+                nursery.stdin.write(json.dumps(order) + "\n")
+                nursery.stdin.flush()
+                connection, _ = listening.accept()
+                connection.settimeout(LIMIT_S)
+                self.streams.append(connection.makefile("rw"))
+
+    def do(self, orders):
+        """One order for each rank, all at once; what they returned, None for one that died."""
+        for stream, order in zip(self.streams, orders, strict=True):
+            stream.write(json.dumps(order) + "\n")
+            stream.flush()
+        return [self.answer(stream) for stream in self.streams]
+
+    def answer(self, stream):
+        try:
+            line = stream.readline()
+        except ConnectionResetError:
+            return None
+        if not line:
+            return None
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["value"]
+
+    def call(self, file, function, **arguments):
+        return self.do([{"file": str(file), "function": function, "arguments": arguments}] * self.count)
+
+    def close(self):
+        for stream in self.streams:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def start_nursery():
+    environment = {**os.environ, "PYTHONPATH": str(RANK.parents[2]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, str(RANK)], stdin=subprocess.PIPE, text=True, env=environment)
+
+
+class OnTorchDistributed:
+    overlaps = True
+    _tests = itertools.count()
+
+    def __init__(self, size, nursery):
+        self.size, self._option, self._nursery = size, 0 if size > 2 else size, nursery
+        self._ranks = {}
+
+    def play(self, scripts, wait=10.0):
+        count = len(scripts)
+        if count not in self._ranks:
+            self._ranks[count] = Ranks(self._nursery, count)
+        options = {"size": self._option, "wait": wait, "exchange_timeout": 4.0}
+        marks = f"marks/{next(self._tests)}"
+        notes = self._ranks[count].do([{"steps": steps, "options": options, "marks": marks} for steps in scripts])
+        if None in notes:
+            self._ranks.pop(count).close()
+        return [None if note is None else numbered(note, [str(rank) for rank in range(count)]) for note in notes]
+
+    def close(self):
+        for ranks in self._ranks.values():
+            ranks.close()
+
+
+class OnSwarm:
+    """Real hosts, each with a daemon of its own, in this process."""
+
+    size, overlaps, kind = 2, False, SwarmExchange
+    _tests = itertools.count()
+
+    def __init__(self):
+        self._hosts = []
+
+    def play(self, scripts, wait=10.0):
+        while len(self._hosts) < len(scripts):
+            identity = Identity.ephemeral()
+            known = self._hosts[0][0].addresses() if self._hosts else ()
+            self._hosts.append((Host.start(identity, bootstrap=known, timeout=30), identity))
+        hosts = self._hosts[: len(scripts)]
+        swarm = "".join("abcdefghij"[int(digit)] for digit in f"{next(self._tests):052d}")  # of its own: no late call from before
+        ids = [host.peer_id for host, _ in hosts]
+        # The ids are new each time. Of three, the last has a partner in round 1, and the others are partners from round 4 on.
+        partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
+        seed = next(
+            seed for seed in itertools.count() if all(mate(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
+        )
+        members = {
+            host.peer_id: Member(
+                swarm=swarm, peer=host.peer_id, name="x", addresses=host.addresses(), round=0, step=0, loss=None, steps_per_s=0.0,
+                shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
+            )
+            for host, _ in hosts
+        }  # fmt: skip
+        exchanges = [
+            self.kind(
+                host, identity, swarm=swarm, model="0" * 64, seed=seed, members=lambda: members, wait=wait, chunk_timeout=1.0,
+                exchange_timeout=20.0,
+            )
+            for host, identity in hosts
+        ]  # fmt: skip
+        marks = {step[1]: threading.Event() for steps in scripts for step in steps if step[0] == "mark"}
+        notes, errors = [None] * len(scripts), []
+
+        def after(what):
+            assert marks[what].wait(LIMIT_S)
+
+        def peer(number):
+            def die():
+                host, _ = hosts[number]
+                (daemon,) = psutil.Process(host._uplink.daemon._child.pid).children()
+                os.kill(daemon.pid, signal.SIGKILL)
+                host.close()
+                raise Dead
+
+            try:
+                mark = lambda what: marks[what].set()  # noqa: E731
+                notes[number] = numbered(script.play(exchanges[number], swarm, scripts[number], mark, after, die), ids)
+            except Dead:
+                self._hosts.remove(hosts[number])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=peer, args=(number,)) for number in range(len(scripts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        for error in errors:
+            raise error
+        return notes
+
+    def close(self):
+        for host, _ in self._hosts:
+            host.close()
+
+
+class OnSwarmGroup(OnSwarm):
+    """The same, all of them in one group."""
+
+    size, overlaps, kind = 3, True, GroupExchange
+
+
+def numbered(notes, ids):
+    """With the indices of the members in place of their ids."""
+    for note in notes:
+        if isinstance(note, dict):
+            note["members"] = sorted(ids.index(member) for member in note["members"])
+    return notes
+
+
+WORLDS = {
+    "simulation-pairs": lambda nursery: OnSimulation(2),
+    "simulation-group": lambda nursery: OnSimulation(3),
+    "distributed-pairs": lambda nursery: OnTorchDistributed(2, nursery()),
+    "distributed-group": lambda nursery: OnTorchDistributed(3, nursery()),
+    "swarm-pairs": lambda nursery: OnSwarm(),
+    "swarm-group": lambda nursery: OnSwarmGroup(),
+}
