@@ -35,7 +35,7 @@ def _rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--local", type=int, help="rl: own groups to learn from in a round.  [default: 4]"),
         click.option("--external", type=int, help="rl: other peers' groups to learn from in a round.  [default: 4]"),
         click.option("--group", type=int, help="rl: completions of each question.  [default: 8]"),
-        click.option("--loss", metavar="LOSS", help="rl: sapo, tis, decoupled or positive.  [default: sapo]"),
+        click.option("--loss", metavar="LOSS", help="rl: sapo, tis, decoupled or positive.  [default: what suits the policy]"),
         click.option("--share-only", is_flag=True, default=None, help="rl: share rollouts, but do not learn."),
         click.option("--learn-only", is_flag=True, default=None, help="rl: learn, but share nothing."),
     ]

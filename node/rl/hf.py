@@ -25,6 +25,7 @@ RANK = 16
 class HF:
     """A transformers model with its tokenizer. ``module`` is the model, or the model with its adapter."""
 
+    loss = "sapo"
     max_tokens = 64
 
     def __init__(self, model: Any, tokenizer: Any, *, lr: float) -> None:

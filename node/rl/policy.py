@@ -41,6 +41,8 @@ class Policy(Protocol):
     """Hex SHA-256 that is equal for policies whose token ids mean the same."""
     lr: float
     """A learning rate for AdamW that suits the model."""
+    loss: str
+    """The one of ``optim.sapo.LOSSES`` that suits it."""
     max_tokens: int
     """How long completions of this policy usually need to be."""
 

@@ -111,7 +111,7 @@ class RLTask(Task):
         if batch is None:
             loss, worth = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, None
         else:
-            loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss], self.settings.temperature)
+            loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss or self.policy.loss], self.settings.temperature)
         assert self._pending is not None
         number, reward, own, foreign = self._pending
         if worth is not None:

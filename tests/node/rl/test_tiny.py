@@ -1,7 +1,6 @@
 """The small policy: what it says of its own completions is what it computes for them afterwards."""
 
 import copy
-import math
 
 import torch
 
@@ -84,4 +83,3 @@ def test_making_one_leaves_the_global_random_numbers_alone():
     for left, right in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(left, right)
     assert all(parameter.grad is None for parameter in copy.deepcopy(first).module.parameters())
-    assert math.isfinite(float(sum(parameter.sum() for parameter in first.module.parameters())))
