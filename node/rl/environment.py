@@ -66,8 +66,12 @@ class Env:
         return (label, version, config) == (self.label, self.made.version, self.config)
 
     def rewards(self, question: Question, completions: Sequence[str]) -> tuple[float, ...]:
-        """One per completion. EnvError if one is no number from 0 to 1; whatever the environment raises besides."""
-        found = tuple(float(self.made.reward(question, completion)) for completion in completions)
+        """One per completion. EnvError if one is no number from 0 to 1, or the environment fails at it."""
+        try:
+            found = tuple(float(self.made.reward(question, completion)) for completion in completions)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise EnvError(f"The environment {self.label!r} fails to judge an answer ({why}): mend it.") from error
         for reward in found:
             if not (math.isfinite(reward) and 0 <= reward <= 1):
                 raise EnvError(f"The environment {self.label!r} gave the reward {reward}: it must be a number from 0 to 1.")

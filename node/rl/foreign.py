@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from node.rl.environment import Env
@@ -12,18 +14,36 @@ from node.rl.groups import Group
 from node.rl.policy import Policy
 from optim.rollouts import REASONS, Candidate, select
 from swarm.rollout_record import Rollout
+from swarm.seen import Seen
 
 log = logging.getLogger(__name__)
 
 JUDGED = (64, 8)  # groups judged in a round: at least so many, or so many for each that may be learnt from
+REMEMBERED = 16_384  # groups that are known again, whoever sends them
 LONG = 16  # characters for each token that a completion may have, before it is not judged
 
 
 @dataclass(frozen=True)
 class _Kept:
+    key: str
     rollout: Rollout
     group: Group
     arrived: int  # this node's round
+
+
+def content(rollout: Rollout) -> str:
+    """Equal for copies, whoever signed them: who sends another's group as his own must not have it learnt from twice."""
+    said = (rollout.seed, rollout.index, *rollout.completions)
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
+    """At most ``room`` of them, the newest of each sender in turn, so that nobody crowds others out. In the order of arrival."""
+    of_sender: dict[str, list[int]] = {}
+    for place in reversed(range(len(came))):
+        of_sender.setdefault(came[place].peer, []).append(place)
+    turns = sorted((turn, -place) for places in of_sender.values() for turn, place in enumerate(places))
+    return [came[place] for place in sorted(-minus for _, minus in turns[:room])]
 
 
 class Foreign:
@@ -40,6 +60,7 @@ class Foreign:
         self._seed, self._age, self._per_sender = seed, age, per_sender or None
         self._group, self._max_tokens = group, max_tokens
         self._kept: list[_Kept] = []
+        self._seen = Seen(REMEMBERED)
         self.used = 0
         """Groups that were learnt from."""
         self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
@@ -49,10 +70,8 @@ class Foreign:
         """At most ``count`` groups for this node's ``round``, out of those that came by now."""
         room = max(JUDGED[0], JUDGED[1] * count)
         self.rejected["crowded"] += max(len(came) - room, 0)
-        self._kept += [kept for rollout in came[-room:] if (kept := self._judge(rollout, round)) is not None]
-        candidates = [
-            Candidate(kept.rollout.nonce.hex(), kept.rollout.peer, kept.arrived, kept.group.rewards) for kept in self._kept
-        ]
+        self._kept += [kept for rollout in fair(came, room) if (kept := self._judge(rollout, round)) is not None]
+        candidates = [Candidate(kept.key, kept.rollout.peer, kept.arrived, kept.group.rewards) for kept in self._kept]
         picked = select(candidates, count, seed=self._seed, round=round, max_age=self._age, per_sender=self._per_sender)
         chosen = [self._kept[place].group for place in picked.places]
         self.used += len(chosen)
@@ -77,6 +96,11 @@ class Foreign:
 
     def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
         """The question made anew, and the rewards that this node gives. The sender says neither."""
+        key = content(rollout)
+        if key in self._seen:
+            self.rejected["duplicate"] += 1
+            return None
+        self._seen.add(key)
         try:
             question = self._env.made.question(rollout.seed, rollout.index)
             if question.prompt in self._held_out:
@@ -94,7 +118,7 @@ class Foreign:
             log.debug("a rollout could not be judged: %s", error)
             self.rejected["unjudged"] += 1
             return None
-        return _Kept(rollout, Group(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
+        return _Kept(key, rollout, Group(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
 
     def _behaviour(self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...] | None, ...]:
         """The sender's log-probabilities, where its tokens are just those that the text is made of here."""

@@ -39,7 +39,7 @@ class RLSettings(BaseModel):
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
     age: int = Field(default=2, ge=0, le=1_000_000, description="Rounds for which another peer's group is of use once it came.")
     per_sender: int = Field(
-        default=0, ge=0, le=1024, description="Groups of one peer to choose from in a round, at most; 0: no limit."
+        default=8, ge=0, le=1024, description="Groups of one peer to choose from in a round, at most; 0: no limit."
     )
     warm: int = Field(
         default=400, ge=0, le=1_000_000, description="Steps of the warm start, for the policy tiny, which begins from nothing."

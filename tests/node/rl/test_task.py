@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from node.rl.environment import HELD_OUT, EnvError, Question
-from node.rl.foreign import Foreign
+from node.rl.foreign import Foreign, fair
 from node.rl.groups import Group, completions_of, loss_of, make_update
 from node.rl.loading import load_env
 from node.rl.settings import RLSettings
@@ -187,6 +187,24 @@ def test_a_flood_costs_a_bounded_number_of_judgements(tiny):
     assert pool.take(flood, 4, 0) == []
     assert pool.rejected["crowded"] == 36
     assert pool.rejected["no_spread"] + pool.rejected["held_out"] == 64
+
+
+def test_nobody_crowds_others_out_and_copies_are_known(tiny):
+    flood = [record(["zz", "yy"], index=index) for index in range(100)]
+    bus = Bus([], PEERS[1])
+    theirs = bus.make(
+        env="strings", env_version="1", env_config=ENV.config, seed=3, index=500, completions=[right(500), "zz"],
+        finish=["stop", "stop"], policy_version=0, temperature=1.0,
+    )  # fmt: skip
+    came = [theirs, *flood]
+    assert fair(came, 64)[0] is theirs
+    assert fair(came, 64)[1:] == flood[-63:]
+    assert fair(came, 1000) == came
+    pool = foreign(tiny)
+    assert len(pool.take(came, 4, 0)) == 1
+    copied = record([right(500), "zz"], index=500)
+    assert pool.take([copied], 4, 1) == []
+    assert pool.rejected["duplicate"] == 1
 
 
 def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
