@@ -41,7 +41,7 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
     assert shoal.left() == []
 
 
-def test_nodes_with_other_models_join_by_the_link_alone_and_weights_may_travel_too(shoal):
+def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     up = shoal.node(
         "up",
         shoal.toml(
@@ -61,6 +61,40 @@ def test_nodes_with_other_models_join_by_the_link_alone_and_weights_may_travel_t
     assert [result["steps"] for result in results] == [8, 8]
     assert [result["exchanges"] for result in results] == [4, 4]
     assert all(result["rl"]["env"] == "add_env.py:Add" for result in results)
+
+
+def random_model(folder):
+    """A language model of transformers, of a few thousand parameters, that was never trained."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=0,
+        bos_token_id=None, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_node_with_another_model_learns_from_text(shoal):
+    model = random_model(shoal.home / "model")
+    settings = shoal.toml(
+        task={"hooks": "rl"}, rl={"warm": 150, "held_out": 50}, swarm={"start_when": 2}, options={"families": "last"}
+    )
+    up = shoal.node("up", settings, "anna")
+    joined = shoal.node(
+        "join", up.line(0, 120), "bert", "--policy", f"hf:{model}", "--local", "1", "--set", "rl.held_out=5", "--set",
+        "rl.max_tokens=6", "--steps", "40", "--device", "cpu",
+    )  # fmt: skip
+    assert joined.wait(150) == 0, joined.said()
+    up.signal(signal.SIGINT)
+    assert up.wait(30) == 130
+    theirs, mine = shoal.result("anna"), shoal.result("bert")
+    assert mine["params"] != theirs["params"]
+    assert mine["rl"]["used"] > 0
+    assert mine["rl"]["effective_sample_size"] is None  # the writer's tokens are not the reader's
+    assert theirs["rl"]["received"] == mine["rl"]["sent"] == 40
 
 
 @pytest.mark.slow
