@@ -13,6 +13,9 @@ they take the sender's word for the answer, as the public code does (genrl 0.3.0
 
 The linear policy is a softmax over 32 answers to 60 questions. Twelve of its features are random and shared by all questions, so
 that what is learnt about one disturbs or helps the others. No network, no clock: the same numbers every time.
+
+The tiny policy is the transformer of `shoal demo --task rl`, warm start included (bench/_tiny.py). There "cumulative" and "final"
+are of greedy answers to held-out questions. It is trained with the loss "positive" (docs/benchmarks.md says what "sapo" gives).
 """
 
 from __future__ import annotations
@@ -23,72 +26,25 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+if not __package__:  # run as a file: the folder above is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench._tiny import tiny_world
+from bench._world import Completion, Group, Settings, World
 from optim.rollouts import Candidate, select
-from optim.sapo import LOSSES, Completions, TokenLoss, group_advantages, policy_loss
+from optim.sapo import LOSSES, Completions, group_advantages, policy_loss
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 POISONED = (4, 4)
 GROUP = 8  # completions of a question
 QUESTIONS, ANSWERS, FEATURES = 60, 32, 12
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a policy wrote."""
-
-    text: str
-    log_probs: tuple[float, ...]
-    """Of its tokens, when it was written."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """A question with its completions, and what the author says the answer is."""
-
-    question: int
-    answer: str
-    completions: tuple[Completion, ...]
-
-
-class Policy(Protocol):
-    """What can be trained here; each node has one."""
-
-    def complete(self, question: int, count: int) -> tuple[Completion, ...]:
-        """Sample so many completions."""
-        ...
-
-    def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
-        """One update; ``rewards`` are those of each group's completions."""
-        ...
-
-    def accuracy(self) -> float:
-        """Of the node's answers to all questions, in [0, 1]."""
-        ...
-
-
-@dataclass(frozen=True)
-class World:
-    """The questions are numbers; policies begin without knowing the answers."""
-
-    right: tuple[str, ...]
-    wrong: tuple[str, ...]
-    policies: tuple[Policy, ...]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a world is made with."""
-
-    nodes: int
-    loss: TokenLoss
-    rate: float
-    overlap: float
 
 
 class Linear:
@@ -103,9 +59,12 @@ class Linear:
     def _log_probs(self) -> Tensor:
         return (self.features @ self.weights).log_softmax(1)
 
-    def complete(self, question: int, count: int) -> tuple[Completion, ...]:
+    def complete(self, questions: Sequence[int], count: int) -> list[tuple[Completion, ...]]:
         with torch.no_grad():
-            known = self._log_probs()[question]
+            every = self._log_probs()
+        return [self._sample(every[question], count) for question in questions]
+
+    def _sample(self, known: Tensor, count: int) -> tuple[Completion, ...]:
         drawn = torch.multinomial(known.exp(), count, replacement=True, generator=self.generator)
         return tuple(Completion(str(int(number)), (float(known[number]),)) for number in drawn)
 
@@ -122,7 +81,8 @@ class Linear:
         torch.autograd.backward(policy_loss(batch, self.loss))
         self.optimizer.step()
 
-    def accuracy(self) -> float:
+    def accuracy(self, last: bool = False) -> float:
+        del last
         with torch.no_grad():
             return float(self._log_probs().gather(1, self.right[:, None]).exp().mean())
 
@@ -138,7 +98,9 @@ def linear_world(settings: Settings, seed: int) -> World:
     return World(tuple(map(str, right.tolist())), tuple(map(str, wrong.tolist())), policies)
 
 
-WORLDS: dict[str, Callable[[Settings, int], World]] = {"linear": linear_world}
+USUAL_LOSS = {"linear": "sapo", "tiny": "positive"}
+
+WORLDS: dict[str, Callable[[Settings, int], World]] = {"linear": linear_world, "tiny": tiny_world}
 """By the name of the policy: makes a world from the settings and a seed."""
 
 
@@ -154,16 +116,16 @@ def train(
     beliefs = [world.wrong if node == liar else world.right for node in nodes]
     draws = torch.Generator().manual_seed(seed)
 
-    def accuracy() -> float:
-        return statistics.fmean(world.policies[node].accuracy() for node in nodes if node != liar)
+    def accuracy(last: bool = False) -> float:
+        return statistics.fmean(world.policies[node].accuracy(last) for node in nodes if node != liar)
 
     cumulative = 0.0
     for round in range(rounds):
         cumulative += accuracy()
         written: list[list[Group]] = [[] for _ in nodes]
         for node in nodes:
-            for question in torch.randperm(len(world.right), generator=draws)[:own].tolist():
-                completions = world.policies[node].complete(question, GROUP)
+            questions = torch.randperm(len(world.right), generator=draws)[:own].tolist()
+            for question, completions in zip(questions, world.policies[node].complete(questions, GROUP), strict=True):
                 if node == liar:
                     completions = (replace(completions[0], text=world.wrong[question]), *completions[1:])
                 written[node].append(Group(question, beliefs[node][question], completions))
@@ -179,7 +141,7 @@ def train(
             groups = [*written[node], *(pool[place][1] for place in picked)]
             rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[place] for place in picked]
             world.policies[node].learn(groups, rewards)
-    return cumulative, accuracy()
+    return cumulative, accuracy(last=True)
 
 
 def measure(make: Callable[[int], World], share: tuple[int, int], rounds: int, seeds: int, **faults: Any) -> dict[str, float]:
@@ -201,20 +163,21 @@ def count(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", choices=["linear", "tiny"], default="linear", help="what is trained")
+    parser.add_argument("--policy", choices=sorted(WORLDS), default="linear", help="what is trained")
     parser.add_argument("--nodes", type=count, default=4, help="in the swarm, at least 2")
     parser.add_argument("--seeds", type=count, default=5, help="runs of each row")
     parser.add_argument("--rounds", type=count, default=150)
-    parser.add_argument("--loss", choices=sorted(LOSSES), default="sapo")
-    parser.add_argument("--rate", type=float, default=8.0, help="learning rate, of plain gradient ascent")
-    parser.add_argument("--overlap", type=float, default=1.0, help="length of a question's shared features, its own one being 1")
+    parser.add_argument("--loss", choices=sorted(LOSSES), help="[default: sapo for linear, positive for tiny]")
+    parser.add_argument("--rate", type=float, default=8.0, help="linear: learning rate, of plain gradient ascent")
+    parser.add_argument(
+        "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
-    if options.policy not in WORLDS:
-        parser.error(f"--policy {options.policy} is not there yet, it comes with node/rl: choose --policy linear")
     if options.nodes < 2:
         parser.error("--nodes must be at least 2: a node alone has nobody to learn from")
     torch.set_num_threads(1)
+    options.loss = options.loss or USUAL_LOSS[options.policy]
 
     settings = Settings(options.nodes, LOSSES[options.loss], options.rate, options.overlap)
 

@@ -22,6 +22,31 @@ from node.shadow import shadowed
 SUGGEST_LOG = "run again with --verbose to see what happened"
 
 
+def _task_option(default: str | None) -> Callable[..., Any]:
+    shown = "text|rl|MODULE:CLASS|FILE.py:CLASS"
+    return click.option("--task", "--hooks", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]")
+
+
+def _rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of ``up``, ``join`` and ``demo`` for the task rl."""
+    options = [
+        click.option("--env", metavar="ENV", help="rl: strings, sapo9, a family of it, or FILE.py:CLASS.  [default: strings]"),
+        click.option("--policy", metavar="POLICY", help="rl: tiny, tiny:HABIT, or hf:PATH_OR_NAME.  [default: tiny]"),
+        click.option("--local", type=int, help="rl: own groups to learn from in a round.  [default: 4]"),
+        click.option("--external", type=int, help="rl: other peers' groups to learn from in a round.  [default: 4]"),
+        click.option("--group", type=int, help="rl: completions of each question.  [default: 8]"),
+        click.option("--loss", metavar="LOSS", help="rl: sapo, tis, decoupled or positive.  [default: what suits the policy]"),
+        click.option("--share-only", is_flag=True, default=None, help="rl: share rollouts, but do not learn."),
+        click.option("--learn-only", is_flag=True, default=None, help="rl: learn, but share nothing."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+RL_OPTIONS = ("env", "policy", "local", "external", "group", "loss", "share_only", "learn_only")
+
+
 def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that ``up`` and ``join`` share."""
     options = [
@@ -36,7 +61,7 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--threads", type=int, help="Threads for computing on the CPU.  [default: half of the processors]"),
         click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
-        click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="The task to train.  [default: text]"),
+        _task_option(None),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
         click.option("--verbose", is_flag=True, help="Log what the network does, on stderr."),
         # For `shoal demo`, which starts its nodes by these same commands.
@@ -47,6 +72,11 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+_set_option = click.option(
+    "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml, such as outer.lr=0.5."
+)
 
 
 def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,9 +93,7 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
-        click.option(
-            "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml, such as outer.lr=0.5."
-        ),
+        _set_option,
     ]
     for option in reversed(options):
         function = option(function)
@@ -91,6 +119,7 @@ def cli() -> None:
 @click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped.")
 @click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
 @_outer_options
+@_rl_options
 @_node_options
 def up(file: Path | None, **flags: Any) -> int:
     """Create a swarm, start a node in it, and print one link by which others join."""
@@ -100,6 +129,8 @@ def up(file: Path | None, **flags: Any) -> int:
 @cli.command()
 @click.argument("link")
 @click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
+@_set_option
+@_rl_options
 @_node_options
 def join(link: str, **flags: Any) -> int:
     """Join the swarm of LINK and train with it."""
@@ -111,8 +142,9 @@ def join(link: str, **flags: Any) -> int:
 @click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
 @click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
 @_outer_options
+@_rl_options
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
-@click.option("--hooks", metavar="MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.  [default: text]")
+@_task_option("text")
 @click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256.")
 @click.option("--device", default="auto", show_default=True, help="Where the nodes train: auto, cpu, cuda, cuda:1 ... or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
@@ -121,10 +153,18 @@ def join(link: str, **flags: Any) -> int:
 def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     """Start a swarm of real nodes on this machine, train, and compare with training alone."""
     _log_to_stderr(verbose)
+    outer = _outer_overrides(options)
+    rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
+    own = {name: value for name, value in options.items() if name not in ("method", "length", "codec", "finish", "assigned")}
+    if own["hooks"] == "rl":
+        from node.rl import demo as rl_demo
+
+        del own["hooks"], own["every"]
+        report = rl_demo.run_demo(verbose=verbose, more={**outer, **rl}, **own)
+        click.echo(json.dumps(report) if as_json else rl_demo.summary(report))
+        return int(ExitCode.OK)
     from node.demo import run_demo, summary
 
-    outer = _outer_overrides(options)
-    own = {name: value for name, value in options.items() if name not in ("method", "length", "codec", "finish", "assigned")}
     report = run_demo(verbose=verbose, outer=outer, **own)
     click.echo(json.dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)
@@ -258,6 +298,7 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         "task.hooks": flags["hooks"],
         "train.steps": flags["steps"],
         "outer.every": flags.get("every"),
+        **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
         **_outer_overrides(flags),
     }
 

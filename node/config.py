@@ -1,7 +1,7 @@
 """All settings of a node: defaults, then a TOML file, then the flags of the command line (``examples/swarm.toml``).
 
-The tables ``swarm``, ``task``, ``outer`` and ``train`` become the manifest of a swarm that this node creates; a node
-that joins takes them from the manifest. The table ``node`` concerns this machine alone.
+The tables ``swarm``, ``task``, ``outer`` and ``train`` become the manifest of a swarm that this node creates, and with the task rl
+also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl`` and ``node`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from node.rl.settings import RLSettings
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
 
@@ -67,7 +68,7 @@ class TaskSettings(_Table):
         default="text",
         min_length=1,
         max_length=4096,
-        description="The task: text (built in), module:Class, or path/file.py:Class.",
+        description="The task: text or rl (built in), module:Class, or path/file.py:Class.",
     )
     options: dict[str, int | float | str | bool] = Field(
         default_factory=dict, description="Options of the task, handed to its constructor by name."
@@ -166,6 +167,7 @@ class Settings(_Table):
     task: TaskSettings = Field(default_factory=TaskSettings)
     outer: OuterSettings = Field(default_factory=OuterSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
+    rl: RLSettings = Field(default_factory=RLSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)
 
 
@@ -257,6 +259,9 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     """
     values = _read(path) if path is not None else {}
     _merge(values, overrides or {})
+    task, outer = values.get("task"), values.setdefault("outer", {})
+    if isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict):
+        outer.setdefault("method", "none")  # rollouts are shared then; weights as well only if somebody says so
     try:
         return Settings.model_validate(values)
     except ValidationError as error:

@@ -166,7 +166,7 @@ def run_demo(
         return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
 
 
-def _toml(settings: Settings) -> str:
+def settings_toml(settings: Settings) -> str:
     """The tables that ``shoal up`` needs, as TOML."""
     tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True)
     options = tables["task"].pop("options")
@@ -179,7 +179,7 @@ def _toml(settings: Settings) -> str:
 def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display) -> None:
     peers, hooks = settings.swarm.start_when, settings.task.hooks
     file = nodes.folder / "swarm.toml"
-    file.write_text(_toml(settings), encoding="utf-8")
+    file.write_text(settings_toml(settings), encoding="utf-8")
 
     def own(index: int) -> list[str]:
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
@@ -187,7 +187,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
     first = nodes.start(["up", str(file), *own(0)], "peer-0")
-    link = _read_line(first, LINK_S)
+    link = read_line(first, LINK_S)
     if not link:
         nodes.check()
         raise DemoError(f"The first node printed no link within {LINK_S:g} s: {nodes.last_words(0)}")
@@ -196,7 +196,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
         nodes.start(["join", link, "--hooks", hooks, *own(index)], f"peer-{index}")
 
 
-def _read_line(process: subprocess.Popen[str], seconds: float) -> str:
+def read_line(process: subprocess.Popen[str], seconds: float) -> str:
     """The first line of a node's stdout, or "" when it ended or the time is up."""
     lines: list[str] = []
     assert process.stdout is not None
@@ -213,7 +213,7 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
     tick = threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
-        events = [_events(path) for path in paths]
+        events = [read_events(path) for path in paths]
         count = sum(len(e) for e in events) + sum(p.poll() == 0 for p in nodes.processes)
         if count != news:
             news, heard = count, time.monotonic()
@@ -244,7 +244,8 @@ def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
     return next((event["loss"] for event in events if event["loss"] is not None), None)
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """What a node has written of its run so far."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")

@@ -45,9 +45,9 @@ def _why(error: BaseException, path: Path | None = None) -> str:
     return f"{type(error).__name__}{': ' if first else ''}{first}" + (f", line {lines[-1]}" if lines else "")
 
 
-def _import_file(path: Path, spec_text: str) -> ModuleType:
+def _import_file(path: Path, spec_text: str, what: str) -> ModuleType:
     if not path.is_file():
-        raise HookError(f"There is no file {str(path)!r} to load the task {spec_text!r} from: check the path.")
+        raise HookError(f"There is no file {str(path)!r} to load the {what} {spec_text!r} from: check the path.")
     path = path.resolve()
     # A private name, and no change of sys.path: a file called optim.py or json.py must not hide another module.
     name = f"_shoal_hooks_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
@@ -62,38 +62,38 @@ def _import_file(path: Path, spec_text: str) -> ModuleType:
         del sys.modules[name]
         hint = "mend the file"
         if isinstance(error, ModuleNotFoundError):
-            hint = "install that module; files that lie next to the task's are not importable from it"
+            hint = f"install that module; files that lie next to the {what}'s are not importable from it"
         raise HookError(f"The file {str(path)!r} fails when it is loaded ({_why(error, path)}): {hint}.") from error
     return module
 
 
-def _import_module(name: str, spec_text: str) -> ModuleType:
+def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{error.name}."):
             raise HookError(
-                f"There is no module {error.name!r} for the task {spec_text!r}: "
+                f"There is no module {error.name!r} for the {what} {spec_text!r}: "
                 "install it, put its folder on PYTHONPATH, or name a file as path/file.py:Class."
             ) from error
         raise HookError(f"The module {name!r} fails when it is imported ({_why(error)}): mend it.") from error
 
 
-def _find_class(spec_text: str) -> type[Any]:
+def find_class(spec_text: str, what: str = "task", known: str = ", ".join((*BUILT_IN, "rl"))) -> type[Any]:
+    """The class that ``module:Class`` or ``path/file.py:Class`` names, a ``what`` to people. HookError."""
     where, colon, name = spec_text.rpartition(":")
     if not colon or not where or not name.isidentifier():
-        known = ", ".join(BUILT_IN)
         raise HookError(
-            f"The task {spec_text!r} is not of the form module:Class or path/file.py:Class "
+            f"The {what} {spec_text!r} is not of the form module:Class or path/file.py:Class "
             f"and is none of the built-in ones ({known}): write it in one of these ways."
         )
     if where.endswith(".py") or "/" in where or "\\" in where:
-        module = _import_file(Path(os.path.expanduser(where)), spec_text)
+        module = _import_file(Path(os.path.expanduser(where)), spec_text, what)
     elif all(part.isidentifier() for part in where.split(".")):
-        module = _import_module(where, spec_text)
+        module = _import_module(where, spec_text, what)
     else:
-        raise HookError(f"{where!r} in the task {spec_text!r} is no module name: write module:Class or file.py:Class.")
+        raise HookError(f"{where!r} in the {what} {spec_text!r} is no module name: write module:Class or file.py:Class.")
     found = getattr(module, name, None)
     if isinstance(found, type):
         return found
@@ -132,7 +132,7 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
         HookError: with one sentence that says what is wrong with the name, the file, the class or the options.
     """
     options = dict(options or {})
-    cls = BUILT_IN.get(spec) or _find_class(spec)
+    cls = BUILT_IN.get(spec) or find_class(spec)
     if not issubclass(cls, Task):
         try:
             cls = type(cls.__name__, (cls, Task), {"__module__": cls.__module__, "__doc__": cls.__doc__})

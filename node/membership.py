@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from node.config import Settings
 from node.hooks import BUILT_IN, HookError
+from node.rl.settings import RLSettings, env_label
 from node.task import Shard
 from optim.codec import Shape
 from swarm.directory import MAX_ADDRESSES, Directory
@@ -25,6 +26,8 @@ from swarm.records import MemberValidator
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
+RL = "rl"
+BUILT_IN_TASKS = (*BUILT_IN, RL)
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +58,12 @@ def task_label(hooks: str) -> str:
     return PurePath(where).name + colon + name
 
 
+def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
+    """What all peers must agree on: for rl that is also what is learnt, while how and by which model is each node's own affair."""
+    own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
+    return {**settings.task.options, **own}
+
+
 def new_manifest(settings: Settings, identity: Identity, model: str) -> bytes:
     """The sealed manifest of a new swarm."""
     manifest = Manifest(
@@ -62,7 +71,7 @@ def new_manifest(settings: Settings, identity: Identity, model: str) -> bytes:
         created=time.time(),
         creator=identity.peer_id,
         task=task_label(settings.task.hooks),
-        task_options=settings.task.options,
+        task_options=task_options(settings),
         outer=settings.outer.resolved(),
         train=settings.train,
         model=model,
@@ -110,16 +119,33 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
         HookError: the swarm trains a task that this node must be given with --hooks, or was given another one.
     """
     hooks = settings.task.hooks
+    if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
+        hooks = manifest.task
     if task_label(hooks) != manifest.task:
-        if hooks != "text" or manifest.task in BUILT_IN:
+        if hooks != "text" or manifest.task in BUILT_IN_TASKS:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
         raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --hooks.")
-    task = settings.task.model_copy(update={"options": dict(manifest.task_options)})
+    options = dict(manifest.task_options)
+    rl = settings.rl
+    if hooks == RL:
+        rl = rl.model_copy(update={"env": _agreed_env(rl, str(options.pop("env", "")))})
+    task = settings.task.model_copy(update={"hooks": hooks, "options": options})
     swarm = settings.swarm.model_copy(update={"name": manifest.name, "shards": manifest.shards})
     train = manifest.train
     if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
         train = train.model_copy(update={"steps": settings.train.steps})
-    return settings.model_copy(update={"outer": manifest.outer, "train": train, "task": task, "swarm": swarm})
+    return settings.model_copy(update={"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm})
+
+
+def _agreed_env(own: RLSettings, label: str) -> str:
+    """How this node finds the swarm's environment. What comes from the swarm is never imported, so a class must be named here."""
+    if env_label(own.env) == label:
+        return own.env
+    if "env" in own.model_fields_set:
+        raise HookError(f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment.")
+    if ":" in label:
+        raise HookError(f"The swarm learns {label!r}, which this node must have: name your copy of it with --env.")
+    return label
 
 
 def own_data(settings: Settings) -> dict[str, str]:

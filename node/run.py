@@ -20,6 +20,7 @@ from node.display import Display
 from node.exchange import make_exchange
 from node.hooks import load_task
 from node.membership import (
+    RL,
     SHOAL_VERSION,
     Membership,
     catch_up,
@@ -31,6 +32,8 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.rl.session import Session, make_task
+from node.rl.task import RLTask
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
@@ -79,6 +82,8 @@ class Result:
     restarts: int = 0
     """How often the network daemon had to be started again."""
     interrupted: bool = False
+    rl: dict[str, Any] | None = None
+    """What reinforcement learning came to, where that is the task (node/rl/session.py)."""
 
 
 class NodeRun:
@@ -138,6 +143,8 @@ class NodeRun:
         return create(self.settings, identity, sealed)
 
     def _task(self) -> Task:
+        if self.settings.task.hooks == RL:
+            return make_task(self.settings)
         return load_task(self.settings.task.hooks, {**self.settings.task.options, **own_data(self.settings)})
 
     def _make_trainer(self) -> None:
@@ -167,13 +174,18 @@ class NodeRun:
         if self.link is not None:
             self.directory.refresh(10.0)
         shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
+        # Who shares rollouts and no weights may have another model, and has its own weights to start from.
+        alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
         extra = {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in trainer.opt.shared.items()}
-        state = catch_up(membership, digest, shapes, extra) if self.link is not None else None
+        state = None if alone else catch_up(membership, digest, shapes, extra)
         self.exchange = make_exchange(
             membership, settings.outer, seed=settings.train.seed, model=digest, fragments=trainer.opt.fragments
         )
         self.state_server = StateServer(self.host, swarm, digest, shapes)
         self.anchor = Anchor(membership, digest, self.state_server, trainer.opt)
+        self.session: Session | None = None
+        if isinstance(trainer.task, RLTask):
+            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -191,6 +203,8 @@ class NodeRun:
             return self._train(shard)
         finally:
             self.display.close()
+            if self.session is not None:
+                self.session.close()
             self.metrics.close()
 
     def _begin_from(self, state: State | None, saved: dict[str, Any] | None) -> None:
@@ -252,6 +266,8 @@ class NodeRun:
             if self.baseline:
                 result.loss_local = self._train_alone(shard)
                 result.interrupted = self.stopper.requested
+        if self.session is not None:
+            result.rl = self.session.report(result.loss_first, result.loss_last)
         self.metrics.write("end", **asdict(result))
         _write_json(self.folder / RESULT, asdict(result))
         return result
@@ -309,7 +325,8 @@ class NodeRun:
         )
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
-        self.display.round(record)
+        if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
+            self.display.round(record)
         if self.keep_rounds:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds

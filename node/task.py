@@ -5,6 +5,7 @@ A class that has the methods need not derive from ``Task``; deriving brings the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,10 @@ class Task:
         The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was.
         """
         raise NotImplementedError("a task needs batches(shard)")
+
+    def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
+        """``batches(shard)`` without the first ``step`` ones, where a resumed run goes on. Default: they are drawn and dropped."""
+        return itertools.islice(self.batches(shard), step, None)
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the training loss of one batch, a scalar; ``batch`` is already on the model's device."""

@@ -5,7 +5,6 @@ Knows nothing of the network: with ``Alone`` it is plain local training, the bas
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -216,8 +215,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        # Batches follow from the shard alone, so drawing and dropping those already seen leads to the next one.
-        self._batches = itertools.islice(self.task.batches(self.shard), self.opt.steps, None)
+        self._batches = self.task.batches_from(self.shard, self.opt.steps)
         torch.set_rng_state(state["rng"])
 
 

@@ -13,7 +13,7 @@ ROWS = ["8/0", "6/2", "4/4", "2/6", "poison", "trusting"]
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.sapo", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
 def test_json_has_every_row_and_the_same_numbers_each_time() -> None:
@@ -39,9 +39,21 @@ def test_sharing_pays_and_a_lie_is_not_believed() -> None:
     assert found["poison"] > 1.3 * found["trusting"]
 
 
-@pytest.mark.parametrize("options", [["--nodes", "1"], ["--seeds", "0"], ["--policy", "tiny"]])
+@pytest.mark.parametrize("options", [["--nodes", "1"], ["--seeds", "0"], ["--policy", "huge"]])
 def test_a_wrong_option_is_named(options: list[str]) -> None:
     done = bench(*options)
     assert done.returncode == 2
     assert options[0] in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_the_small_transformer_is_measured_too() -> None:
+    done = bench("--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["policy"], result["loss"]) == ("tiny", "positive")
+    assert list(result["rows"]) == ROWS
+    for row in result["rows"].values():
+        assert 0 <= row["cumulative"] < 3
+        assert 0 <= row["final"] < 0.5

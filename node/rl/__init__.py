@@ -1,0 +1,1 @@
+"""Reinforcement learning from own and foreign rollouts: environments, policies, and the task that brings them together."""

@@ -1,0 +1,98 @@
+"""Questions from the package reasoning-gym, which is optional: any of its families, or ``sapo9``, the nine of SAPO's experiment.
+
+Families differ in how they judge, and some do it in ways that a swarm cannot use:
+
+* Some evaluate the answer as Python (binary_matrix, one of the nine, calls ``eval`` on it), or parse it with sympy, which does the
+  same. An answer comes from a stranger here, so these families are judged by comparison with the known answer instead.
+* Some give a few hundredths to whatever is written. An advantage is relative to the group, so a group of wrong answers would teach
+  which of them is wrong more handsomely. Credits below ``LEAST`` count as 0.
+* propositional_logic knows no single answer; an example of one stands in its metadata. bf prints dots to stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import inspect
+import io
+import logging
+import re
+import sys
+from typing import Any
+
+from node.rl.environment import EnvError, Option, Question
+
+log = logging.getLogger(__name__)
+
+NINE = (
+    "base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification", "decimal_arithmetic",
+    "calendar_arithmetic", "binary_matrix",
+)  # fmt: skip
+LEAST = 0.1
+EVALUATES = re.compile(r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom (sympy)")
+
+
+class Gym:
+    """``family`` of reasoning-gym, with options of its configuration such as ``max_digits``."""
+
+    def __init__(self, family: str, **options: Option) -> None:
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise EnvError(
+                f"The environment {family!r} needs reasoning-gym ({error}): install shoal's extra 'rl', or choose strings."
+            ) from error
+        self.version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, 1"
+        self._families = NINE if family == "sapo9" else (family,)
+        if family == "sapo9" and options:
+            raise EnvError("The environment 'sapo9' takes no options: each of its families has its own defaults.")
+        unknown = [name for name in self._families if name not in DATASETS]
+        if unknown:
+            raise EnvError(
+                f"There is no environment {unknown[0]!r}: choose strings, sapo9, a family of reasoning-gym, or FILE.py:CLASS."
+            )
+        self._made = {name: DATASETS[name] for name in self._families}
+        self._compared = {name for name, (dataset, _) in self._made.items() if _evaluates(dataset)}
+        self._options = options
+        for name in self._families:
+            self._dataset(name, 0)  # here, so that a wrong option shows
+
+    def _dataset(self, family: str, seed: int) -> Any:
+        dataset, config = self._made[family]
+        return dataset(config=config(**{**self._options, "seed": seed, "size": 1}))
+
+    def question(self, seed: int, index: int) -> Question:
+        """A family of the nine is drawn uniformly."""
+        draw = hashlib.sha256(f"gym/1:{seed}:{index}".encode()).digest()
+        family = self._families[int.from_bytes(draw[:8], "big") % len(self._families)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            dataset = self._dataset(family, int.from_bytes(draw[8:12], "big"))
+            item = dataset[0]
+        answer = item["answer"] if item["answer"] is not None else item["metadata"].get("example_answer")
+        return Question(str(item["question"]), None if answer is None else str(answer), (family, dataset, item))
+
+    def reward(self, question: Question, completion: str) -> float:
+        """What the family gives for it; what it cannot read is worth nothing."""
+        family, dataset, item = question.data
+        if family in self._compared:
+            return float(question.answer is not None and completion.split() == question.answer.split())
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                credit = float(dataset.score_answer(completion, item))
+        except Exception as error:  # they parse what a policy wrote, and fail at it in many ways
+            log.debug("%s could not judge an answer: %s", family, error)
+            return 0.0
+        return min(credit, 1.0) if credit >= LEAST else 0.0
+
+
+def _evaluates(dataset: type[Any]) -> bool:
+    """Whether judging may evaluate the answer. Families that do not judge in a way of their own only compare."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    if dataset.score_answer is ProceduralDataset.score_answer:
+        return False
+    source = inspect.getsource(sys.modules[dataset.__module__])
+    found = {name for names in EVALUATES.findall(source) for name in names if name}
+    # propositional_logic has a parser of its own by the name of sympy's.
+    return any(f"def {name}(" not in source for name in found)

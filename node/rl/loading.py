@@ -1,0 +1,83 @@
+"""The environment and the policy that a user names. What comes from the swarm is never imported."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+
+from node.hooks import HookError, find_class
+from node.rl.environment import HELD_OUT, Env, EnvError, Environment, Option, Question, canonical
+from node.rl.gym import Gym
+from node.rl.hf import load_hf
+from node.rl.policy import Policy, PolicyError
+from node.rl.settings import env_label
+from node.rl.strings import Strings
+from node.rl.tiny import Tiny, Warm
+from swarm.errors import ShoalError
+
+
+def _built_in(spec: str) -> Callable[..., Environment] | None:
+    if spec == "strings":
+        return Strings
+    if re.fullmatch(r"[a-z0-9_]{1,64}", spec):
+        return functools.partial(Gym, spec)
+    return None
+
+
+def load_env(spec: str, options: Mapping[str, Option]) -> Env:
+    """The environment that ``spec`` names, made with ``options``. Raises EnvError or HookError.
+
+    ``spec``: ``strings``, a family of reasoning-gym, ``sapo9``, ``module:Class`` or ``path/file.py:Class``.
+    """
+    made_by = _built_in(spec) or find_class(spec, "environment")
+    try:
+        made = made_by(**options)
+    except ShoalError:
+        raise
+    except Exception as error:
+        takes = _options_of(made_by)
+        raise EnvError(
+            f"The environment {spec!r} cannot be made ({type(error).__name__}: {error}): correct its options{takes}."
+        ) from error
+    if not isinstance(made, Environment) or not isinstance(made.version, str) or not 0 < len(made.version) <= 128:
+        raise HookError(f"The environment {spec!r} needs version, question(seed, index) and reward(question, completion).")
+    env = Env(env_label(spec), canonical(options), made)
+    if not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label) or len(env.config) > 4096:
+        raise EnvError(f"The environment {spec!r} has too long a name or too long options: shorten them.")
+    _try(env)
+    return env
+
+
+def _try(env: Env) -> None:
+    """Judge an answer to the first held-out question, so that a fault shows before anything is trained."""
+    try:
+        question = env.made.question(HELD_OUT, 0)
+        if not isinstance(question, Question) or not isinstance(question.prompt, str):
+            raise EnvError(f"question() of the environment {env.label!r} must return a Question with a text as its prompt.")
+        env.rewards(question, [question.answer or ""])
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise EnvError(
+            f"The environment {env.label!r} fails at its first question ({type(error).__name__}: {error}): mend it."
+        ) from error
+
+
+def _options_of(made_by: Callable[..., Environment]) -> str:
+    names = [p.name for p in inspect.signature(made_by).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return f", which are {', '.join(names)}" if names else ""
+
+
+def load_policy(spec: str, env: Env, seed: int, warm: int) -> Policy:
+    """The policy, on the CPU; ``seed`` and the steps of a ``warm`` start are for tiny.
+
+    PolicyError says in one sentence what is wrong with the name, or what is missing.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == "tiny":
+        return Tiny(env.made, rest or "copy", seed=seed, warm=Warm(steps=warm))
+    if kind == "hf" and rest:
+        return load_hf(rest)
+    raise PolicyError(f"There is no policy {spec!r}: choose tiny, tiny:HABIT, or hf: and a model's folder, file or name.")

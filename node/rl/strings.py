@@ -1,0 +1,54 @@
+"""The built-in environment: small rules on short strings, which a small model can learn to follow for all strings.
+
+    reverse: dbca    acbd          largest: dbca    d           count: abca    2      (how often the first letter comes)
+    last: dbca       a             sorted: dbca     abcd
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+
+from node.rl.environment import EnvError, Question
+
+RULES: dict[str, Callable[[str], str]] = {
+    "reverse": lambda word: word[::-1],
+    "last": lambda word: word[-1],
+    "largest": max,
+    "sorted": lambda word: "".join(sorted(word)),
+    "count": lambda word: str(word.count(word[0])),
+}
+
+
+class Strings:
+    """One of the ``families`` (separated by commas) on a word of ``shortest`` to ``longest`` of the first ``letters`` letters.
+
+    The reward is 1 for exactly the right answer, else 0.
+    """
+
+    version = "1"
+
+    def __init__(
+        self, families: str = "reverse,last,largest,sorted,count", letters: int = 6, shortest: int = 3, longest: int = 4
+    ) -> None:
+        self.families = tuple(families.split(","))
+        unknown = [name for name in self.families if name not in RULES]
+        if unknown:
+            raise EnvError(f"There is no family {unknown[0]!r} of strings: choose of {', '.join(RULES)}.")
+        if not (1 <= letters <= 26 and 1 <= shortest <= longest <= 64):
+            raise EnvError("The environment 'strings' needs 1 to 26 letters, and words from shortest to longest within 1 to 64.")
+        self.letters = "abcdefghijklmnopqrstuvwxyz"[:letters]
+        self.lengths = (shortest, longest)
+
+    def question(self, seed: int, index: int) -> Question:
+        """All parts drawn uniformly."""
+        # Not the numbers themselves: Python's generator starts alike from seeds that are near each other.
+        draw = random.Random(hashlib.sha256(f"strings/1:{seed}:{index}".encode()).digest())
+        family = draw.choice(self.families)
+        word = "".join(draw.choices(self.letters, k=draw.randint(*self.lengths)))
+        return Question(f"{family}: {word}", RULES[family](word))
+
+    def reward(self, question: Question, completion: str) -> float:
+        """1 or 0."""
+        return float(completion == question.answer)

@@ -1,0 +1,245 @@
+"""Reinforcement learning as a task of the trainer: one inner step is one round of SAPO (2509.08721).
+
+In a round the node draws questions, writes a group of completions of each, shares the groups, takes what others shared meanwhile,
+and learns from all of it in one step. It never waits for the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from node.rl.environment import HELD_OUT, Env, EnvError, Question
+from node.rl.foreign import Foreign
+from node.rl.groups import Group, Update, loss_of, make_update
+from node.rl.policy import Completion, Policy
+from node.rl.settings import RLSettings
+from node.task import Shard, Task
+from optim.sapo import LOSSES
+from swarm.rollout_record import Rollout, pack_logps, pack_tokens
+
+DRAWS = 1000  # attempts at a question that is not held out
+TOGETHER = 256  # prompts answered at once in an evaluation
+
+
+class Sharing(Protocol):
+    """As much of `swarm.rollouts.RolloutPool` as a round needs."""
+
+    def advance(self, round: int) -> None:
+        """This node is in that round."""
+        ...
+
+    @property
+    def make(self) -> Callable[..., Rollout]:
+        """Makes a record of its fields."""
+        ...
+
+    def publish(self, rollout: Rollout) -> None:
+        """Share it, soon."""
+        ...
+
+    def drain(self) -> list[Rollout]:
+        """What came."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLRound:
+    """One round as this node saw it."""
+
+    round: int
+    reward: float | None
+    """Mean of the own completions' rewards; None without own groups."""
+    own: int
+    foreign: int
+    """Groups learnt from."""
+    loss: float
+    """Of the policy."""
+    worth: float | None
+    """Effective sample size per completion, over those of which the writer's log-probabilities are known (1: as good as own)."""
+
+
+class RLTask(Task):
+    """The trainer's view of it. ``connect`` says with whom rollouts are shared; without it the node learns alone."""
+
+    def __init__(self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int) -> None:
+        self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
+        self._sharing: Sharing | None = None
+        self._me = ""
+        self._on_round: Callable[[RLRound], None] = lambda round: None
+        self.rounds, self.cumulative, self._worths = 0, 0.0, 0.0
+        self._measured = 0
+        self.foreign: Foreign
+        self._pending: tuple[int, float | None, int, int] | None = None
+
+    def connect(self, sharing: Sharing | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
+        """Share through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
+        self._sharing, self._me, self._on_round = sharing, me, on_round
+
+    # -- as a Task -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def policy(self) -> Policy:
+        """Made once, with its warm start if it has one."""
+        return self._make_policy()
+
+    def model(self) -> torch.nn.Module:
+        """The policy's module."""
+        return self.policy.module
+
+    def batches(self, shard: Shard) -> Iterator[Update | None]:
+        """One round after another."""
+        return self.batches_from(shard, 0)
+
+    def batches_from(self, shard: Shard, step: int) -> Iterator[Update | None]:
+        """The rounds from number ``step`` on. None: nothing to learn from in that round."""
+        del shard  # questions are made, not dealt: all nodes may ask whatever they like
+        self.foreign = Foreign(
+            self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=self.settings.age,
+            per_sender=self.settings.per_sender, group=self.settings.group, max_tokens=self.max_tokens,
+        )  # fmt: skip
+        return map(self._round, itertools.count(step))
+
+    def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
+        """The policy's loss; 0 where nothing was to learn from."""
+        if batch is None:
+            loss, worth = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, None
+        else:
+            loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss or self.policy.loss], self.settings.temperature)
+        assert self._pending is not None
+        number, reward, own, foreign = self._pending
+        if worth is not None:
+            self._worths, self._measured = self._worths + worth, self._measured + 1
+        self._on_round(RLRound(round=number, reward=reward, own=own, foreign=foreign, worth=worth, loss=float(loss.detach())))
+        return loss
+
+    def evaluate(self, model: torch.nn.Module) -> float:
+        """What is missing to the best reward in the mean of greedy answers to the held-out questions, 0 to 1."""
+        del model
+        return 1.0 - self.greedy_reward()
+
+    def tokens(self, batch: Update | None) -> int:
+        """The tokens of all completions learnt from."""
+        return 1 if batch is None else max(batch.length, 1)
+
+    def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """AdamW without weight decay."""
+        lr = self.policy.lr if self.settings.lr is None else self.settings.lr
+        return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+    # -- questions -------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a completion."""
+        return self.settings.max_tokens or self.policy.max_tokens
+
+    @cached_property
+    def held_out(self) -> list[Question]:
+        """The questions of an evaluation."""
+        return [self.env.made.question(HELD_OUT, index) for index in range(self.settings.held_out)]
+
+    @cached_property
+    def held_out_prompts(self) -> frozenset[str]:
+        """By which they are known when they come up elsewhere."""
+        return frozenset(question.prompt for question in self.held_out)
+
+    def greedy_reward(self) -> float:
+        """Mean reward of greedy answers to the held-out questions."""
+        module, total = self.policy.module, 0.0
+        was_training = module.training
+        module.eval()
+        for start in range(0, len(self.held_out), TOGETHER):
+            asked = self.held_out[start : start + TOGETHER]
+            prompts = [question.prompt for question in asked]
+            answers = self.policy.generate(prompts, 1, temperature=0.0, max_tokens=self.max_tokens, seed=0)
+            total += sum(self.env.rewards(question, [one.text])[0] for question, (one,) in zip(asked, answers, strict=True))
+        module.train(was_training)
+        return total / len(self.held_out)
+
+    def _number(self, what: str, number: int) -> int:
+        """Below 2^62, so that no question of one's own is held out by its seed."""
+        text = f"shoal/rl/1:{self._seed}:{self._me}:{what}:{number}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+    def _questions(self, round: int) -> list[tuple[int, Question]]:
+        """Indices and questions of this round, none of which is held out. EnvError if there seem to be no others."""
+        found: list[tuple[int, Question]] = []
+        seed, index = self._number("questions", 0), round * DRAWS
+        while len(found) < self.settings.local:
+            question = self.env.made.question(seed, index)
+            if question.prompt not in self.held_out_prompts:
+                found.append((index, question))
+            index += 1
+            if index >= (round + 1) * DRAWS:
+                raise EnvError(
+                    f"Of {DRAWS} questions of {self.env.label!r} hardly one is not held out: make it ask more different "
+                    "questions, or set rl.held_out lower."
+                )
+        return found
+
+    # -- a round ---------------------------------------------------------------------------------------------------------
+
+    def _round(self, number: int) -> Update | None:
+        if self._sharing is not None:
+            self._sharing.advance(number)
+        own, reward = self._write(number)
+        came = self._sharing.drain() if self._sharing is not None else []
+        others = [] if self.settings.share_only else self.foreign.take(came, self.settings.external, number)
+        groups = [] if self.settings.share_only else own + others
+        self.rounds += 1
+        self.cumulative += reward or 0.0
+        self._pending = (number, reward, 0 if self.settings.share_only else len(own), len(others))
+        return make_update(groups) if groups else None
+
+    def _write(self, number: int) -> tuple[list[Group], float | None]:
+        """The own groups of a round, shared, and the mean of their rewards."""
+        asked = self._questions(number)
+        if not asked:
+            return [], None
+        settings = self.settings
+        written = self.policy.generate(
+            [question.prompt for _, question in asked], settings.group, temperature=settings.temperature,
+            max_tokens=self.max_tokens, seed=self._number("completions", number),
+        )  # fmt: skip
+        groups = []
+        for (index, question), completions in zip(asked, written, strict=True):
+            rewards = self.env.rewards(question, [one.text for one in completions])
+            tokens, logs = tuple(one.tokens for one in completions), tuple(None for _ in completions)
+            groups.append(Group(question.prompt, tokens, rewards, logs))
+            if self._sharing is not None and not settings.learn_only:
+                self._share(number, index, completions)
+        given = [reward for group in groups for reward in group.rewards]
+        return groups, sum(given) / len(given)
+
+    def _share(self, number: int, index: int, completions: list[Completion]) -> None:
+        assert self._sharing is not None
+        self._sharing.publish(
+            self._sharing.make(
+                env=self.env.label,
+                env_version=self.env.made.version,
+                env_config=self.env.config,
+                seed=self._number("questions", 0),
+                index=index,
+                completions=[one.text for one in completions],
+                finish=[one.finish for one in completions],
+                policy_version=number,
+                temperature=self.settings.temperature,
+                tokens=[pack_tokens(one.tokens) for one in completions],
+                logps=[pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions],
+                tokenizer=self.policy.tokenizer,
+            )
+        )
+
+    # -- what came of it -------------------------------------------------------------------------------------------------
+
+    @property
+    def worth(self) -> float | None:
+        """Mean of the rounds' ``worth``."""
+        return self._worths / self._measured if self._measured else None

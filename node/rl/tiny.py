@@ -1,0 +1,198 @@
+"""``tiny``: a small transformer over characters, made from nothing, for demonstrations and tests.
+
+Like a language model it begins with habits that it did not choose: before any reinforcement it is shown demonstrations of which
+nearly all follow a wrong habit (copying the question, say) and a few the right rule. Greedily it then does the wrong thing, while
+samples are right now and then: of most questions no completion is, so it is worth something that others found one.
+Nodes may have different habits: ``tiny:copy``, ``tiny:first`` ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from node.rl.environment import Environment
+from node.rl.policy import Completion, PolicyError, draw, pad
+
+ALPHABET = "".join(map(chr, range(32, 127)))
+END, OTHER = 0, 1  # token ids; those of the alphabet follow
+VOCABULARY = 2 + len(ALPHABET)
+CONTEXT = 256
+LONGEST_PROMPT = 160  # characters; of longer ones the end is read
+
+HABITS: dict[str, Callable[[str], str]] = {
+    "copy": lambda word: word,
+    "first": lambda word: word[:1],
+    "twice": lambda word: word[:1] * 2,
+    "drop": lambda word: word[1:],
+}
+"""What is done with the last word of a question instead of answering it."""
+
+
+@dataclass(frozen=True)
+class Warm:
+    """The warm start: so many ``steps`` of ``batch`` demonstrations, of which the part ``right`` follow the rule."""
+
+    steps: int = 400
+    batch: int = 64
+    right: float = 0.03
+    lr: float = 3e-3
+
+
+Cache = list[tuple[Tensor, Tensor]]
+
+
+class _Block(nn.Module):
+    """Pre-norm attention and a GELU layer. B batch, T new positions, S all positions, C width, H heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, visible: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """(B, T, C) to the same; ``visible``: (B, 1, T, S); and keys and values of all S positions."""
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x)))), (k, v)
+
+
+class TinyModel(nn.Module):
+    """Predicts each next character."""
+
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.3)
+
+    def forward(self, tokens: Tensor, mask: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        """Logits (B, T, V) of the T new ``tokens``; ``mask``: (B, S), which of all positions, past ones first, are not padding."""
+        new, whole = tokens.shape[1], mask.shape[1]
+        places = (mask.long().cumsum(1) - 1).clamp(0, CONTEXT - 1)[:, whole - new :]
+        causal = torch.ones(new, whole, dtype=torch.bool, device=tokens.device).tril(whole - new)
+        # A padded position sees itself, because a softmax over nothing is not a number.
+        itself = torch.eye(new, whole, dtype=torch.bool, device=tokens.device).roll(whole - new, 1)
+        visible = ((causal & mask[:, None, :]) | itself)[:, None]
+        x = self.tokens(tokens) + self.positions(places)
+        cache: Cache = []
+        for number, block in enumerate(self.blocks):
+            x, kept = block(x, visible, None if past is None else past[number])
+            cache.append(kept)
+        return self.head(self.norm(x)), cache
+
+
+class Tiny:
+    """See the module. ``seed``: of the weights and of the warm start; ``habit``: one of ``HABITS``."""
+
+    lr = 5e-4
+    # A model this small unlearns more by pushing down what it would never have written than it learns (docs/benchmarks.md).
+    loss = "positive"
+    max_tokens = 12
+    tokenizer = hashlib.sha256(f"tiny/1:{ALPHABET}".encode()).hexdigest()
+
+    def __init__(
+        self, environment: Environment, habit: str = "copy", *, seed: int = 0, layers: int = 2, width: int = 64, heads: int = 4,
+        warm: Warm | None = None,
+    ) -> None:  # fmt: skip
+        if habit not in HABITS:
+            raise PolicyError(f"The policy tiny has no habit {habit!r}: choose one of {', '.join(HABITS)}.")
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            self.module = TinyModel(layers, width, heads)
+        self._warm_up(environment, HABITS[habit], seed, warm or Warm())
+
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def encode(self, completion: str, ended: bool) -> list[int]:
+        """One token a character; those outside of printable ASCII are all the same one."""
+        return [_token(character) for character in completion] + ([END] if ended else [])
+
+    def _prompt(self, prompt: str) -> list[int]:
+        # The line's end says that the answer begins; a prompt is never empty with it.
+        return [*self.encode(prompt[-LONGEST_PROMPT:], False), OTHER]
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        """As `Policy.generate`; each prompt is read once for all of its completions."""
+        most = min(max_tokens, CONTEXT - LONGEST_PROMPT - 1)
+        generator = torch.Generator().manual_seed(seed)
+        tokens, mask = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
+        logits, cache = self.module(tokens, mask)
+        logits = logits[:, -1].repeat_interleave(count, 0)
+        cache = [(k.repeat_interleave(count, 0), v.repeat_interleave(count, 0)) for k, v in cache]
+        mask = mask.repeat_interleave(count, 0)
+        ids, logs = [], []
+        going = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
+        for _ in range(most):
+            chosen, log = draw(logits, temperature, generator)
+            ids.append(chosen)
+            logs.append(log)
+            going = going & (chosen != END)
+            if not bool(going.any()) or len(ids) == most:
+                break
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            step, cache = self.module(chosen[:, None], mask, cache)
+            logits = step[:, -1]
+        rows = zip(torch.stack(ids, 1).tolist(), torch.stack(logs, 1).tolist(), strict=True)
+        written = [_completion(row, log) for row, log in rows]
+        return [written[start : start + count] for start in range(0, len(written), count)]
+
+    def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
+        """As `Policy.log_probs`."""
+        most = CONTEXT - LONGEST_PROMPT - 1
+        before, seen = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
+        after, mask = pad([row[:most] for row in completions], END, left=False, device=self._device())
+        logits, _ = self.module(torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1])
+        logs = (logits[:, before.shape[1] - 1 :] / (temperature or 1.0)).log_softmax(-1)
+        return logs.gather(-1, after[..., None])[..., 0], mask
+
+    def _warm_up(self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.AdamW(self.module.parameters(), lr=warm.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        start = int(torch.randint(2**40, (), generator=generator))
+        for step in range(warm.steps):
+            questions = [environment.question(start, step * warm.batch + number) for number in range(warm.batch)]
+            right = torch.rand(warm.batch, generator=generator) < warm.right
+            shown = [
+                question.answer if follows and question.answer is not None else habit((question.prompt.split() or [""])[-1])
+                for question, follows in zip(questions, right.tolist(), strict=True)
+            ]
+            rows = [self.encode(text, True) for text in shown]
+            logs, mask = self.log_probs([question.prompt for question in questions], rows, 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = warm.lr * min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / warm.steps)))
+            optimizer.zero_grad()
+            torch.autograd.backward(-(logs * mask).sum() / mask.sum())
+            optimizer.step()
+        self.module.zero_grad()
+
+
+def _token(character: str) -> int:
+    place = ALPHABET.find(character)
+    return OTHER if place < 0 else 2 + place
+
+
+def _completion(ids: list[int], logs: list[float]) -> Completion:
+    """What was drawn up to and with the first end token."""
+    length = ids.index(END) + 1 if END in ids else len(ids)
+    text = "".join("?" if token < 2 else ALPHABET[token - 2] for token in ids[:length] if token != END)
+    return Completion(text, tuple(ids[:length]), tuple(logs[:length]), "stop" if END in ids else "length")

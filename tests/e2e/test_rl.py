@@ -1,0 +1,131 @@
+"""Reinforcement learning in swarms of real nodes that share rollouts."""
+
+import itertools
+import json
+import signal
+import statistics
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "add_env.py"
+QUICK = ("--set", "rl.held_out=100", "--set", "rl.warm=60")
+
+
+def rounds(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "rl"]
+
+
+def test_two_nodes_learn_from_each_others_rollouts(shoal):
+    demo = shoal.start(
+        "demo", "--task", "rl", "--peers", "2", "--rounds", "40", "--option", "families=last", *QUICK, "--local", "2",
+        "--external", "2", "--keep", "kept", "--json",
+    )  # fmt: skip
+    report = demo.json(150)
+    assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (2, 40, "none", 100)
+    assert [node["policy"] for node in report["nodes"]] == ["tiny:copy", "tiny:first"]
+    assert (report["sent"], report["unsent"]) == (2 * 2 * 40, 0)
+    assert report["used"] > 0
+    assert report["received"] > 0
+    assert report["bytes_sent"] > report["sent"] * 200
+    assert 0 < report["cumulative_reward"] < 40
+    for node in report["nodes"]:
+        assert 0 <= node["first_reward"] <= 1
+        assert 0 <= node["final_reward"] <= 1
+        assert node["received"] >= node["used"]
+        network = {"forged", "replayed", "foreign-env", "foreign-swarm", "malformed", "stale", "quota"}
+        assert not any(node["rejected"][reason] for reason in network)
+    seen = [event for event in rounds(shoal, "kept/peer-0") if event["event"] == "rl"]
+    assert [event["round"] for event in seen] == list(range(40))
+    assert {event["own"] for event in seen} == {2}
+    assert shoal.left() == []
+
+
+def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
+    up = shoal.node(
+        "up",
+        shoal.toml(
+            task={"hooks": "rl"}, rl={"env": f"{EXAMPLE}:Add", "warm": 60, "held_out": 50}, train={"steps": 8},
+            swarm={"start_when": 2}, outer={"method": "noloco", "every": 2},
+        ),
+        "anna",
+    )  # fmt: skip
+    link = up.line(0, 120)
+    unable = shoal.node("join", link, "carl")
+    assert "name your copy of it with --env" in unable.error()
+    other = shoal.node("join", link, "dora", "--env", "strings")
+    assert "use the swarm's environment" in other.error()
+    joined = shoal.node("join", link, "bert", "--env", f"{EXAMPLE}:Add", *QUICK)
+    assert [joined.wait(120), up.wait(60)] == [0, 0], joined.said() + up.said()
+    results = [shoal.result("anna"), shoal.result("bert")]
+    assert [result["steps"] for result in results] == [8, 8]
+    assert [result["exchanges"] for result in results] == [4, 4]
+    assert all(result["rl"]["env"] == "add_env.py:Add" for result in results)
+
+
+def random_model(folder):
+    """A language model of transformers, of a few thousand parameters, that was never trained."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=0,
+        bos_token_id=None, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_node_with_another_model_learns_from_text(shoal):
+    model = random_model(shoal.home / "model")
+    settings = shoal.toml(
+        task={"hooks": "rl"}, rl={"warm": 150, "held_out": 50}, swarm={"start_when": 2}, options={"families": "last"}
+    )
+    up = shoal.node("up", settings, "anna")
+    joined = shoal.node(
+        "join", up.line(0, 120), "bert", "--policy", f"hf:{model}", "--local", "1", "--set", "rl.held_out=5", "--set",
+        "rl.max_tokens=6", "--steps", "40", "--device", "cpu",
+    )  # fmt: skip
+    assert joined.wait(150) == 0, joined.said()
+    up.signal(signal.SIGINT)
+    assert up.wait(30) == 130
+    theirs, mine = shoal.result("anna"), shoal.result("bert")
+    assert mine["params"] != theirs["params"]
+    assert mine["rl"]["used"] > 0
+    assert mine["rl"]["effective_sample_size"] is None  # the writer's tokens are not the reader's
+    assert theirs["rl"]["received"] == mine["rl"]["sent"] == 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
+    settings = shoal.toml(
+        task={"hooks": "rl"}, rl={"warm": 100}, swarm={"start_when": 8}, options={"families": "last,largest"}
+    )
+    own = ("--set", "rl.warm=100", "--set", "rl.held_out=100", "--local", "4", "--external", "4")
+    names = [f"peer{number}" for number in range(8)]
+    nodes = {names[0]: shoal.node("up", settings, names[0], *own)}
+    link = nodes[names[0]].line(0, 120)
+    for number, name in enumerate(names[1:]):
+        nodes[name] = shoal.node("join", link, name, *own, "--policy", f"tiny:{['first', 'twice', 'drop', 'copy'][number % 4]}")
+    eventually(lambda: min(len(rounds(shoal, name)) for name in names) >= 20, 240, "20 rounds of all")
+    nodes["peer3"].popen.kill()
+    nodes["late"] = shoal.node("join", link, "late", *own)
+    eventually(lambda: len(rounds(shoal, "late")) >= 100, 240, "100 rounds of the late one")
+    lived = [name for name in nodes if name != "peer3"]
+    for name in lived:
+        nodes[name].signal(signal.SIGINT)
+    for name in lived:
+        assert nodes[name].wait(60) == 130, nodes[name].said()
+    stalls = {}
+    for name in lived:
+        seen = rounds(shoal, name)
+        assert len(seen) >= 100
+        stalls[name] = max(after["time"] - before["time"] for before, after in itertools.pairwise(seen))
+        rewards = [event["reward"] for event in seen]
+        assert statistics.fmean(rewards[-20:]) > statistics.fmean(rewards[:20]) + 0.05, name
+        assert sum(event["foreign"] for event in seen) > 50, name
+    print(json.dumps({"rounds": {name: len(rounds(shoal, name)) for name in lived}, "longest_round_s": stalls}))
+    assert max(stalls.values()) < 2.0, stalls
+    assert shoal.left() == []

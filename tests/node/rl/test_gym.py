@@ -1,0 +1,50 @@
+"""reasoning-gym's families, where the package is installed: never evaluated, never a credit for nothing."""
+
+import pytest
+
+from node.rl.environment import EnvError
+from node.rl.gym import NINE, Gym
+from node.rl.loading import load_env
+
+pytest.importorskip("reasoning_gym")
+
+
+def test_the_nine_of_the_paper(capsys):
+    env = load_env("sapo9", {})
+    families = set()
+    for index in range(60):
+        question = env.made.question(5, index)
+        again = load_env("sapo9", {}).made.question(5, index)
+        assert (question.prompt, question.answer) == (again.prompt, again.answer)
+        assert env.rewards(question, [question.answer, "", "hm"]) == (1.0, 0.0, 0.0), question.data[0]
+        families.add(question.data[0])
+    assert families == set(NINE)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("family", ["binary_matrix", "countdown", "polynomial_multiplication", "puzzle24"])
+def test_an_answer_is_never_evaluated(family, tmp_path):
+    env = Gym(family)
+    question = env.question(1, 1)
+    spoor = tmp_path / "evaluated"
+    assert env.reward(question, f"[open({str(spoor)!r}, 'w').write('x')]") == 0
+    assert env.reward(question, f"__import__('pathlib').Path({str(spoor)!r}).touch()") == 0
+    assert not spoor.exists()
+    assert env.reward(question, f" {question.answer}\n") == (question.answer is not None)
+
+
+def test_what_an_answer_breaks_is_worth_nothing():
+    env = Gym("propositional_logic")
+    assert env.reward(env.question(1, 1), "(" * 20_000) == 0
+
+
+def test_options_reach_the_family_and_mistakes_are_named():
+    small = load_env("basic_arithmetic", {"max_digits": 1, "min_digits": 1, "max_terms": 2})
+    assert all(len(small.made.question(1, index).answer) <= 3 for index in range(20))
+    for spec, options, words in [
+        ("basic_arithmetics", {}, "no environment 'basic_arithmetics'"),
+        ("sapo9", {"max_digits": 1}, "takes no options"),
+        ("basic_arithmetic", {"digits": 1}, "cannot be made"),
+    ]:
+        with pytest.raises(EnvError, match=words):
+            load_env(spec, options)

