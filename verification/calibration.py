@@ -141,7 +141,8 @@ class Calibration:
         return self.pairs[pair]
 
     def judge(self, pair: Pair, evidence: Evidence, rate: float = RATE) -> Judgement:
-        """Test a claim. Raises ``CalibrationError`` if ``pair`` was not calibrated, or with another fingerprint's features.
+        """Test a claim. A fault is refused and equality accepted without a calibration; for what is between, raises
+        ``CalibrationError`` if ``pair`` was not calibrated, or with another fingerprint's features.
 
         ``rate`` holds for claims like the honest ones in all but length. If many claims of one peer are tested, some are refused
         at this rate; it is for the vote and the reputation to forgive that.
@@ -149,6 +150,9 @@ class Calibration:
         if evidence.fault:
             _check_rate(rate)
             return Judgement(False, math.inf, math.inf, evidence.fault)
+        if not any(map(any, evidence.values)):  # as exact tokens are: the test is one-sided, so no calibration refuses it
+            _check_rate(rate)
+            return Judgement(True, 0.0, 0.0, "nothing differs")
         honest = self.pairs.get(pair)
         if honest is None:
             raise CalibrationError(

@@ -155,6 +155,10 @@ class TestJudge:
         found = Calibration().judge(PAIR, Evidence(TWO, fault="it has no bytes"))
         assert (found.accepted, found.reason) == (False, "it has no bytes")
 
+    def test_equality_needs_no_calibration(self):
+        assert Calibration().judge(PAIR, claim(0.0, 0.0)).accepted
+        assert self.calibration.judge(PAIR, claim((0.0, 0.0), features=TWO)).accepted
+
     def test_what_cannot_be_judged(self):
         with pytest.raises(CalibrationError, match="there is no calibration of activations for a float16 prover"):
             self.calibration.judge(Pair("activations", "model", "float16", "float32"), claim((1.0, 0.0), features=TWO))

@@ -4,6 +4,12 @@
 ``MinHashText`` and ``ImageHash`` find near-duplicates. All follow ``Fingerprint``.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
 from verification.fingerprints.activations import ActivationProof, Toploc
 from verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
 from verification.fingerprints.hidden import LastHidden, output_head, prefill_states
@@ -11,6 +17,11 @@ from verification.fingerprints.image import ImageHash
 from verification.fingerprints.sampling import Drawn, SeededSampling, draw, gumbel, margins
 from verification.fingerprints.text import MinHashText, SimHash
 from verification.fingerprints.tokens import Completion, ExactTokens
+
+if TYPE_CHECKING:  # each keeps the protocol
+    _KINDS: tuple[
+        Fingerprint[Tensor], Fingerprint[Drawn], Fingerprint[Completion], Fingerprint[str], Fingerprint[str], Fingerprint[Tensor]
+    ] = (ActivationProof(), SeededSampling(), ExactTokens(), SimHash(), MinHashText(), ImageHash())
 
 __all__ = [
     "ActivationProof",

@@ -77,8 +77,15 @@ class Fingerprint(Protocol[Output]):
     is for ``verification.calibration`` to say, from what honest peers show.
     """
 
-    name: str
-    features: tuple[Feature, ...]
+    @property
+    def name(self) -> str:
+        """One word, which a claim names it by."""
+        ...
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What ``compare`` measures."""
+        ...
 
     def make(self, output: Output) -> bytes:
         """The proof of ``output``."""
