@@ -1,7 +1,7 @@
 """Claims of a tiny GPT end to end: honest ones of three dtypes pass, and each way of cheating is seen."""
 
+import _verification_tiny as tiny
 import pytest
-import tiny
 import torch
 
 from verification.calibration import Calibration, Pair

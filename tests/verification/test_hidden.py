@@ -3,8 +3,8 @@
 import copy
 from types import SimpleNamespace
 
+import _verification_tiny as tiny
 import pytest
-import tiny
 import torch
 from torch import nn
 
