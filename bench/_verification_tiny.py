@@ -103,7 +103,7 @@ def rounded(bits: int) -> Change:
 
     def change(weight: Tensor, generator: torch.Generator) -> Tensor:
         top = 2 ** (bits - 1) - 1
-        scale = weight.abs().amax(dim=1, keepdim=True) / top
+        scale: Tensor = weight.abs().amax(dim=1, keepdim=True) / top
         return torch.round(weight / scale) * scale
 
     return change
@@ -113,12 +113,13 @@ def noisy(share: float) -> Change:
     """Normal noise of this share of the weights' standard deviation."""
 
     def change(weight: Tensor, generator: torch.Generator) -> Tensor:
-        return weight + share * weight.std() * torch.randn(weight.shape, generator=generator)
+        noise: Tensor = torch.randn(weight.shape, generator=generator) * weight.std()
+        return torch.add(weight, noise, alpha=share)
 
     return change
 
 
 def without_layer(model: TinyGPT, at: int) -> TinyGPT:
-    other = copy.deepcopy(model)
+    other: TinyGPT = copy.deepcopy(model)
     del other.blocks[at]
     return other

@@ -3,21 +3,22 @@
 Thresholds that fit one model and pair of dtypes do not fit another, so each (fingerprint, model, dtype of the prover, dtype of the
 verifier) is calibrated with honest claims of its own. A claim is tested once, as a whole: each feature is pooled over all windows,
 
-    z_f = (mean_f - honest mean_f) / sqrt(between_f + within_f / size),    statistic = max over the features f,
+    z_f = (mean_f - honest mean_f) / sqrt(between_f + within_f / size)
+    statistic = max over the features f of (z_f - start_f) / slope_f
 
 where ``size`` is the claim's length in windows and the two variances, between claims and within them, are estimated from the honest
-windows. Long claims are thereby tested more sharply, and short ones more leniently, by the same table. The threshold is a quantile
-of the statistic over the honest claims: with at least 1/rate - 1 of them the one that a new honest claim exceeds with at most that
-probability, whatever the distribution (the conformal quantile; Vovk et al. 2005). With fewer it is extrapolated from the upper
-tenth by an exponential tail, with an upper bound of its slope and of the spread, and a warning says so. It never lies below the
-normal quantile.
+windows. Long claims are thereby tested more sharply, and short ones more leniently, by the same table. Beyond start_f, the upper
+tenth of the honest claims, the tail is taken for exponential with mean excess slope_f, so a long-tailed feature does not blunt the
+others. The threshold is a quantile of the statistic over the honest claims: with at least 1/rate - 1 of them the one that a new
+honest claim exceeds with at most that probability, whatever the distribution (the conformal quantile; Vovk et al. 2005). With fewer
+it is extrapolated along the exponential tails, with upper bounds of slope and spread, and a warning says so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from verification.fingerprints.fingerprint import Evidence, Feature
@@ -59,6 +60,9 @@ class Honest:
     mean: tuple[float, ...]
     between: tuple[float, ...]
     within: tuple[float, ...]
+    starts: tuple[float, ...]
+    slopes: tuple[float, ...]
+    """Of z's upper tail, for each feature."""
     statistics: tuple[float, ...]
     """Of each claim, ascending."""
 
@@ -74,8 +78,10 @@ class Honest:
             if claim.features != features:
                 raise CalibrationError("the claims of one calibration must be of one fingerprint")
         mean, between, within = zip(*(_components(claims, at) for at in range(len(features))), strict=True)
-        bare = Honest(features, tuple(claims), mean, between, within, ())
-        return Honest(features, bare.claims, mean, between, within, tuple(sorted(bare.statistic(claim)[0] for claim in claims)))
+        honest = Honest(features, tuple(claims), mean, between, within, (), (), ())
+        starts, slopes = zip(*(_tail(sorted(column)) for column in zip(*map(honest.scores, claims), strict=True)), strict=True)
+        honest = replace(honest, starts=starts, slopes=slopes)
+        return replace(honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims)))
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
         """z of each feature."""
@@ -88,8 +94,8 @@ class Honest:
         )
 
     def statistic(self, evidence: Evidence) -> tuple[float, int]:
-        """The largest z, and which feature has it."""
-        scores = self.scores(evidence)
+        """The most extreme feature, in units of its honest tail, and which one it is."""
+        scores = [(z - start) / slope for z, start, slope in zip(self.scores(evidence), self.starts, self.slopes, strict=True)]
         worst = max(range(len(scores)), key=scores.__getitem__)
         return scores[worst], worst
 
@@ -97,15 +103,16 @@ class Honest:
         """What an honest claim's statistic exceeds with probability ``rate``, in (0, 0.5]."""
         _check_rate(rate)
         ranked, many = self.statistics, len(self.statistics)
-        least = NormalDist().inv_cdf(1 - rate)
+        # What a normal distribution would have: one sample that happens to be narrow does not make the test sharper.
+        least = (NormalDist().inv_cdf(1 - rate) - NormalDist().inv_cdf(1 - TAIL)) / LEAST_SLOPE
         over = math.floor(rate * (many + 1))  # this many ranks from the top, the claim's own among them, may be refused
         if over >= 1:
             return max(least, ranked[many - over])
-        tail = max(2, int(many * TAIL))
-        start = ranked[many - tail - 1]
-        slope = sum(value - start for value in ranked[many - tail :]) / tail * (1 + SURENESS / math.sqrt(tail))
-        extrapolated = start + max(slope, LEAST_SLOPE) * math.log(tail / many / rate)
-        return max(least, ranked[-1], extrapolated * _spread_factor(many - 1))
+        # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample leaves open of slope and spread.
+        far = math.log(len(self.features) * TAIL / rate) * (1 + SURENESS / math.sqrt(TAIL * many))
+        wider = _spread_factor(many - 1)
+        begin = max(start / slope for start, slope in zip(self.starts, self.slopes, strict=True))
+        return max(least, ranked[-1], far * wider + max(0.0, begin) * (wider - 1))
 
     def warning(self, rate: float = RATE) -> str:
         """Empty, or one sentence if there are too few claims for ``rate``."""
@@ -165,10 +172,11 @@ class Calibration:
         threshold = honest.threshold(rate)
         accepted = statistic <= threshold
         found, feature = evidence.means()[worst], honest.features[worst]
-        spread = (found - honest.mean[worst]) / statistic if statistic else 0.0
+        z, limit = honest.scores(evidence)[worst], honest.starts[worst] + honest.slopes[worst] * threshold
+        most = honest.mean[worst] + limit * ((found - honest.mean[worst]) / z if z else 0.0)
         reason = (
             f"{feature.name}: {found:.4g}, where an honest claim of this length has {honest.mean[worst]:.4g} on average "
-            f"and at most {honest.mean[worst] + threshold * spread:.4g}"
+            f"and at most {most:.4g}"
         )
         return Judgement(accepted, statistic, threshold, reason)
 
@@ -176,6 +184,14 @@ class Calibration:
 def _check_rate(rate: float) -> None:
     if not 0 < rate <= 0.5:
         raise ValueError(f"a false-positive rate must be above 0 and at most 0.5, not {rate}")
+
+
+def _tail(ranked: Sequence[float]) -> tuple[float, float]:
+    """Where the upper tenth of ascending ``ranked`` begins, and its mean excess, which is never below ``LEAST_SLOPE``."""
+    many = len(ranked)
+    tail = max(2, int(many * TAIL))
+    start = ranked[many - tail - 1]
+    return start, max(LEAST_SLOPE, sum(value - start for value in ranked[many - tail :]) / tail)
 
 
 def _spread_factor(freedom: int) -> float:

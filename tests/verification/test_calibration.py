@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import random
-from statistics import NormalDist
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from verification import calibration_file
-from verification.calibration import Calibration, CalibrationError, Honest, Pair, _spread_factor
+from verification.calibration import LEAST_SLOPE, Calibration, CalibrationError, Honest, Pair, _spread_factor
 from verification.calibration_file import load_calibration, save_calibration
 from verification.fingerprints import Evidence, Feature
 from verification.interval import rate_interval
@@ -66,15 +65,16 @@ class TestVariances:
         assert found.means() == (2.0,)
 
     def test_z_by_hand(self):
-        honest = Honest(ONE, (), (2.0,), (0.25,), (3.0,), ())
+        honest = Honest(ONE, (), (2.0,), (0.25,), (3.0,), (), (), ())
         assert honest.scores(claim(*[3.0] * 4)) == (1.0,)
         assert honest.scores(claim(*[3.0] * 12)) == pytest.approx((math.sqrt(2),))
 
     def test_where_nothing_varied_the_grain_is_the_measure(self):
         exact = (Feature("error", 0.02),)
         honest = Honest.of([claim(0.0, features=exact)] * 50)
-        assert honest.statistic(claim(0.04, features=exact)) == (2.0, 0)
-        assert NormalDist().inv_cdf(1 - 1e-4) < honest.threshold(1e-4) < 6
+        assert honest.scores(claim(0.04, features=exact)) == (2.0,)
+        assert honest.statistic(claim(0.04, features=exact)) == (2 / LEAST_SLOPE, 0)
+        assert 3.7 < LEAST_SLOPE * honest.threshold(1e-4) < 10
 
 
 class TestFalseAlarms:
@@ -111,7 +111,7 @@ class TestFalseAlarms:
 
 class TestThreshold:
     def test_conformal_rank_by_hand(self):
-        honest = Honest(ONE, (), (0.0,), (1.0,), (0.0,), tuple(float(value) for value in range(10, 109)))
+        honest = Honest(ONE, (), (0.0,), (1.0,), (0.0,), (0.0,), (1.0,), tuple(float(value) for value in range(10, 109)))
         assert honest.threshold(0.01) == 108  # the largest of 99: a hundredth claim is above it with one chance in 100
         assert honest.threshold(0.05) == 104
 

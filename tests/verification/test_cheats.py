@@ -1,9 +1,9 @@
 """Claims of a tiny GPT end to end: honest ones of three dtypes pass, and each way of cheating is seen."""
 
-import _verification_tiny as tiny
 import pytest
 import torch
 
+from bench import _verification_tiny as tiny
 from verification.calibration import Calibration, Pair
 from verification.fingerprints import ActivationProof, Drawn, SeededSampling, prefill_states
 

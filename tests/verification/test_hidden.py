@@ -3,11 +3,11 @@
 import copy
 from types import SimpleNamespace
 
-import _verification_tiny as tiny
 import pytest
 import torch
 from torch import nn
 
+from bench import _verification_tiny as tiny
 from verification.fingerprints import LastHidden, output_head, prefill_states
 
 

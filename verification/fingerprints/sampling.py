@@ -11,7 +11,6 @@ The seed must not be the prover's to choose (a hash of the claim's round and pro
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from dataclasses import dataclass
 
@@ -48,12 +47,17 @@ def gumbel(seed: bytes, position: int, vocabulary: int, device: torch.device | s
     SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with it by the finaliser of
     SplitMix64, twice. It need not keep a secret, as the seed has none: it must only be one function that all compute.
     """
-    if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= position < 1 << 62 or len(seed) > MOST_SEED:
+    return _noise(seed, range(position, position + 1), vocabulary, device)[0]
+
+
+def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device | str) -> Tensor:
+    """``gumbel`` for several positions, (positions, vocabulary)."""
+    if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
         raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
-    key = hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest()
-    first, second = struct.unpack(">qq", key[:16])
+    digests = (hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions)
+    keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
-    mixed = _mix(_mix(numbers * _signed(0x9E3779B97F4A7C15) + first) ^ second)
+    mixed = _mix(_mix(numbers * _signed(0x9E3779B97F4A7C15) + keys[:, :1]) ^ keys[:, 1:])
     uniform = ((mixed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52  # in (0, 1), both ends excluded
     return -torch.log(-torch.log(uniform))
 
@@ -72,7 +76,7 @@ def _mix(words: Tensor) -> Tensor:
 
 def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:
     """The token at ``position`` from ``logits`` (V,). Equal scores are won by the smaller token."""
-    return int(torch.argmax(_scores(logits, seed, position, temperature)))
+    return int(torch.argmax(_scores(logits.unsqueeze(0), seed, position, temperature)))
 
 
 def margins(drawn: Drawn) -> Tensor:
@@ -85,21 +89,26 @@ def margins(drawn: Drawn) -> Tensor:
         raise ValueError("logits must be floating numbers of shape (tokens, vocabulary), one row for each token")
     if not 1 <= len(tokens) <= MOST_TOKENS or int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[1]:
         raise ValueError(f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}")
-    found = []
-    for step, (row, token) in enumerate(zip(logits, tokens.tolist(), strict=True)):
-        scores = _scores(row, drawn.seed, drawn.first + step, drawn.temperature)
-        found.append((scores.max() - scores[token]).clamp_max(FARTHEST))
-    return torch.stack(found).cpu()
+    found, at, many = [], 0, max(1, MOST_VOCABULARY // logits.shape[1])
+    for rows in torch.split(logits, many):
+        scores = _scores(rows, drawn.seed, drawn.first + at, drawn.temperature)
+        chosen = scores.gather(1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)).squeeze(1)
+        found.append((scores.amax(dim=1) - chosen).clamp_max(FARTHEST))
+        at += many
+    return torch.cat(found).cpu()
 
 
-def _scores(logits: Tensor, seed: bytes, position: int, temperature: float) -> Tensor:
+def _scores(logits: Tensor, seed: bytes, first: int, temperature: float) -> Tensor:
+    """What competes at each position from ``first`` on, (n, V) float64."""
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
-    row = logits.detach().double()
-    if bool(torch.isnan(row).any()) or not math.isfinite(float(row.max())):
+    rows = logits.detach().double()
+    if bool(torch.isnan(rows).any()) or not bool(torch.isfinite(rows.amax(dim=1)).all()):
         raise ValueError("the logits of a position are not numbers, or allow no token")
     # The noise has full weight and the logits are divided, so margins of all temperatures are in the same unit.
-    return row if temperature == 0 else row / temperature + gumbel(seed, position, len(row), row.device)
+    if temperature == 0:
+        return rows
+    return rows / temperature + _noise(seed, range(first, first + len(rows)), rows.shape[1], rows.device)
 
 
 class SeededSampling:
