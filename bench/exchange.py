@@ -40,11 +40,11 @@ class BenchError(Exception):
 
 
 class Process:
-    """One end of a contender: bench/_end.py in a process of its own."""
+    """One end of a contender in a process of its own, by default bench/_end.py; told and answering by JSON lines."""
 
-    def __init__(self, kind: str, number: int) -> None:
+    def __init__(self, kind: str, number: int, command: list[str] | None = None) -> None:
         self.name = f"{kind} {number}"
-        command = [sys.executable, "-m", "bench._end", kind, str(number), str(LIMIT)]
+        command = command or [sys.executable, "-m", "bench._end", kind, str(number), str(LIMIT)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -70,11 +70,11 @@ class Process:
         except BrokenPipeError:
             raise BenchError(f"the process {self.name} died: its messages above say why.") from None
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, patience: float = PATIENCE) -> dict[str, Any]:
         try:
-            line = self.answers.get(timeout=PATIENCE)
+            line = self.answers.get(timeout=patience)
         except queue.Empty:
-            raise BenchError(f"the process {self.name} did not answer within {PATIENCE:g} s.") from None
+            raise BenchError(f"the process {self.name} did not answer within {patience:g} s.") from None
         if not line:
             raise BenchError(f"the process {self.name} died: its messages above say why.")
         return dict(json.loads(line))

@@ -1,8 +1,8 @@
 """How tensors become bytes on the wire, and back.
 
 A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an oversized one before it allocates.
-Here: what a codec is, and plain floats. The others: codec_dense.py (int8, e3m0, sign), codec_topk.py, codec_auto.py (a choice for
-each tensor) and codec_feedback.py (error feedback around any of them). Their names are parsed in codecs.py.
+Here: what a codec is, and plain floats. The others: codec_dense.py (int8, sign), codec_e3m0.py, codec_topk.py, codec_auto.py (a
+choice for each tensor) and codec_feedback.py (error feedback around any of them). Their names are parsed in codecs.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Codecs that send every value, in 8, 4 or 1 bits, with one float32 scale for each block of consecutive values of a tensor.
+"""Codecs that send every value, in 8 or 1 bits, with one float32 scale for each block of consecutive values of a tensor.
 
-For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8, 1/2 + 1/64 with e3m0 and
-1/8 + 1/256 with sign.
+For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8 and 1/8 + 1/256 with sign.
 """
 
 from __future__ import annotations
@@ -84,33 +83,6 @@ class Int8Codec(DenseCodec):
     def restore(self, codes: Tensor, values: Tensor) -> None:
         """Divided first, so that the largest value comes back exactly. The code -128, which is never sent, counts as -127."""
         values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(127)
-
-
-class E3M0Codec(DenseCodec):
-    """4 bits as in Streaming DiLoCo (2501.18512): a sign and 3 bits of exponent, no mantissa.
-
-    The paper does not give the scaling, so this is ours: with s the block's largest magnitude, a value is 0 or one of
-    +-s 2^-k, k = 0..6, the nearest. Error at most |x|/3 where |x| >= s/64, and at most s/128 below. The code is 8 for a
-    negative sign plus 7 - k, or 0 for zero.
-    """
-
-    name, width, block = "e3m0", 4, 256
-
-    def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
-        """By integer arithmetic on the bits of the floats, so that the nearest level is found exactly."""
-        magnitudes, divisor = _largest(values, scales)
-        ratios = magnitudes.div_(divisor)
-        above = ratios >= 2.0**-7  # half of the least level: not zero
-        # Adding half of the mantissa's range carries into the exponent from 1.5 times a power of two on: to the nearer one.
-        codes = ratios.view(torch.int32).add_(1 << 22).bitwise_right_shift_(23).sub_(120)
-        codes = torch.maximum(codes, above.int()).clamp_(0, 7)
-        codes |= values.view(torch.int32).bitwise_right_shift(28).bitwise_and_(8)
-        return pack(codes.to(torch.uint8).view(-1), self.width)
-
-    def restore(self, codes: Tensor, values: Tensor) -> None:
-        """By table."""
-        levels = torch.tensor([0.0] + [2.0**-k for k in range(6, -1, -1)], device=codes.device)
-        values.view(-1).copy_(look_up(codes, byte_table(torch.cat((levels, -levels))), values.numel()))
 
 
 class SignCodec(DenseCodec):

@@ -12,7 +12,8 @@ import re
 
 from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
 from optim.codec_auto import AutoCodec
-from optim.codec_dense import E3M0Codec, Int8Codec, SignCodec
+from optim.codec_dense import Int8Codec, SignCodec
+from optim.codec_e3m0 import E3M0Codec
 from optim.codec_feedback import ErrorFeedback
 from optim.codec_topk import TopK2Codec
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from swarm.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token
+from swarm.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token, Weight
 from swarm.wire import ENVELOPE, KIB, Message
 
 MAX_GROUP = 64  # members: their places are the bits of one number
@@ -27,7 +27,7 @@ class GroupReady(Message):
     codec: Token
     shapes: Sha256
     nbytes: Bytes
-    weight: Annotated[float, Field(gt=0)]
+    weight: Weight
     sha256: Sha256
     patience: Annotated[float, Field(ge=0, le=MAX_PATIENCE)]
     nonce: Nonce

@@ -9,7 +9,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from swarm.fields import MAX_COUNT, Address, Bytes, Count, Digest, Label, Nonce, PeerId, Reason, Sha256, Shapes, SwarmId, Token
+from swarm.fields import (
+    MAX_COUNT,
+    Address,
+    Bytes,
+    Count,
+    Digest,
+    Label,
+    Nonce,
+    PeerId,
+    Reason,
+    Sha256,
+    Shapes,
+    SwarmId,
+    Token,
+    Weight,
+)
 from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 # Whoever handles messages takes all of it from here.
@@ -77,7 +92,7 @@ class Offer(Message):
     dtype: Token
     codec: Token
     sha256: Sha256
-    weight: Annotated[float, Field(gt=0)]
+    weight: Weight
     model: Digest
     nonce: Nonce
 

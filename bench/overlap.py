@@ -1,0 +1,287 @@
+"""How much of its time a node computes when the network is slow: `python bench/overlap.py --mbit 100 --delay 0,50,200`.
+
+Real processes, one per node, behind links of --mbit each way and --delay milliseconds one way (a round trip takes twice that),
+train the same model by one method after the other:
+
+    alone               no exchange: what the machine itself costs the loop
+    ddp                 DistributedDataParallel over gloo, gradients every step
+    torchft             torchft's DiLoCo over gloo
+    torchft-streaming   the same in fragments, overlapped as far as it goes
+    hivemind            hivemind.Optimizer(use_local_updates=True), which averages in the background
+    noloco, diloco      ours, all at once every round
+    streaming, co2      ours, overlapped: in fragments with a lag, and a whole round late
+
+Computing is simulated: an inner step, its optimizer included, is a timed wait, as on a machine whose GPU computes while its
+processor is idle (only DDP, which sends them, makes real gradients). utilisation = computing / wall time = 1 - wait / wall, where
+*all* that is not computing counts as waiting: transfers, finding each other, encryption, copies, the outer step. One round warms
+up; what is still in flight at the end is in flight at the beginning, too. As root the links are network namespaces with `tc tbf`
+and a wire in user space for the delay; else relays, which only programs that can announce an address can use: the others are
+skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # called by its path, Python looks only beside this file
+
+from bench._link import Link, LinkError, Namespaces
+from bench._link_check import check
+from bench._overlap_methods import KINDS, Setup
+from bench._relay import Relays
+from bench.exchange import BenchError, Process
+
+NEEDS = {"torchft": "torchft", "torchft-streaming": "torchft", "hivemind": "hivemind"}
+ANNOUNCES = {"alone", "hivemind", "noloco", "diloco", "streaming", "co2"}  # can be told an address other than the own
+WIDTH = 1000  # of a layer: a million parameters
+SPARE_S = 90.0  # seconds beyond what a method should take, before it is given up
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, the same for every method."""
+
+    nodes: int
+    mbit: float
+    layers: int
+    every: int
+    step_s: float
+    rounds: int
+    fragments: int
+    lag: int
+
+    @property
+    def model_bytes(self) -> int:
+        return self.layers * WIDTH * WIDTH * 4
+
+    def sync_s(self) -> float:
+        """The least that an exchange of the whole model takes."""
+        return self.model_bytes * 8 / (self.mbit * 1e6)
+
+    def steps(self, method: str) -> tuple[int, int]:
+        """Inner steps to warm up and to measure: whole rounds; for DDP about the same time, if it waits at every step."""
+        if method != "ddp":
+            return self.every, self.every * self.rounds
+        most = self.every * self.rounds
+        return 2, min(max(round(most * self.step_s / (self.step_s + self.sync_s())), 5), most)
+
+
+def missing(method: str, link: Link) -> str | None:
+    """Why the method cannot be measured here."""
+    package = NEEDS.get(method)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed (pip install -e '.[bench]')"
+    if method not in ANNOUNCES and link.announced(0) is not None:
+        return "it cannot announce the address of a relay: run as root, for network namespaces"
+    return None
+
+
+def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
+    """One row: all nodes of one method, from their start to their end."""
+    warm, steps = plan.steps(method)
+    patience = SPARE_S + 3 * (plan.rounds + 1) * (plan.every * plan.step_s + plan.sync_s())
+    limit = str(3 * patience)
+    ends: list[Process] = []
+    addresses: list[dict[str, Any]] = []
+    try:
+        for rank in range(plan.nodes):
+            setup = Setup(
+                method, rank, plan.nodes, link.ip(rank), link.port(rank), link.announced(rank), plan.step_s, plan.every,
+                plan.layers, WIDTH, plan.fragments, plan.lag, addresses,
+            )  # fmt: skip
+            command = [sys.executable, "-m", "bench._overlap_node", json.dumps(asdict(setup)), limit]
+            ends.append(Process(method, rank, [*link.enter(rank), *command]))
+            addresses.append(ends[-1].answer(SPARE_S)["address"])
+
+        def all_do(**order: Any) -> list[dict[str, Any]]:
+            for end in ends:
+                end.tell(**order)
+            return [end.answer(patience) for end in ends]
+
+        all_do(do="meet", all=addresses)
+        all_do(do="run", steps=warm)
+        before = link.sent()
+        windows = all_do(do="run", steps=steps)
+        sent = [after - since for after, since in zip(link.sent(), before, strict=True)]
+    finally:
+        for end in ends:
+            end.close()
+    return row(method, windows, sent, steps)
+
+
+def row(method: str, windows: list[dict[str, Any]], sent: list[int], steps: int) -> dict[str, Any]:
+    """The mean over the nodes of what they measured."""
+
+    def mean(name: str) -> float:
+        return float(sum(window[name] for window in windows) / len(windows))
+
+    wall, busy = mean("wall_s"), mean("busy_s")
+    return {
+        "method": method,
+        "steps": steps,
+        "rounds": min(window["rounds"] for window in windows),
+        "wall_s": round(wall, 2),
+        "wait_s": round(wall - busy, 2),
+        "blocked_s": round(mean("waited_s"), 2) if windows[0]["waited_s"] is not None else None,
+        "utilisation": round(busy / wall, 4),
+        "sent_mb": round(sum(sent) / len(sent) / 1e6, 1),
+    }
+
+
+def with_delay(delay: int, methods: list[str], plan: Plan, kind: str, note: Any) -> dict[str, Any]:
+    """All methods at one delay, in milliseconds one way."""
+    link = make_link(kind, plan.nodes, plan.mbit, delay, note)
+    try:
+        ruler = check(link, plan.mbit * 1e6 / 8, delay / 1000)
+        found: dict[str, Any] = {"delay_ms": delay, "link": link.kind, "check": ruler, "rows": [], "skipped": {}}
+        for method in methods:
+            why = missing(method, link)
+            if why is None:
+                try:
+                    found["rows"].append(measure(method, link, plan))
+                    note(f"delay {delay} ms: {found['rows'][-1]}")
+                    continue
+                except BenchError as error:
+                    why = f"failed: {error}"
+            found["skipped"][method] = why
+            note(f"delay {delay} ms: {method} skipped: {why}")
+        return found
+    finally:
+        link.close()
+
+
+def make_link(kind: str, nodes: int, mbit: float, delay: int, note: Any) -> Link:
+    rate, seconds = mbit * 1e6 / 8, delay / 1000
+    if kind != "relay":
+        try:
+            return Namespaces(nodes, rate, seconds)
+        except LinkError as error:
+            if kind == "namespaces":
+                raise BenchError(f"{error}: choose --link relay.") from None
+            note(f"{error}; relays instead")
+    try:
+        return Relays(nodes, rate, seconds)
+    except LinkError as error:
+        raise BenchError(f"{error}.") from None
+
+
+def show(found: list[dict[str, Any]], plan: Plan) -> None:
+    console = Console(stderr=True, width=132)
+    for at in found:
+        probe = at["check"]
+        table = Table(
+            "method", "rounds", "steps", "wall s", "wait s", "blocked s", "utilisation", "MB sent per node",
+            title=f"{plan.nodes} nodes, {plan.mbit:g} Mbit/s (found {probe['mbit']:.1f}), {at['delay_ms']} ms one way (found "
+            f"{probe['delay_ms']:.1f}), {at['link']}; {plan.model_bytes / 1e6:g} MB model, {plan.every} steps of "
+            f"{plan.step_s * 1000:g} ms a round, simulated by timed waits",
+        )  # fmt: skip
+        for row in at["rows"]:
+            names = ("rounds", "steps", "wall_s", "wait_s", "blocked_s", "utilisation", "sent_mb")
+            table.add_row(row["method"], *("-" if row[name] is None else f"{row[name]:g}" for name in names))
+        console.print(table)
+        for method, why in at["skipped"].items():
+            console.print(f"{method}: skipped, {why}")
+
+
+def arguments() -> argparse.Namespace:
+    def delays(text: str) -> list[int]:
+        values = [int(part) for part in text.split(",")]
+        if not all(0 <= value <= 2000 for value in values):
+            raise argparse.ArgumentTypeError("delays are whole milliseconds from 0 to 2000")
+        return values
+
+    def methods(text: str) -> list[str]:
+        names = [part for part in text.split(",") if part]
+        if not names or not set(names) <= set(KINDS):
+            raise argparse.ArgumentTypeError(f"choose among {', '.join(KINDS)}")
+        return list(dict.fromkeys(names))
+
+    def positive(text: str) -> float:
+        if not 0 < float(text) < 1e6:
+            raise argparse.ArgumentTypeError("must be positive")
+        return float(text)
+
+    def count(text: str) -> int:
+        if not 1 <= int(text) <= 10_000:
+            raise argparse.ArgumentTypeError("must be from 1 to 10000")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description="Measure how much of its time a node computes behind a slow link.")
+    parser.add_argument("--mbit", type=positive, default=100.0, help="rate of every link, each way")
+    parser.add_argument("--delay", type=delays, default=[0, 50, 200], help="milliseconds one way, separated by commas")
+    parser.add_argument("--methods", type=methods, default=list(KINDS), help="separated by commas")
+    parser.add_argument("--nodes", type=count, default=2)
+    parser.add_argument("--layers", type=count, default=10, help="of a million float32 parameters each")
+    parser.add_argument("--every", type=count, default=100, help="inner steps of a round")
+    parser.add_argument("--step", type=positive, default=100.0, help="milliseconds of an inner step")
+    parser.add_argument("--rounds", type=count, default=3, help="rounds that are measured, after one that is not")
+    parser.add_argument("--fragments", type=count, default=4, help="of the streaming methods")
+    parser.add_argument("--lag", type=count, default=24, help="inner steps that a fragment may take")
+    parser.add_argument("--link", choices=("auto", "namespaces", "relay"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    options = parser.parse_args()
+    if options.nodes < 2:
+        parser.error("argument --nodes: at least 2 are needed")
+    if options.fragments > min(options.layers, options.every) or options.lag >= options.every:
+        parser.error("argument --fragments: at most as many as layers and steps of a round; --lag: less than those steps")
+    return options
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "torchft", "hivemind"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def main() -> int:
+    options = arguments()
+    plan = Plan(
+        options.nodes, options.mbit, options.layers, options.every, options.step / 1000, options.rounds, options.fragments,
+        options.lag,
+    )  # fmt: skip
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the cleaning up
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
+    began = time.monotonic()
+
+    def note(text: str) -> None:
+        print(f"bench: {text}", file=sys.stderr, flush=True)
+
+    try:
+        found = [with_delay(delay, options.methods, plan, options.link, note) for delay in options.delay]
+    except BenchError as error:
+        note(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    show(found, plan)
+    if options.json:
+        machine = {"cores": len(os.sched_getaffinity(0)), **versions()}
+        plan_json = {**asdict(plan), "model_bytes": plan.model_bytes}
+        print(json.dumps({"plan": plan_json, "delays": found, "machine": machine, "took": round(time.monotonic() - began, 1)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The benchmark of overlap runs, says what it promises, and leaves nothing behind; its timings are not judged here."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.overlap import Plan, arguments, missing, row
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "overlap.py"
+MARK = "SHOAL_OVERLAP_TEST"
+SMALL = ["--delay", "1", "--mbit", "1000", "--layers", "1", "--fragments", "1", "--every", "4", "--lag", "2", "--step", "5",
+         "--rounds", "2"]  # fmt: skip
+PLAN = Plan(nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, fragments=4, lag=20)
+
+
+class FakeLink:
+    def __init__(self, announced):
+        self.port = announced
+
+    def announced(self, node):
+        return self.port
+
+
+def bench(*options):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *options],
+        capture_output=True, text=True, timeout=240, env={**os.environ, MARK: str(os.getpid())},
+    )  # fmt: skip
+
+
+def descendants():
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(os.getpid()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
+    done = bench("--link", "relay", "--methods", "noloco,streaming,ddp", *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert result["plan"]["model_bytes"] == 4_000_000
+    (at,) = result["delays"]
+    assert at["link"] == "user-space relay"
+    assert list(at["skipped"]) == ["ddp"]
+    assert "run as root" in at["skipped"]["ddp"]
+    rows = {row["method"]: row for row in at["rows"]}
+    assert [rows[name]["rounds"] for name in ("noloco", "streaming")] == [2, 2]
+    for found in rows.values():
+        assert found["steps"] == 8
+        assert found["wait_s"] == pytest.approx(found["wall_s"] - 8 * 0.005, abs=0.011)
+        assert found["utilisation"] == pytest.approx(8 * 0.005 / found["wall_s"], rel=0.3)  # wall_s is rounded
+    assert 8 <= rows["noloco"]["sent_mb"] < 10  # two whole models and what is around them
+    assert "utilisation" in done.stderr
+    assert psutil.wait_procs(descendants(), timeout=5)[1] == []
+
+
+def test_rows_are_means_over_the_nodes():
+    first = {"wall_s": 12.0, "busy_s": 9.0, "waited_s": 1.0, "rounds": 3}
+    second = {"wall_s": 8.0, "busy_s": 9.0, "waited_s": 2.0, "rounds": 2}
+    found = row("noloco", [first, second], [4_000_000, 6_000_000], 90)
+    assert found == {
+        "method": "noloco", "steps": 90, "rounds": 2, "wall_s": 10.0, "wait_s": 1.0, "blocked_s": 1.5, "utilisation": 0.9,
+        "sent_mb": 5.0,
+    }  # fmt: skip
+
+
+def test_whole_rounds_and_for_ddp_about_the_same_time():
+    assert PLAN.sync_s() == pytest.approx(3.2)
+    assert PLAN.steps("streaming") == (100, 300)
+    assert PLAN.steps("ddp") == (2, 9)  # 30 s of 3.3 s each
+
+
+def test_a_rival_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert missing("torchft", FakeLink(None)) == "torchft is not installed (pip install -e '.[bench]')"
+    assert missing("noloco", FakeLink(None)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--delay", "-1"], ["--methods", "smoke"], ["--mbit", "0"], ["--nodes", "1"], ["--fragments", "11"], ["--lag", "100"]],
+)
+def test_a_wrong_option_is_named(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        arguments()
+    assert ended.value.code == 2
+    assert options[0] in capsys.readouterr().err
