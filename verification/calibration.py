@@ -108,8 +108,8 @@ class Honest:
         over = math.floor(rate * (many + 1))  # this many ranks from the top, the claim's own among them, may be refused
         if over >= 1:
             return max(least, ranked[many - over])
-        # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample leaves open of slope and spread.
-        far = math.log(len(self.features) * TAIL / rate) * (1 + SURENESS / math.sqrt(TAIL * many))
+        # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample leaves open of the spread.
+        far = math.log(len(self.features) * TAIL / rate)
         wider = _spread_factor(many - 1)
         begin = max(start / slope for start, slope in zip(self.starts, self.slopes, strict=True))
         return max(least, ranked[-1], far * wider + max(0.0, begin) * (wider - 1))
@@ -187,11 +187,12 @@ def _check_rate(rate: float) -> None:
 
 
 def _tail(ranked: Sequence[float]) -> tuple[float, float]:
-    """Where the upper tenth of ascending ``ranked`` begins, and its mean excess, which is never below ``LEAST_SLOPE``."""
+    """Where the upper tenth of ascending ``ranked`` begins, and an upper bound of its mean excess, at least ``LEAST_SLOPE``."""
     many = len(ranked)
     tail = max(2, int(many * TAIL))
     start = ranked[many - tail - 1]
-    return start, max(LEAST_SLOPE, sum(value - start for value in ranked[many - tail :]) / tail)
+    slope = sum(value - start for value in ranked[many - tail :]) / tail
+    return start, max(LEAST_SLOPE, slope * (1 + SURENESS / math.sqrt(tail)))
 
 
 def _spread_factor(freedom: int) -> float:

@@ -70,9 +70,10 @@ def test_other_weights_are_seen(calibration, sides, cheat):
     assert not any(accepted(calibration, sides, examined(prover, verifier, seed))[0] for seed in range(200, 204))
 
 
-@pytest.mark.parametrize("sides", [SIDES[0], SIDES[1], SIDES[3]], ids="->".join)
+@pytest.mark.parametrize("sides", [SIDES[0], SIDES[3]], ids="->".join)
 @pytest.mark.parametrize("change", [tiny.rounded(8), tiny.noisy(0.01)], ids=["int8", "noise of 1 %"])
-def test_slightly_other_weights_are_seen_unless_a_bfloat16_is_compared_with_a_float32(calibration, sides, change):
+def test_slightly_other_weights_are_seen_where_rounding_is_finer(calibration, sides, change):
+    """With bfloat16 on a side, 24 honest claims of 64 tokens are too few to tell them from rounding at 1 in 10,000."""
     prover, verifier = tiny.changed(model(sides[0]), change), model(sides[1])
     assert not any(accepted(calibration, sides, examined(prover, verifier, seed))[0] for seed in range(200, 204))
 
