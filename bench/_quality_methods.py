@@ -1,0 +1,89 @@
+"""The methods that bench/quality.py compares, and the few settings that each may choose from.
+
+Every method has exactly three settings next to the grid of inner learning rates, the first being its documented default. Data
+parallel training and the methods without an outer knob choose among three values of AdamW's second beta instead, so that nobody
+is tuned with more effort than anybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from optim import OuterOptimizer
+from optim.registry import METHODS as REGISTRY
+
+Setting = Mapping[str, float | bool]
+INNER: tuple[Setting, ...] = ({"beta2": 0.99}, {"beta2": 0.95}, {"beta2": 0.999})
+FRAGMENTS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a method is made for the benchmark."""
+
+    settings: tuple[Setting, ...]
+    name: str | None = None
+    """In the table of optim/registry.py; None: data parallel, which has no outer optimizer."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are not chosen from."""
+    every: int | None = None
+    """The only number of steps between two exchanges that it has; None: free."""
+    tuned_at: int = 4
+    """Peers of the runs that choose its learning rate."""
+    everyone: bool = False
+    """A method for pairs, here with a mean over everyone."""
+
+    @property
+    def make(self) -> Callable[..., OuterOptimizer] | None:
+        return None if self.name is None else REGISTRY[self.name].make
+
+    @property
+    def group(self) -> str:
+        return "everyone" if self.everyone or self.name is None else REGISTRY[self.name].group
+
+    @property
+    def codec(self) -> str:
+        """Its own."""
+        return "float32" if self.name is None else REGISTRY[self.name].codec.name
+
+    @property
+    def weights(self) -> bool:
+        """It sends whole weights, so codecs for displacements are not for it."""
+        return self.name is not None and REGISTRY[self.name].sends == "weights"
+
+
+def _momenta(*pairs: tuple[float, float]) -> tuple[Setting, ...]:
+    return tuple({"lr": lr, "momentum": momentum} for lr, momentum in pairs)
+
+
+METHODS: dict[str, Recipe] = {
+    "ddp": Recipe(INNER, every=1),
+    "ddp-xK": Recipe(INNER, every=1),
+    "ddp-updates": Recipe(INNER, every=1),
+    "none": Recipe(INNER, "none", every=1),
+    "local": Recipe(INNER, "local"),
+    "local-sgd": Recipe(INNER, "local", everyone=True),
+    "diloco": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "diloco"),
+    "diloco-hb": Recipe(_momenta((0.7, 0.9), (0.7, 0.5), (1.0, 0.3)), "diloco-hb"),
+    "streaming": Recipe(
+        _momenta((0.4, 0.9), (0.7, 0.6), (1.0, 0.3)), "streaming", {"fragments": FRAGMENTS, "lag": 1, "mix": 0.5}
+    ),
+    "decoupled": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "decoupled", {"fragments": FRAGMENTS, "lag": 2}),
+    "eager": Recipe(_momenta((0.4, 0.6), (0.7, 0.3), (1.0, 0.1)), "eager"),
+    "co2": Recipe(({"lr": 1.0, "momentum": 0.2}, {"lr": 0.7, "momentum": 0.5}, {"lr": 1.0, "momentum": 0.2, "keep": True}), "co2"),
+    "noloco": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco"),
+    "noloco-2": Recipe(
+        (
+            {"lr": 0.7, "momentum": 0.5, "pull": 0.3},
+            {"lr": 0.7, "momentum": 0.3, "pull": 0.5},
+            {"lr": 1.0, "momentum": 0.3, "pull": 0.3},
+        ),
+        "noloco",
+    ),
+    "gasloc": Recipe(_momenta((0.7, 0.5), (0.7, 0.8), (1.0, 0.3)), "gasloc"),
+    "sparseloco": Recipe(({"lr": 1.0}, {"lr": 0.7}, {"lr": 1.3}), "sparseloco"),
+    "sparta": Recipe(INNER, "sparta", {"part": 0.005}, every=1),
+    "lookahead": Recipe(({"lr": 0.5}, {"lr": 0.7}, {"lr": 0.9}), "diloco", {"momentum": 0.0}, tuned_at=1),
+}

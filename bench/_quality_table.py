@@ -1,0 +1,147 @@
+"""Results of bench/quality.py as rows, as a table for people, and as the section of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+Row = dict[str, Any]
+CELL = ("method", "codec", "peers", "every", "steps", "batch")
+
+
+def _validation(runs: Sequence[Row]) -> float:
+    return statistics.fmean(run["validation"] if run["validation"] is not None else float("inf") for run in runs)
+
+
+def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
+    good = [run for run in runs if run["loss"] is not None]
+    losses = [run["loss"] for run in good]
+    row: Row = dict(zip(CELL, cell, strict=True))
+    row.update(lr=runs[0]["lr"], outer=runs[0]["outer"])
+    row["loss"] = statistics.fmean(losses) if losses else None
+    row["loss_sd"] = statistics.stdev(losses) if len(losses) > 1 else None
+    row["loss_averaged"] = statistics.fmean(run["loss_averaged"] for run in good) if good else None
+    row.update(seeds=len(losses), diverged=len(runs) - len(losses), losses={run["seed"]: run["loss"] for run in good})
+    row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
+    return row
+
+
+def _above(row: Row, other: Row | None) -> tuple[float, float | None] | None:
+    """How much higher the loss is than the other's: mean and standard deviation over the seeds that both have."""
+    shared = sorted(set(row["losses"]) & set(other["losses"])) if other is not None else []
+    if other is None or not shared:
+        return None
+    ratios = [row["losses"][seed] / other["losses"][seed] - 1 for seed in shared]
+    return statistics.fmean(ratios), statistics.stdev(ratios) if len(ratios) > 1 else None
+
+
+def rows(results: Sequence[Row]) -> list[Row]:
+    """One row for each (method, codec, peers, every, steps): the setting that was chosen, over its seeds.
+
+    That is the one with the most seeds; where only the first seed was run, the one that is best on the validation half.
+    """
+    cells: dict[tuple[Any, ...], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for run in results:
+        cells[tuple(run[name] for name in CELL)][repr((run["lr"], sorted(run["outer"].items())))].append(run)
+    found = []
+    for cell, settings in cells.items():
+        found.append(_row(cell, min(settings.values(), key=lambda runs: (-len(runs), _validation(runs)))))
+    reference = {(row["steps"], row["batch"], row["peers"]): row for row in found if row["method"] == "ddp"}
+    anywhere = {key[:2]: row for key, row in reference.items()}
+    for row in found:
+        # Data parallel is the same mathematics for any number of peers, as long as the batch of all together is the same.
+        ddp = reference.get((row["steps"], row["batch"], row["peers"]), anywhere.get((row["steps"], row["batch"])))
+        row["above_ddp"], row["above_ddp_sd"] = _above(row, ddp) or (None, None)
+    found.sort(key=lambda row: (row["steps"], row["peers"], row["loss"] if row["loss"] is not None else float("inf")))
+    return found
+
+
+def _percent(mean: float | None, sd: float | None) -> str:
+    return "" if mean is None else f"{100 * mean:+.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "") + " %"
+
+
+def _cells(row: Row) -> list[str]:
+    loss = "diverged" if row["loss"] is None else f"{row['loss']:.3f}"
+    if row["loss_sd"] is not None:
+        loss += f" ± {row['loss_sd']:.3f}"
+    averaged = row["loss_averaged"]
+    return [
+        row["method"],
+        row["codec"],
+        str(row["every"]),
+        f"{row['lr']:g}",
+        ", ".join(f"{name} {value:g}" for name, value in row["outer"].items()),
+        loss,
+        "" if averaged is None or averaged == row["loss"] else f"{averaged:.3f}",
+        _percent(row["above_ddp"], row["above_ddp_sd"]) if row["method"] != "ddp" else "",
+        "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.4g}",
+        str(row["seeds"]) + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
+    ]
+
+
+HEADS = ("method", "codec", "every", "lr", "outer", "held-out loss", "averaged", "against ddp", "bytes/token", "seeds")
+
+
+def tables(found: Sequence[Row]) -> list[Table]:
+    """For people: one for each number of peers and steps."""
+    made = []
+    for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (pair[1], pair[0])):
+        table = Table(*HEADS, title=f"{peers} peers, {steps} steps")
+        for row in found:
+            if (row["peers"], row["steps"]) == (peers, steps):
+                table.add_row(*_cells(row))
+        made.append(table)
+    return made
+
+
+def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
+
+
+def _two_budgets(found: Sequence[Row]) -> str:
+    """The distance to DDP of whatever was run with several numbers of steps."""
+    by: dict[tuple[Any, ...], dict[int, Row]] = defaultdict(dict)
+    for row in found:
+        if row["above_ddp"] is not None and row["method"] != "ddp":
+            by[row["method"], row["codec"], row["peers"], row["every"]][row["steps"]] = row
+    several = {key: gaps for key, gaps in by.items() if len(gaps) > 1}
+    if not several:
+        return ""
+    budgets = sorted({steps for gaps in several.values() for steps in gaps})
+    lines = [
+        [*map(str, key), *(_percent(gaps[n]["above_ddp"], gaps[n]["above_ddp_sd"]) if n in gaps else "" for n in budgets)]
+        for key, gaps in sorted(several.items(), key=lambda item: float(item[1][max(item[1])]["above_ddp"]))
+    ]
+    heads = ["method", "codec", "peers", "every", *(f"{steps} steps" for steps in budgets)]
+    return "Above ddp, by the number of steps:\n\n" + _markdown(heads, lines)
+
+
+def _codecs(found: Sequence[Row]) -> str:
+    """What each codec costs and saves next to DiLoCo's exchange in float32."""
+    plain = {(r["peers"], r["every"], r["steps"]): r for r in found if r["method"] == "diloco" and r["codec"] == "float32"}
+    lines = []
+    for row in found:
+        other = plain.get((row["peers"], row["every"], row["steps"]))
+        above = _above(row, other) if row["method"] in ("diloco", "sparseloco") and row["codec"] != "float32" else None
+        if above is not None and other is not None:
+            fewer = f"{other['bytes_per_token'] / row['bytes_per_token']:.1f}"
+            where = [str(row[name]) for name in ("peers", "every", "steps")]
+            shared = len(set(row["losses"]) & set(other["losses"]))
+            lines.append([row["method"], row["codec"], *where, _percent(*above), fewer, str(shared)])
+    if not lines:
+        return ""
+    heads = ["method", "codec", "peers", "every", "steps", "against diloco in float32", "times fewer bytes", "seeds"]
+    return "Codecs:\n\n" + _markdown(heads, lines)
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """The tables for docs/benchmarks.md."""
+    parts = []
+    for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (-pair[1], pair[0] != 4, pair[0])):
+        lines = [_cells(row) for row in found if (row["peers"], row["steps"]) == (peers, steps)]
+        parts.append(f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + _markdown(HEADS, lines))
+    return "\n".join(filter(None, [_two_budgets(found), _codecs(found), *parts]))

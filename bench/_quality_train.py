@@ -1,0 +1,247 @@
+"""One run of bench/quality.py: train as ``Spec`` says, evaluate on held-out text, count the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench._quality_methods import METHODS
+from node.corpus import Document
+from node.task import Shard
+from node.text import TextTask, _digest
+from optim import FLOAT32, Alone, Codec, Simulation, codec_named
+from optim.codec import Shape
+from optim.exchange import Exchange, Handle, RoundKey
+from optim.simulation import SimulatedExchange
+
+WINDOWS = 512  # of each half of the held-out text: 32 kB at 64 bytes a window
+
+
+class Diverged(Exception):
+    """The loss or the weights are not finite."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run. Its JSON is its name in the file of results."""
+
+    method: str
+    codec: str
+    peers: int
+    every: int
+    steps: int
+    """Inner steps per peer of a run with one peer's usual batch; ``ddp-xK`` and ``ddp-updates`` make fewer and more."""
+    batch: int
+    """Windows per step of all peers together."""
+    lr: float
+    outer: tuple[tuple[str, float | bool], ...]
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "outer": dict(self.outer)}, sort_keys=True)
+
+
+class QualityText(TextTask):
+    """The built-in text task, with its held-out documents cut in two: one half to choose settings by, the other to report."""
+
+    def _half(self, number: int) -> Tensor:
+        documents: list[Document] = [d for d in self.held_out() if _digest(f"half {d.name}") % 2 == number]
+        windows = self._windows(documents, "held-out part")
+        places = torch.randint(len(windows), (WINDOWS,), generator=torch.Generator().manual_seed(number))
+        return windows[places].long()
+
+    @cached_property
+    def halves(self) -> dict[str, Tensor]:
+        return {"validation": self._half(0), "loss": self._half(1)}
+
+    @torch.no_grad()
+    def losses(self, model: nn.Module) -> dict[str, float]:
+        """Nats per byte on either half."""
+        found = {}
+        for name, windows in self.halves.items():
+            parts = torch.split(windows, 128)
+            found[name] = sum(float(self.loss(model, (part[:, :-1], part[:, 1:]))) * len(part) for part in parts) / len(windows)
+        return found
+
+
+@cache
+def _shared() -> QualityText:
+    """Reads the text once for all runs of this process."""
+    task = QualityText()
+    _ = task.documents, task.halves
+    return task
+
+
+def task_of(batch: int) -> QualityText:
+    """The task with ``batch`` windows a step."""
+    task = QualityText(batch=batch)
+    task.__dict__.update({name: _shared().__dict__[name] for name in ("documents", "halves")})
+    return task
+
+
+class _Counted:
+    """A codec that adds up the lengths of its payloads."""
+
+    def __init__(self, codec: Codec, meter: Meter) -> None:
+        self.codec, self.meter = codec, meter
+        self.name, self.displacement = codec.name, codec.displacement
+
+    def nbytes(self, shapes: Sequence[Shape]) -> int:
+        return self.codec.nbytes(shapes)
+
+    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
+        payload = self.codec.encode(tensors)
+        self.meter.bytes += payload.numel()
+        return payload
+
+    def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        return self.codec.decode(payload, shapes)
+
+    def fresh(self) -> Codec:
+        return _Counted(self.codec.fresh(), self.meter)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.codec.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.codec.load_state_dict(state_dict)
+
+
+class Meter:
+    """An exchange that counts what is handed to it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.bytes = exchange, 0
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        return self.exchange.start(key, tensors, weight, _Counted(codec, self))
+
+
+def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
+    inner = task.inner_optimizer(model.parameters())
+    for group in inner.param_groups:
+        group["lr"], group["betas"] = spec.lr, (0.9, dict(spec.outer).get("beta2", 0.99))
+    return inner
+
+
+def _backward(task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0) -> None:
+    loss = task.loss(model, batch)
+    if not math.isfinite(value := float(loss.detach())):
+        raise Diverged(f"the training loss is {value}")
+    torch.autograd.backward([loss * share])
+
+
+def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
+    """The model, the bytes that each peer sends, its tokens: the mean of the peers' gradients at each step, exactly.
+
+    All peers would hold the same weights, so there is one model. ``tests/bench`` compares it with torch's own over gloo.
+    """
+    peers, batch, steps = spec.peers, spec.batch // spec.peers, spec.steps
+    if spec.method == "ddp-xK":
+        batch, steps = batch * peers, steps // peers
+    elif spec.method == "ddp-updates":
+        peers, steps = 1, steps * peers
+    task = task_of(batch)
+    torch.manual_seed(spec.seed)
+    model = task.model()
+    inner = _inner(task, model, spec)
+    scheduler = task.lr_scheduler(inner, steps)
+    shards = [task.batches(Shard(index, peers, spec.seed)) for index in range(peers)]
+    sent = 0
+    for _ in range(steps):
+        for shard in shards:
+            _backward(task, model, next(shard), 1 / peers)
+        if peers > 1:
+            sent += FLOAT32.encode([p.grad for p in model.parameters() if p.grad is not None]).numel()
+        inner.step()
+        scheduler.step()
+        inner.zero_grad()
+    return [model], sent, steps * batch * task.context
+
+
+def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
+    """One model with the slow weights of each peer, the bytes that a peer sends, its tokens."""
+    recipe = METHODS[spec.method]
+    assert recipe.make is not None
+    make, batch = recipe.make, spec.batch // spec.peers
+    task = task_of(batch)
+    names = [f"peer{index}" for index in range(spec.peers)]
+    knobs = {name: value for name, value in spec.outer if name != "beta2"}
+
+    def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:
+        torch.manual_seed(spec.seed)
+        model, meter = task.model(), Meter(Alone() if recipe.group == "nobody" else exchange)
+        codec = codec_named(spec.codec)
+        more = {**knobs, **recipe.fixed}
+        optimizer = make(_inner(task, model, spec), meter, every=spec.every, model=model, codec=codec, **more)
+        scheduler = task.lr_scheduler(optimizer, spec.steps)
+        for data in islice(task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed)), spec.steps):
+            _backward(task, model, data)
+            optimizer.count(data[0].numel())
+            try:
+                optimizer.step()
+            except ValueError as error:  # codecs refuse NaN and infinity
+                if all(bool(p.isfinite().all()) for p in model.parameters()):
+                    raise
+                raise Diverged(str(error)) from error
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.finish()
+        for parameter, slow in zip(model.parameters(), optimizer.slow, strict=True):
+            parameter.detach().copy_(slow)
+        return model, meter.bytes
+
+    size = 2 if recipe.group == "pair" else spec.peers
+    found = list(Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size).run(peer).values())
+    sent = max(count for _, count in found) if spec.peers > 1 else 0
+    return [model for model, _ in found], sent, spec.steps * batch * task.context
+
+
+@torch.no_grad()
+def _mean(models: Sequence[nn.Module]) -> nn.Module:
+    task = task_of(1)
+    mean = task.model()
+    for parameter, *theirs in zip(mean.parameters(), *(model.parameters() for model in models), strict=True):
+        parameter.copy_(torch.stack(theirs).mean(0))
+    return mean
+
+
+@torch.no_grad()
+def _equal(models: Sequence[nn.Module]) -> bool:
+    first, *others = (list(model.parameters()) for model in models)
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """The result of a run as it stands in the file; ``loss`` is None if it diverged."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    result: dict[str, Any] = {**dataclasses.asdict(spec), "outer": dict(spec.outer)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the outer step's stability: here it is tried
+            models, sent, tokens = (data_parallel if METHODS[spec.method].make is None else outer)(spec)
+    except Diverged as error:
+        return {**result, "loss": None, "validation": None, "loss_averaged": None, "bytes_per_token": None, "diverged": str(error)}
+    trained = time.perf_counter() - began
+    task = task_of(1)
+    kept = models[:1] if _equal(models) else models
+    each = [task.losses(model) for model in kept]
+    result.update({name: sum(one[name] for one in each) / len(each) for name in ("loss", "validation")})
+    result["loss_averaged"] = task.losses(_mean(kept))["loss"] if len(kept) > 1 else result["loss"]
+    result.update(bytes_per_token=sent / tokens, tokens=tokens, seconds=round(trained, 1))
+    if not math.isfinite(result["loss"]):
+        result.update(loss=None, validation=None, loss_averaged=None, diverged="the held-out loss is not finite")
+    return result

@@ -1,0 +1,154 @@
+"""The benchmark of quality: its rows, its DDP against torch's, how it chooses, and that it goes on where it was."""
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from optim.registry import METHODS as REGISTRY
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
+quality = importlib.import_module("bench.quality")
+train = importlib.import_module("bench._quality_train")
+PARAMETERS, CONTEXT = 135_808, 64
+
+
+def bench(*options):
+    command = [sys.executable, str(ROOT / "bench" / "quality.py"), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_rows_bytes_and_resuming(tmp_path):
+    file = tmp_path / "found" / "runs.jsonl"
+    command = ["--peers", 2, "--every", 5, "--steps", 10, "--batch", 4, "--seeds", 1, "--lr", 0.01, "--json", "--resume", file]
+    done = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert result["complete"]
+    rows = {row["method"]: row for row in result["rows"]}
+    assert set(rows) == {"ddp", "diloco", "noloco", "streaming", "sparseloco"}
+    keys = {"method", "codec", "peers", "every", "steps", "lr", "loss", "loss_sd", "seeds", "bytes_per_token"}
+    for row in rows.values():
+        assert keys <= set(row)
+        assert (row["peers"], row["steps"], row["seeds"], row["loss_sd"]) == (2, 10, 1, None)
+        assert 2 < row["loss"] < 6
+        assert row["above_ddp"] == pytest.approx(row["loss"] / rows["ddp"]["loss"] - 1)
+    tokens = 10 * 2 * CONTEXT  # of one peer
+    assert rows["ddp"]["bytes_per_token"] == 10 * 4 * PARAMETERS / tokens
+    for method in ("diloco", "noloco", "streaming"):
+        assert rows[method]["bytes_per_token"] == 2 * 4 * PARAMETERS / tokens
+    assert 0 < rows["sparseloco"]["bytes_per_token"] < rows["diloco"]["bytes_per_token"] / 50
+    assert "against ddp" in done.stderr
+
+    before = file.read_bytes()
+    assert before.count(b"\n") == 5
+    file.write_bytes(before[:-20])  # as if stopped while writing the last line
+    again = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco")
+    assert json.loads(again.stdout)["rows"] == result["rows"]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["method"] for line in lines] == [json.loads(line)["method"] for line in before.splitlines()]
+    assert lines[:4] == [json.loads(line) for line in before.splitlines()[:4]]
+
+
+def test_every_method_of_the_library_is_compared():
+    assert {recipe.name for recipe in quality.METHODS.values()} == {*REGISTRY, None}
+    assert {len(recipe.settings) for recipe in quality.METHODS.values()} == {3}
+
+
+def test_report_is_written_between_its_marks(tmp_path):
+    file, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    run = {"codec": "float32", "peers": 4, "every": 50, "steps": 500, "batch": 32, "outer": {"lr": 0.7}, "bytes_per_token": 21.22}
+    rates = [("ddp", 0.01, 0, 2.0), ("diloco", 0.01, 0, 2.3), ("diloco", 0.02, 0, 2.2), ("diloco", 0.02, 1, 2.4)]
+    lines = [
+        {**run, "method": method, "lr": lr, "seed": seed, "loss": loss, "validation": loss, "loss_averaged": loss}
+        for method, lr, seed, loss in rates
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.write_text(f"above\n{quality.BEGIN}\nold\n{quality.END}\nbelow\n")
+    done = bench("--report", file, "--into", page)
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert text.startswith(f"above\n{quality.BEGIN}\n")
+    assert text.endswith(f"{quality.END}\nbelow\n")
+    assert "old" not in text
+    assert "| diloco | float32 | 50 | 0.02 | lr 0.7 | 2.300 ± 0.141 |  | +10.0 % | 21.22 | 2 |" in text  # of seed 0
+    page.write_text("no marks")
+    done = bench("--report", file, "--into", page)
+    assert done.returncode == 2
+    assert "no place" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--methods", "magic"], "--methods"),
+        (["--codecs", "zip"], "--codecs"),
+        (["--peers", "3"], "--batch"),
+        (["--steps", "70"], "--steps"),
+        (["--seeds", "0"], "--seeds"),
+    ],
+)
+def test_a_wrong_option_is_named(options, named):
+    done = bench(*options)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert done.stdout == ""
+
+
+def test_data_parallel_equals_torch_over_gloo(tmp_path):
+    spec = train.Spec("ddp", "float32", 2, 1, 10, 8, 1e-2, (("beta2", 0.99),), 3)
+    store, out = tmp_path / "store", tmp_path / "weights"
+    script = ROOT / "tests" / "bench" / "_gloo_ddp.py"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), "2", "10", str(store), str(out)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    (model,), sent, tokens = train.data_parallel(spec)
+    theirs = torch.load(out, weights_only=True)
+    for ours, other in zip(model.parameters(), theirs, strict=True):
+        torch.testing.assert_close(ours.detach(), other, rtol=0, atol=1e-5)
+    assert (sent, tokens) == (10 * 4 * PARAMETERS, 10 * 4 * CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("best", "rates"), [(1e-3, (6e-3, 1.2e-2, 3e-3)), (1.1e-2, (6e-3, 1.2e-2, 2.4e-2)), (1, (6e-3, 1.2e-2, 2.4e-2))]
+)
+@pytest.mark.parametrize("method", ["ddp", "diloco", "noloco", "sparseloco"])
+def test_every_method_is_tuned_by_five_runs(best, rates, method):
+    recipe = quality.METHODS[method]
+    default = tuple(recipe.settings[2].items())  # the last is the best here
+
+    class Runner:
+        def __init__(self):
+            self.results = {}
+
+        def __call__(self, specs):
+            for spec in specs:
+                value = abs(spec.lr - best) + (100 if spec.outer != default else 0)
+                self.results[spec] = {**dataclasses.asdict(spec), "outer": dict(spec.outer), "validation": value}
+                yield self.results[spec]
+
+    runner = Runner()
+    lr, setting = quality.Quality(runner, 500, 32, None).tuned(method, 50)
+    tried = list(runner.results)
+    assert tuple(spec.lr for spec in tried[2:]) == rates
+    assert lr == min(rates, key=lambda rate: abs(rate - best))
+    assert setting == recipe.settings[2]
+    assert len(tried) == 5
+    assert {(spec.peers, spec.steps, spec.seed) for spec in tried} == {(4, 500, 0)}
