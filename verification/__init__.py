@@ -1,1 +1,1 @@
-"""Verification of generative outputs by LSH consensus: fingerprints, claims, verdicts. Empty so far; nothing imports it yet."""
+"""Verification of generative outputs by LSH consensus: fingerprints, claims, verdicts."""

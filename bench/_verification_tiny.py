@@ -1,0 +1,125 @@
+"""A small random GPT with a KV cache, the world in which peers claim what they generated; and the ways of cheating.
+
+For bench/verification.py and the tests of verification/.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verification.fingerprints import LastHidden, draw
+
+WORDS, WIDTH, HEADS, CONTEXT = 96, 64, 4, 256
+Change = Callable[[Tensor, torch.Generator], Tensor]
+
+
+class Block(nn.Module):
+    """Attention and a GELU layer, (B, T, C) to (B, T, C)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        if cache is not None:
+            if "k" in cache:
+                k, v = torch.cat((cache["k"], k), 2), torch.cat((cache["v"], v), 2)
+            cache["k"], cache["v"] = k, v
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=t > 1)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + cast(Tensor, self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class TinyGPT(nn.Module):
+    """Tokens (B, T) to logits (B, T, V); with ``caches``, a list of one dict a layer, only what is new is shown to it."""
+
+    def __init__(self, seed: int = 0, layers: int = 3) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+            with torch.no_grad():
+                for weight in self.blocks.parameters():  # larger than torch's start, so that layers and context matter
+                    if weight.dim() == 2:
+                        weight.mul_(2)
+                self.norm.weight.mul_(torch.exp(torch.randn(WIDTH)))  # channels of unlike size, as trained models have
+                self.head.weight.mul_(2)
+
+    def forward(self, tokens: Tensor, caches: list[dict[str, Tensor]] | None = None) -> Tensor:
+        done = caches[0]["k"].shape[2] if caches and caches[0] else 0
+        x = self.words(tokens) + self.places.weight[done : done + tokens.shape[1]]
+        for at, block in enumerate(self.blocks):
+            x = block(x, caches[at] if caches is not None else None)
+        return cast(Tensor, self.head(self.norm(x)))
+
+
+def prompt(seed: int, length: int = 12) -> Tensor:
+    return torch.randint(WORDS, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(
+    model: TinyGPT, asked: Tensor, count: int, seed: bytes = b"seed", temperature: float = 1.0, cached: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Tokens (count,) and the states (count, width) that they were drawn from."""
+    caches: list[dict[str, Tensor]] | None = [{} for _ in model.blocks] if cached else None
+    tokens: list[int] = []
+    shown = asked
+    with torch.no_grad(), LastHidden(model) as hidden:
+        for position in range(count):
+            logits = model(shown.unsqueeze(0), caches)[0, -1]
+            tokens.append(draw(logits, seed, position, temperature))
+            new = torch.tensor([tokens[-1]])
+            shown = new if cached else torch.cat((shown, new))
+    return torch.tensor(tokens), hidden.states()[0]
+
+
+def changed(model: TinyGPT, change: Change) -> TinyGPT:
+    """A copy with ``change(weight, generator)`` in place of every matrix of the blocks."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in other.blocks.parameters():
+            if weight.dim() == 2:
+                weight.copy_(change(weight, generator).to(weight.dtype))
+    return other
+
+
+def rounded(bits: int) -> Change:
+    """Symmetric quantisation, one scale for each row."""
+
+    def change(weight: Tensor, generator: torch.Generator) -> Tensor:
+        top = 2 ** (bits - 1) - 1
+        scale: Tensor = weight.abs().amax(dim=1, keepdim=True) / top
+        return torch.round(weight / scale) * scale
+
+    return change
+
+
+def noisy(share: float) -> Change:
+    """Normal noise of this share of the weights' standard deviation."""
+
+    def change(weight: Tensor, generator: torch.Generator) -> Tensor:
+        noise: Tensor = torch.randn(weight.shape, generator=generator) * weight.std()
+        return torch.add(weight, noise, alpha=share)
+
+    return change
+
+
+def without_layer(model: TinyGPT, at: int) -> TinyGPT:
+    other: TinyGPT = copy.deepcopy(model)
+    del other.blocks[at]
+    return other

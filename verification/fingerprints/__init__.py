@@ -1,0 +1,46 @@
+"""Fingerprints of generated outputs: short proofs, and how far one is from what another peer computes for the same input.
+
+``ExactTokens`` and ``SeededSampling`` say what was written and drawn, ``ActivationProof`` which model saw it; ``SimHash``,
+``MinHashText`` and ``ImageHash`` find near-duplicates. All follow ``Fingerprint``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from verification.fingerprints.activations import ActivationProof, Toploc
+from verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
+from verification.fingerprints.hidden import LastHidden, output_head, prefill_states
+from verification.fingerprints.image import ImageHash
+from verification.fingerprints.sampling import Drawn, SeededSampling, draw, gumbel, margins
+from verification.fingerprints.text import MinHashText, SimHash
+from verification.fingerprints.tokens import Completion, ExactTokens
+
+if TYPE_CHECKING:  # each keeps the protocol
+    _KINDS: tuple[
+        Fingerprint[Tensor], Fingerprint[Drawn], Fingerprint[Completion], Fingerprint[str], Fingerprint[str], Fingerprint[Tensor]
+    ] = (ActivationProof(), SeededSampling(), ExactTokens(), SimHash(), MinHashText(), ImageHash())
+
+__all__ = [
+    "ActivationProof",
+    "Completion",
+    "Drawn",
+    "Evidence",
+    "ExactTokens",
+    "Feature",
+    "Fingerprint",
+    "ImageHash",
+    "LastHidden",
+    "MinHashText",
+    "ProofError",
+    "SeededSampling",
+    "SimHash",
+    "Toploc",
+    "draw",
+    "gumbel",
+    "margins",
+    "output_head",
+    "prefill_states",
+]

@@ -1,0 +1,193 @@
+"""Proofs of which model saw which tokens, from the last hidden state (TOPLOC, 2501.16007), in plain torch.
+
+A window is 32 tokens. Of its 32 x width values, rounded to bfloat16, the 128 of largest magnitude are kept with their places, as
+one polynomial (``polynomial.py``): 2 + 2 * 128 = 258 bytes. A last, shorter window keeps 4 values a token. The verifier computes
+the states itself, in one call of the model, takes its own largest values, and looks each of them up in the polynomial.
+
+The bytes of a window are TOPLOC's. What is measured is not: an error is counted in units of the last place (ulp) of bfloat16, so
+that a value beside a power of two is near its neighbour on the other side, and the paper's fixed thresholds, which pass int8
+weights on a small model, are replaced by what honest peers show (``verification.calibration``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verification.fingerprints.fingerprint import Evidence, Feature, ProofError
+from verification.fingerprints.polynomial import MOST_POINTS, PRIME, SMALLEST_MODULUS, evaluate, injective_modulus, interpolate
+
+WINDOW, TOP = 32, 128
+MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16
+BATCH = 16  # windows at once: 2 MB of powers, which stay in the cache
+OCTAVE = 128  # ulps between a value and its double: a place whose error is more than that is not on the polynomial
+
+
+@dataclass(frozen=True)
+class Toploc:
+    """TOPLOC's own figures for a window, to compare with the paper's: of ``points``, how many exponents are equal, and the mean
+    and median difference of the mantissas (0 to 127) of those. Infinite if there are none.
+    """
+
+    points: int
+    exponents_equal: int
+    mantissa_mean: float
+    mantissa_median: float
+
+
+class ActivationProof:
+    """A fingerprint of hidden states (tokens, width), floating, finite; at most 131,072 tokens and a width of 65,536.
+
+    Its features, over a window's points: the share that is not on the polynomial at all; the mean error of the others, in ulp;
+    and their error per channel, in ulp: the root mean square, over points, of the mean signed error of the point's channel.
+    Rounding errs to either side and averages out there, other weights do not.
+    """
+
+    name = "activations"
+    features = (
+        Feature("share of values that are missing", 0.002),
+        Feature("error of values (ulp)", 0.02),
+        Feature("error of channels (ulp)", 0.02),
+    )
+
+    def __init__(self, window: int = WINDOW, top: int = TOP) -> None:
+        if not 1 <= window <= 4096 or not window <= top <= MOST_POINTS or top % window:
+            raise ValueError(f"top must be a multiple of the window, and at most {MOST_POINTS}; not {top} and {window}")
+        self.window, self.top = window, top
+
+    def make(self, states: Tensor) -> bytes:
+        """8.06 bytes a token. Raises ``ValueError`` if ``states`` are not as above."""
+        return b"".join(
+            bytes(row)
+            for group, top in self._windows(states)
+            for part in torch.split(group, BATCH)
+            for row in encode(*largest(part, top)).tolist()
+        )
+
+    def proof_bytes(self, tokens: int, width: int) -> int:
+        """The only length that a proof of that many tokens can have."""
+        whole, rest = divmod(tokens, self.window)
+        return whole * (2 + 2 * self._top(self.window, width)) + (2 + 2 * self._top(rest, width) if rest else 0)
+
+    def compare(self, proof: bytes, states: Tensor) -> Evidence:
+        """How far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
+        try:
+            rows = [(row, points) for row, points, _ in self._pairs(proof, states)]
+        except ProofError as error:
+            return Evidence(self.features, fault=str(error))
+        whole = self._top(self.window, states.shape[1])
+        return Evidence(self.features, tuple(row for row, _ in rows), tuple(points / whole for _, points in rows))
+
+    def toploc(self, proof: bytes, states: Tensor) -> list[Toploc]:
+        """The paper's figures for each window. Raises ``ProofError`` if ``proof`` is not one of so many tokens."""
+        return [figures for _, _, figures in self._pairs(proof, states)]
+
+    def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[tuple[float, ...], int, Toploc]]:
+        groups = self._windows(states)
+        tokens, width = states.shape
+        expected = self.proof_bytes(tokens, width)
+        if len(proof) != expected:
+            raise ProofError(f"the proof has {len(proof)} bytes, but one of {tokens} tokens has {expected}")
+        data = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
+        found, at = [], 0
+        for group, top in groups:
+            for part in torch.split(group, BATCH):
+                size = len(part) * (2 + 2 * top)
+                moduli, coefficients = decode(data[at : at + size].view(len(part), 2 + 2 * top))
+                at += size
+                places, own = largest(part, top)
+                theirs = evaluate(coefficients, places % moduli.unsqueeze(1))
+                measured = _measure(theirs, own, places % width, width)
+                found += [(tuple(row), top, figures) for row, figures in zip(measured.tolist(), _toploc(theirs, own), strict=True)]
+        return found
+
+    def _top(self, tokens: int, width: int) -> int:
+        return min(self.top // self.window, width) * tokens
+
+    def _windows(self, states: Tensor) -> list[tuple[Tensor, int]]:
+        """Whole windows and then what is left, each as rows (W, values) bfloat16, with how many values a row keeps."""
+        if states.dim() != 2 or not states.is_floating_point():
+            raise ValueError("hidden states must be floating numbers of shape (tokens, width)")
+        tokens, width = states.shape
+        if not 1 <= tokens <= MOST_TOKENS or not 1 <= width <= MOST_WIDTH:
+            raise ValueError(f"hidden states must have 1 to {MOST_TOKENS} tokens and a width of 1 to {MOST_WIDTH}")
+        rounded = states.detach().to(torch.bfloat16)
+        if not bool(torch.isfinite(rounded).all()):
+            raise ValueError("the hidden states are not all finite: the model computes nonsense for these tokens")
+        whole = tokens - tokens % self.window
+        groups = []
+        if whole:
+            groups.append((rounded[:whole].reshape(whole // self.window, -1), self._top(self.window, width)))
+        if tokens > whole:
+            groups.append((rounded[whole:].reshape(1, -1), self._top(tokens - whole, width)))
+        return groups
+
+
+def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Places and bits, both (W, top) int64 on the CPU, of the values of largest magnitude in ``rows`` (W, n) bfloat16.
+
+    Of equal magnitudes, common with 8 bits, the first places count, so that every device chooses the same.
+    """
+    bits = rows.contiguous().view(torch.int16).long() & 0xFFFF
+    count = rows.shape[1]
+    # One key for both: magnitude first, then the place from the end.
+    key = (bits & 0x7FFF) * count + torch.arange(count - 1, -1, -1, device=rows.device)
+    places = torch.topk(key, top, dim=1).indices
+    return places.cpu(), bits.gather(1, places).cpu()
+
+
+def encode(places: Tensor, bits: Tensor) -> Tensor:
+    """Windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
+    moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64).unsqueeze(1)
+    numbers = torch.cat((moduli, interpolate(places % moduli, bits)), dim=1)
+    return torch.stack((numbers >> 8, numbers & 0xFF), dim=2).flatten(1).to(torch.uint8)
+
+
+def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Moduli (W,) and coefficients (W, K), int64, from bytes (W, 2 + 2K) uint8. Raises ``ProofError`` if one is out of range."""
+    pairs = rows.long().view(len(rows), -1, 2)
+    numbers = pairs[:, :, 0] << 8 | pairs[:, :, 1]
+    moduli, coefficients = numbers[:, 0], numbers[:, 1:]
+    if bool(((moduli <= SMALLEST_MODULUS) | (moduli > PRIME)).any()):
+        raise ProofError("the proof has a window whose modulus is out of range")
+    if bool((coefficients >= PRIME).any()):
+        raise ProofError("the proof has a coefficient that is out of range")
+    return moduli, coefficients
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """The bits of a bfloat16 as a number such that neighbours differ by one, and both zeros are 0."""
+    magnitude = bits & 0x7FFF
+    return torch.where(bits >= 0x8000, -magnitude, magnitude)
+
+
+def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tensor:
+    """The features (W, 3) float64, from bits and channels (W, K)."""
+    # An error away from zero is positive, so that a channel's errors have one sign when its values change theirs.
+    error = (_ordered(theirs) - _ordered(own)).double() * torch.where(own >= 0x8000, -1.0, 1.0)
+    near = error.abs() <= OCTAVE
+    missing = 1 - near.double().mean(dim=1)
+    error = torch.where(near, error, 0.0)
+    count = near.double().sum(dim=1).clamp_min(1)
+    sums = torch.zeros((len(own), width), dtype=torch.float64).scatter_add_(1, channels, error)
+    many = torch.zeros_like(sums).scatter_add_(1, channels, near.double())
+    # Of n independent errors of variance s the squared sum is n s: what is over that is consistent. n = 1 tells nothing.
+    squares = torch.zeros_like(sums).scatter_add_(1, channels, error.square())
+    shared = many > 1
+    excess = torch.where(shared, (sums.square() - squares) / (many - 1).clamp_min(1), 0.0).sum(dim=1)
+    channel = (excess / torch.where(shared, many, 0.0).sum(dim=1).clamp_min(1)).clamp_min(0).sqrt()
+    return torch.stack((missing, error.abs().sum(dim=1) / count, channel), dim=1)
+
+
+def _toploc(theirs: Tensor, own: Tensor) -> list[Toploc]:
+    equal = (theirs >> 7 & 0xFF) == (own >> 7 & 0xFF)
+    apart = ((theirs & 0x7F) - (own & 0x7F)).abs()
+    found = []
+    for same, differences in zip(equal, apart, strict=True):
+        kept = differences[same].double()
+        # torch.median takes the lower of two middle values; the paper takes their mean.
+        mean, median = (float(kept.mean()), float(kept.quantile(0.5))) if len(kept) else (float("inf"), float("inf"))
+        found.append(Toploc(len(same), len(kept), mean, median))
+    return found

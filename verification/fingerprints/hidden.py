@@ -1,0 +1,90 @@
+"""The last hidden state of any torch module, by a hook: what goes into the layer that makes the logits."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
+    """The layer that turns the last hidden state into logits.
+
+    ``head`` is the module or its dotted name in ``model``. Without it: what ``model.get_output_embeddings()`` returns, as with
+    Hugging Face's models, or else the ``nn.Linear`` that was registered last. Raises ``ValueError`` if there is none.
+    """
+    if isinstance(head, nn.Module):
+        return head
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    if head is not None:
+        if head not in modules:
+            raise ValueError(f"the model has no module '{head}': name the layer that makes the logits")
+        return modules[head]
+    getter = getattr(model, "get_output_embeddings", None)
+    found = getter() if callable(getter) else None
+    if isinstance(found, nn.Module):
+        return found
+    linear = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("the model has no linear layer: name the layer that makes the logits")
+    return linear[-1]
+
+
+class LastHidden:
+    """Records the last hidden state while it is open: ``with LastHidden(model) as hidden: model(tokens)``.
+
+    With ``every=False`` only the last position of each call is kept. That is what a generation needs that makes one token a call,
+    with a KV cache or without: state i is the one that token i was drawn from. With ``every=True`` all positions of all calls are
+    kept, for the one call of a prefill. States are kept in their dtype, on their device, outside the graph.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module | str | None = None, every: bool = False) -> None:
+        self._head = output_head(model, head)
+        self._every = every
+        self._kept: list[Tensor] = []
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def __enter__(self) -> LastHidden:
+        self._hook = self._head.register_forward_pre_hook(self._keep)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _keep(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        state = inputs[0].detach() if inputs and isinstance(inputs[0], Tensor) else None
+        if state is None or state.dim() not in (2, 3):
+            raise ValueError("the layer that makes the logits was not given states of shape (batch, positions, width)")
+        state = state.unsqueeze(1) if state.dim() == 2 else state  # some models pass the last position alone
+        # A view of the last position would keep the whole prompt's states alive.
+        self._kept.append(state.clone() if self._every else state[:, -1:].clone())
+
+    def states(self) -> Tensor:
+        """(batch, positions, width) of all calls so far. Raises ``ValueError`` if there were none."""
+        if not self._kept:
+            raise ValueError("the model was not called while its hidden states were recorded")
+        return torch.cat(self._kept, dim=1)
+
+
+def prefill_states(
+    model: nn.Module, prompt: Tensor, completion: Tensor, head: nn.Module | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The states (n, width) and logits (n, V) that each token of ``completion`` (n,) was drawn from, in one call of the model.
+
+    ``prompt`` (p,) int64, p >= 1; ``model`` maps tokens (1, T) to logits (1, T, V), or to an object that holds them in ``logits``.
+    Raises ``ValueError`` on other shapes.
+    """
+    if prompt.dim() != 1 or completion.dim() != 1 or not len(prompt) or not len(completion):
+        raise ValueError("prompt and completion must each be a row of at least one token")
+    with torch.no_grad(), LastHidden(model, head, every=True) as hidden:
+        made = model(torch.cat((prompt, completion[:-1])).unsqueeze(0))
+    logits = getattr(made, "logits", made)
+    states = hidden.states()
+    first, total = len(prompt) - 1, len(prompt) + len(completion) - 1
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (1, total) or states.shape[:2] != (1, total):
+        raise ValueError(f"the model must give a state and logits for each of the {total} tokens it is shown")
+    return states[0, first:], logits[0, first:]

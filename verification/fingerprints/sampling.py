@@ -1,0 +1,144 @@
+"""Sampling that others can repeat: each token is the one that the logits and a public seed give.
+
+A proof of activations shows which model *saw* a text, not which model *wrote* it: text of a cheap model, passed through the right
+one, has the right activations. Here token t is argmax_v (logits_v / temperature + g(seed, t, v)), which is a draw from the softmax
+(the Gumbel-max trick) with all randomness fixed by the seed. A verifier that has the logits can see, token by token, how far the
+chosen one was from winning: hardly at all for the model that drew it, far for one that drew from other logits.
+
+The seed must not be the prover's to choose (a hash of the claim's round and prompt, for instance), or it could try many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verification.fingerprints.fingerprint import Evidence, Feature
+
+WINDOW = 32
+MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
+FARTHEST = 10.0  # nats; a token that is further from winning than this tells no more
+_FORMAT = struct.Struct(">d32sII")  # temperature, SHA-256 of the seed, tokens, vocabulary
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens and what they were drawn from.
+
+    ``tokens`` (n,) int64; ``logits`` (n, V) floating, those of banned tokens -inf; ``seed`` of at most 64 bytes, public;
+    ``temperature`` >= 0, where 0 takes the largest logit and uses no noise. ``first`` is the position of the first token, for
+    a completion that was drawn in parts.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    seed: bytes
+    temperature: float = 1.0
+    first: int = 0
+
+
+def gumbel(seed: bytes, position: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+    """Standard Gumbel noise (vocabulary,) float64 for one position: the same bits everywhere, but for the last of two logarithms.
+
+    SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with it by the finaliser of
+    SplitMix64, twice. It need not keep a secret, as the seed has none: it must only be one function that all compute.
+    """
+    return _noise(seed, range(position, position + 1), vocabulary, device)[0]
+
+
+def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device | str) -> Tensor:
+    """``gumbel`` for several positions, (positions, vocabulary)."""
+    if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
+        raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
+    digests = (hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions)
+    keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
+    numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
+    mixed = _mix(_mix(numbers * _signed(0x9E3779B97F4A7C15) + keys[:, :1]) ^ keys[:, 1:])
+    uniform = ((mixed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52  # in (0, 1), both ends excluded
+    return -torch.log(-torch.log(uniform))
+
+
+def _signed(word: int) -> int:
+    """64 bits as torch's int64 has them."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _mix(words: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64; products wrap around. A shift must not bring in the sign."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+    return words ^ (words >> 31 & (1 << 33) - 1)
+
+
+def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:
+    """The token at ``position`` from ``logits`` (V,). Equal scores are won by the smaller token."""
+    return int(torch.argmax(_scores(logits.unsqueeze(0), seed, position, temperature)))
+
+
+def margins(drawn: Drawn) -> Tensor:
+    """How far each token was from winning, (n,) float64, in units of logits over temperature; 0 for the winner, at most 10.
+
+    Raises ``ValueError`` if the parts of ``drawn`` do not fit together or a row of logits allows no token.
+    """
+    tokens, logits = drawn.tokens, drawn.logits
+    if logits.dim() != 2 or tokens.shape != logits.shape[:1] or tokens.is_floating_point() or not logits.is_floating_point():
+        raise ValueError("logits must be floating numbers of shape (tokens, vocabulary), one row for each token")
+    if not 1 <= len(tokens) <= MOST_TOKENS or int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[1]:
+        raise ValueError(f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}")
+    found, at, many = [], 0, max(1, MOST_VOCABULARY // logits.shape[1])
+    for rows in torch.split(logits, many):
+        scores = _scores(rows, drawn.seed, drawn.first + at, drawn.temperature)
+        chosen = scores.gather(1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)).squeeze(1)
+        found.append((scores.amax(dim=1) - chosen).clamp_max(FARTHEST))
+        at += many
+    return torch.cat(found).cpu()
+
+
+def _scores(logits: Tensor, seed: bytes, first: int, temperature: float) -> Tensor:
+    """What competes at each position from ``first`` on, (n, V) float64."""
+    if not 0 <= temperature <= 1e6:
+        raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
+    rows = logits.detach().double()
+    if bool(torch.isnan(rows).any()) or not bool(torch.isfinite(rows.amax(dim=1)).all()):
+        raise ValueError("the logits of a position are not numbers, or allow no token")
+    # The noise has full weight and the logits are divided, so margins of all temperatures are in the same unit.
+    if temperature == 0:
+        return rows
+    return rows / temperature + _noise(seed, range(first, first + len(rows)), rows.shape[1], rows.device)
+
+
+class SeededSampling:
+    """A fingerprint of how tokens were drawn. The proof only repeats temperature, seed, count and vocabulary, in 48 bytes.
+
+    Its features, over windows of 32 tokens: the share of tokens that did not win, and their mean distance from winning.
+    """
+
+    name = "sampling"
+    features = (
+        Feature("share of tokens that the seed does not give", 0.01),
+        Feature("distance of tokens from those that the seed gives (nats)", 0.01),
+    )
+
+    def make(self, output: Drawn) -> bytes:
+        """48 bytes."""
+        margins(output)  # refuses what does not fit together
+        return self._head(output)
+
+    def compare(self, proof: bytes, output: Drawn) -> Evidence:
+        """Repeat the drawing with the own logits. Raises ``ValueError`` only if the own output does not fit together."""
+        found = margins(output)
+        if len(proof) != _FORMAT.size:
+            return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of sampling has {_FORMAT.size}")
+        if proof != self._head(output):
+            return Evidence(self.features, fault="the tokens were drawn with other settings than was agreed")
+        windows = torch.split(found, WINDOW)
+        values = tuple((float((part > 0).double().mean()), float(part.mean())) for part in windows)
+        return Evidence(self.features, values, tuple(len(part) / WINDOW for part in windows))
+
+    def _head(self, output: Drawn) -> bytes:
+        seed = hashlib.sha256(b"shoal seed 1\0" + output.first.to_bytes(8, "big") + output.seed).digest()
+        return _FORMAT.pack(output.temperature, seed, *output.logits.shape)
