@@ -25,7 +25,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,8 @@ def rewards_of(group: Group, answer: str) -> tuple[float, ...]:
 
 def train(
     world: World, own: int, foreign: int, rounds: int, seed: int, liar: int | None = None, trusting: bool = False
-) -> tuple[float, float]:
-    """Sum over the rounds of the honest nodes' mean accuracy at their beginning, and that accuracy in the end."""
+) -> tuple[list[float], float]:
+    """The honest nodes' mean accuracy at the beginning of each round, and in the end."""
     nodes = range(len(world.policies))
     beliefs = [world.wrong if node == liar else world.right for node in nodes]
     draws = torch.Generator().manual_seed(seed)
@@ -119,9 +119,9 @@ def train(
     def accuracy(last: bool = False) -> float:
         return statistics.fmean(world.policies[node].accuracy(last) for node in nodes if node != liar)
 
-    cumulative = 0.0
+    history = []
     for round in range(rounds):
-        cumulative += accuracy()
+        history.append(accuracy())
         written: list[list[Group]] = [[] for _ in nodes]
         for node in nodes:
             questions = torch.randperm(len(world.right), generator=draws)[:own].tolist()
@@ -141,18 +141,40 @@ def train(
             groups = [*written[node], *(pool[place][1] for place in picked)]
             rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[place] for place in picked]
             world.policies[node].learn(groups, rewards)
-    return cumulative, accuracy(last=True)
+    return history, accuracy(last=True)
 
 
-def measure(make: Callable[[int], World], share: tuple[int, int], rounds: int, seeds: int, **faults: Any) -> dict[str, float]:
-    """One row."""
+def measure(
+    make: Callable[[int], World], share: tuple[int, int], rounds: int, seeds: int, **faults: Any
+) -> tuple[dict[str, float], list[float]]:
+    """One row, and the mean over the seeds of the accuracy at the beginning of each round and in the end."""
     found = [train(make(seed), *share, rounds, seed, **faults) for seed in range(seeds)]
-    sums = [cumulative for cumulative, _ in found]
-    return {
+    sums = [sum(history) for history, _ in found]
+    row = {
         "cumulative": round(statistics.fmean(sums), 3),
         "sd": round(statistics.stdev(sums) if seeds > 1 else 0.0, 3),
         "final": round(statistics.fmean(final for _, final in found), 4),
     }
+    return row, [statistics.fmean(each) for each in zip(*([*history, final] for history, final in found), strict=True)]
+
+
+def draw(curves: Mapping[str, Sequence[float]], about: str, path: Path) -> None:
+    """Accuracy by rounds, one line for each row. ImportError without matplotlib, OSError or ValueError if it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "shoal"  # the same file from the same numbers
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for name, curve in curves.items():
+        axes.plot(curve, label=name, linestyle="-" if "/" in name else "--")
+    axes.set(xlabel="rounds", ylabel="right answers", title=about)
+    axes.grid(alpha=0.3)
+    axes.legend(title="own / foreign", frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
 
 
 def count(text: str) -> int:
@@ -172,6 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
     )
+    parser.add_argument("--figure", type=Path, help="draw the accuracy by rounds into this file (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     if options.nodes < 2:
@@ -187,11 +210,20 @@ def main() -> None:
     cases: dict[str, dict[str, Any]] = {f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES}
     cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
     cases["trusting"] = {**cases["poison"], "trusting": True}
-    rows = {}
+    rows, curves = {}, {}
     print("            cumulative     sd   final", file=sys.stderr)
     for name, case in cases.items():
-        row = rows[name] = measure(make, rounds=options.rounds, seeds=options.seeds, **case)
+        rows[name], curves[name] = measure(make, rounds=options.rounds, seeds=options.seeds, **case)
+        row = rows[name]
         print(f"{name:>10} {row['cumulative']:11.1f} {row['sd']:6.1f} {row['final']:7.3f}", file=sys.stderr, flush=True)
+    if options.figure is not None:
+        title = f"{options.nodes} nodes, the {options.policy} policy, {options.seeds} seeds"
+        try:
+            draw(curves, title, options.figure)
+        except ImportError:
+            print("bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.", file=sys.stderr)
+        except (OSError, ValueError) as error:
+            print(f"bench: the figure could not be drawn ({error}): choose another --figure.", file=sys.stderr)
     if options.json:
         about = {"policy": options.policy, "nodes": options.nodes, "seeds": options.seeds, "rounds": options.rounds}
         machine = {"python": platform.python_version(), "torch": torch.__version__}
