@@ -1,6 +1,6 @@
 """What fingerprints tell apart: honest claims and eight ways of cheating, for each pair of dtypes of prover and verifier.
 
-    python -m bench.verification --claims 50 --calibrate 100 --tokens 128 --json
+    python bench/verification.py --claims 50 --calibrate 100 --tokens 128 --json
 
 A claim is a text of a tiny random GPT, drawn at temperature 1 with a KV cache, and its two proofs: of activations and of sampling.
 Each pair is calibrated with honest claims; then fresh ones are tested. A claim is refused if either proof is. "honest" is the rate
@@ -18,10 +18,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+if not __package__:  # run as a file: its folder comes first on the path, where this very file hides the package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import _verification_tiny as tiny
 from verification.calibration import Calibration, Pair

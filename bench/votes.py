@@ -11,8 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
+from pathlib import Path
 
 import torch
+
+if not __package__:  # run as a file: its folder comes first on the path, where bench/verification.py hides the package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from verification.odds import vote
 

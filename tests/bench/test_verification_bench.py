@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def bench(*options):
-    command = [sys.executable, "-m", "bench.verification", *options]
+    command = [sys.executable, str(ROOT / "bench" / "verification.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
 
 
