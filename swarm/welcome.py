@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
 STATE_PROTOCOL = "/shoal/state/1"
 SMALL_S = 10.0  # seconds for one small message
+ANSWER_S = 5.0  # seconds in which a peer that is awake says whether it will hand out its weights
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class ModelDiffersError(ShoalError):
     """This node's model has other shapes than the swarm's."""
 
 
-class RefusedError(NetworkError):
-    """A peer answered that it will not hand out its weights."""
+class NoStateError(NetworkError):
+    """A peer has no weights to hand out: it said so, or did not even answer."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class StateServer:
             return
         future: asyncio.Future[_Snapshot] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
+        await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # a peer that sleeps would not say so much
         try:
             taken = await asyncio.wait_for(future, 60.0)
         except asyncio.TimeoutError:
@@ -198,12 +200,20 @@ async def _fetch(
     shapes: Sequence[Shape],
     extra: Mapping[str, Sequence[Shape]],
 ) -> State:
-    stream = await host.open(peer, STATE_PROTOCOL, addresses=addresses, timeout=SMALL_S)
     try:
-        await stream.send(pack(request), SMALL_S)
-        reply = unpack(await stream.receive(StateHeader.LIMIT, 70.0), StateHeader, Answer)
+        stream = await host.open(peer, STATE_PROTOCOL, addresses=addresses, timeout=ANSWER_S)
+    except NetworkError as error:
+        raise NoStateError(str(error)) from error
+    try:
+        try:
+            await stream.send(pack(request), ANSWER_S)
+            reply = unpack(await stream.receive(StateHeader.LIMIT, ANSWER_S), StateHeader, Answer)
+        except NetworkError as error:
+            raise NoStateError(str(error)) from error
+        if isinstance(reply, Answer) and reply.verdict == "wait":
+            reply = unpack(await stream.receive(StateHeader.LIMIT, 70.0), StateHeader, Answer)
         if isinstance(reply, Answer):
-            kind = RefusedError if reply.verdict == "refuse" else NetworkError
+            kind = NoStateError if reply.verdict == "refuse" else NetworkError
             raise kind(f"peer …{peer[-8:]} hands out no weights: {reply.reason}.")
         assert isinstance(reply, StateHeader)
         difference = shapes_differ(tuple(shapes), reply.shapes)
@@ -266,17 +276,17 @@ def begin_fetch(
     givers: Sequence[tuple[str, Sequence[str]]],
     extra: Mapping[str, Sequence[Shape]] | None = None,
 ) -> concurrent.futures.Future[State | None]:
-    """As ``fetch_state``, but without waiting; None only if all refused, NetworkError if one might have but could not."""
+    """As ``fetch_state``, but without waiting; None only if all refused or are gone, NetworkError if one began and failed."""
 
     async def ask() -> State | None:
-        refused = True
+        nobody = True
         for peer, addresses in givers:
             try:
                 return await asyncio.wait_for(_fetch(host, peer, addresses, request, shapes, extra or {}), 700.0)
             except (NetworkError, MessageError, asyncio.TimeoutError) as error:
-                refused &= isinstance(error, RefusedError)
+                nobody &= isinstance(error, NoStateError)
                 log.warning("no weights from peer …%s: %s", peer[-8:], str(error) or "it took longer than 700 s")
-        if not refused:
+        if not nobody:
             raise NetworkError("none of the peers that were asked could hand out weights.")
         return None
 
