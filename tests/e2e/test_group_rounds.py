@@ -35,7 +35,7 @@ OUTER = {
 }
 
 
-SLOW = {"co2", "sparse"}
+SLOW = {"streaming", "co2", "sparse"}
 LATE = [pytest.param(outer, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, outer in OUTER.items()]
 
 

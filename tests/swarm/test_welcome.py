@@ -9,13 +9,15 @@ import torch
 from swarm.errors import MessageError, NetworkError
 from swarm.link import Link
 from swarm.manifest import Manifest, swarm_id
-from swarm.messages import ManifestReply, pack, seal
+from swarm.messages import Answer, ManifestReply, StateRequest, pack, seal
 from swarm.stream import Stream
 from swarm.welcome import (
     MANIFEST_PROTOCOL,
+    STATE_PROTOCOL,
     ModelDiffersError,
     State,
     StateServer,
+    begin_fetch,
     fetch_manifest,
     fetch_state,
     serve_manifest,
@@ -155,3 +157,64 @@ def test_another_model_is_told_the_difference_and_another_swarm_nothing(network,
     with pytest.raises(ModelDiffersError, match=r"tensor 1 has shape \[4\] here and \[3\] there"):
         fetch_state(network.host(), swarm, "1" * 64, [(300, 1000), (4,)], [(host.peer_id, ())])
     assert fetch_state(network.host(), "b" * 52, MODEL, SHAPES, [(host.peer_id, ())]) is None
+
+
+SWARM = "a" * 52
+
+
+def requested(host, *givers, astray=True):
+    request = StateRequest(swarm=SWARM, model=MODEL, astray=astray)
+    return begin_fetch(host, request, SHAPES, [(giver.peer_id, ()) for giver in givers])
+
+
+def adrift(host):
+    server = StateServer(host, SWARM, MODEL, SHAPES)
+    server.astray = True
+    return server
+
+
+def at(number):
+    return State(number, 0, [torch.full(shape, float(number)) for shape in SHAPES])
+
+
+def test_of_three_that_drifted_the_lowest_keeps_its_own_and_the_others_take_them_in_turn(network):
+    low, middle, high = sorted((network.host() for _ in range(3)), key=lambda host: host.peer_id)
+    servers = {host: adrift(host) for host in (low, middle, high)}
+    assert requested(low, middle, high).result(10) is None  # refused by all: it is the one that the others come to
+    waiting = {middle: requested(middle, high, low), high: requested(high, middle, low)}
+    for host in (middle, high):
+        servers[host].offer(lambda: at(9))  # of weights that have drifted nothing is handed out
+    servers[low].astray = False
+    while not waiting[middle].done():
+        servers[low].offer(lambda: at(1))
+    assert waiting[middle].result(10).round == 1
+    assert not waiting[high].done()
+    servers[middle].astray = False
+    while not waiting[high].done():
+        servers[middle].offer(lambda: at(2))
+    assert waiting[high].result(10).round == 2
+
+
+def test_a_newcomer_also_waits_until_weights_have_come_back(network):
+    me, giver = sorted((network.host() for _ in range(2)), key=lambda host: host.peer_id)
+    server = adrift(giver)
+    coming = requested(me, giver, astray=False)
+    server.offer(lambda: at(1))
+    server.astray = False
+    while not coming.done():
+        server.offer(lambda: at(2))
+    assert coming.result(10).round == 2
+
+
+def test_who_is_gone_counts_like_one_who_refuses_and_who_breaks_off_does_not(network):
+    me, dead, rude = (network.host() for _ in range(3))
+    dead.dead = True
+
+    async def busy(stream):
+        await stream.receive(1000, 2)
+        await stream.send(pack(Answer(verdict="busy", reason="no step was finished", round=0)), 2)
+
+    rude.serve(STATE_PROTOCOL, busy)
+    assert requested(me, dead).result(10) is None
+    with pytest.raises(NetworkError, match="none of the peers that were asked"):
+        requested(me, dead, rude).result(10)
