@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -44,16 +45,22 @@ def overdue() -> None:
     os._exit(1)
 
 
-def main(kind: str, number: int, limit: float) -> None:
+def answering(limit: float) -> Callable[..., None]:
+    """What prints its keyword arguments as a line of JSON on stdout, alone there; this process ends after ``limit`` seconds."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is not an answer
+    watchdog = threading.Timer(limit, overdue)
+    watchdog.daemon = True
+    watchdog.start()
 
     def say(**what: Any) -> None:
         print(json.dumps(what), file=out, flush=True)
 
-    watchdog = threading.Timer(limit, overdue)
-    watchdog.daemon = True
-    watchdog.start()
+    return say
+
+
+def main(kind: str, number: int, limit: float) -> None:
+    say = answering(limit)
     torch.set_num_threads(max((os.cpu_count() or 2) // 2, 1))  # as a node does
     try:
         peer = KINDS[kind](number)

@@ -7,7 +7,6 @@ stdin (within seconds even if it is then in the middle of an exchange) or when i
 from __future__ import annotations
 
 import json
-import os
 import queue
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench._end import overdue, reap
+from bench._end import answering, overdue, reap
 from bench._overlap_methods import KINDS, Method, Setup
 from bench._pace import Pace, PacedModel
 
@@ -67,15 +66,7 @@ def listen(orders: queue.Queue[str]) -> None:
 
 
 def main(setup: Setup, limit: float) -> None:
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is not an answer
-
-    def say(**what: Any) -> None:
-        print(json.dumps(what), file=out, flush=True)
-
-    watchdog = threading.Timer(limit, overdue)
-    watchdog.daemon = True
-    watchdog.start()
+    say = answering(limit)
     torch.set_num_threads(1)
     try:
         method = KINDS[setup.method](setup)

@@ -61,11 +61,10 @@ class Anchor:
         if not others:  # alone: what this node does is what the swarm does
             self._astray.clear()
             return
-        extra = {name: [tuple(t.shape) for t in tensors] for name, tensors in self._opt.shared.items()}
         shapes = [tuple(t.shape) for t in self._opt.slow]
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=True)
         try:
-            self._coming = begin_fetch(self._membership.host, request, shapes, others, extra)
+            self._coming = begin_fetch(self._membership.host, request, shapes, others, self._opt.shared_shapes)
         except NetworkError as error:
             log.info("the weights of the swarm cannot be asked for: %s", error)
 

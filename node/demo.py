@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -153,17 +153,32 @@ def run_demo(
     load_task(hooks, settings.task.options)
     resolve_device(device)
     began = time.monotonic()
-    if keep is not None:
-        check_writable(keep)
-    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix="shoal-demo-") as place:
-        folder = Path(place).resolve()
-        display = make_display()
+    with stage(keep) as (folder, display):
         with Nodes(folder) as nodes:
             _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
             _watch(nodes, rounds, settings.outer.every or every, display)
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
         return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
+
+
+@contextmanager
+def stage(keep: Path | None) -> Iterator[tuple[Path, Display]]:
+    """A folder for the nodes, ``keep`` or a temporary one, and where to show what they do. CheckpointError if it is not usable."""
+    if keep is not None:
+        check_writable(keep)
+    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix="shoal-demo-") as place:
+        yield Path(place).resolve(), make_display()
+
+
+def start_first(nodes: Nodes, arguments: list[str], seconds: float, display: Display) -> str:
+    """Start the node that creates the swarm; the link by which the others join. DemoError if it is not there in time."""
+    link = read_line(nodes.start(arguments, "peer-0"), seconds)
+    if not link:
+        nodes.check()
+        raise DemoError(f"The first node printed no link within {seconds:g} s: {nodes.last_words(0)}")
+    display.message(f"the swarm is up: {link}")
+    return link
 
 
 def settings_toml(settings: Settings) -> str:
@@ -186,12 +201,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
         return [*place, "--baseline", "--keep-rounds", *flags]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
-    first = nodes.start(["up", str(file), *own(0)], "peer-0")
-    link = read_line(first, LINK_S)
-    if not link:
-        nodes.check()
-        raise DemoError(f"The first node printed no link within {LINK_S:g} s: {nodes.last_words(0)}")
-    display.message(f"the swarm is up: {link}")
+    link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)
     for index in range(1, peers):
         nodes.start(["join", link, "--hooks", hooks, *own(index)], f"peer-{index}")
 

@@ -169,20 +169,19 @@ class NodeRun:
             self._make_trainer()
         self.host, self.directory = membership.host, membership.directory
         trainer, settings, swarm = self.trainer, self.settings, membership.swarm
-        digest = model_digest(trainer.params)
+        model = self.model = model_digest(trainer.params)
         shapes = [tuple(parameter.shape) for parameter in trainer.params]
         if self.link is not None:
             self.directory.refresh(10.0)
         shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
-        extra = {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in trainer.opt.shared.items()}
-        state = None if alone else catch_up(membership, digest, shapes, extra)
+        state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
         self.exchange = make_exchange(
-            membership, settings.outer, seed=settings.train.seed, model=digest, fragments=trainer.opt.fragments
+            membership, settings.outer, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.state_server = StateServer(self.host, swarm, digest, shapes)
-        self.anchor = Anchor(membership, digest, self.state_server, trainer.opt)
+        self.state_server = StateServer(self.host, swarm, model, shapes)
+        self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
@@ -233,7 +232,7 @@ class NodeRun:
             steps_per_s=speed,
             shard=shard.index,
             shards=shard.of,
-            model=model_digest(self.trainer.params),
+            model=self.model,
             state=state,
             version=SHOAL_VERSION,
         )

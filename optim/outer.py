@@ -27,7 +27,7 @@ from optim.outer_state import OuterState
 from optim.rule import START, RoundFacts, Rule, State, assign
 from optim.saved import fresh
 from optim.schedule import Schedule, Send
-from optim.shards import check_whole, local, reshard
+from optim.shards import check_whole, local
 from optim.weights import Weight, equal
 
 
@@ -167,28 +167,6 @@ class OuterOptimizer(OuterState):
         for index in part:
             if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
                 self._fast[index].add_(self._lost(index))
-
-    @torch.no_grad()
-    def _restart(self, part: Sequence[int]) -> None:
-        """Put the staged fast weights into the model and note what it cannot hold."""
-        self._write(part, self._fast)
-        for index in part:
-            fast, dtype = self._fast[index], self._params[index].dtype
-            self._rounding.pop(index, None)
-            if dtype.itemsize < fast.dtype.itemsize and not torch.equal(fast, self.slow[index]):
-                self._rounding[index] = fast - fast.to(dtype)
-
-    @torch.no_grad()
-    def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
-        for index in part:
-            param = local(self._params[index])
-            param.copy_(weights[index], non_blocking=param.is_cuda)
-        self._synchronize()
-        reshard(self._model)
-
-    def _synchronize(self) -> None:
-        for device in {p.device for p in self._params if p.is_cuda}:
-            torch.cuda.synchronize(device)
 
     def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
         part = self._parts[fragment]

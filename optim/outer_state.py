@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from optim.codec import Codec
+from optim.codec import Codec, Shape
 from optim.flight import Flight
 from optim.length import RoundLength
 from optim.rule import START, Anchored, Rule, State, assign
 from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
+from optim.shards import local, reshard
 
 
 class OuterState(torch.optim.Optimizer):
@@ -37,6 +38,7 @@ class OuterState(torch.optim.Optimizer):
     _codecs: list[Codec]
     _sent_at: list[tuple[int, int]]
     _in_flight: dict[int, list[Flight]]
+    _model: nn.Module | None
 
     def _share_with_inner(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -46,8 +48,27 @@ class OuterState(torch.optim.Optimizer):
         slow = self.slow[index]
         return self._rounding[index] if index in self._rounding else slow - slow.to(self._params[index].dtype)
 
+    @torch.no_grad()
     def _restart(self, part: Sequence[int]) -> None:
-        raise NotImplementedError
+        """Put the staged fast weights into the model and note what it cannot hold."""
+        self._write(part, self._fast)
+        for index in part:
+            fast, dtype = self._fast[index], self._params[index].dtype
+            self._rounding.pop(index, None)
+            if dtype.itemsize < fast.dtype.itemsize and not torch.equal(fast, self.slow[index]):
+                self._rounding[index] = fast - fast.to(dtype)
+
+    @torch.no_grad()
+    def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
+        for index in part:
+            param = local(self._params[index])
+            param.copy_(weights[index], non_blocking=param.is_cuda)
+        self._synchronize()
+        reshard(self._model)
+
+    def _synchronize(self) -> None:
+        for device in {p.device for p in self._params if p.is_cuda}:
+            torch.cuda.synchronize(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on. Exchanges in flight are not kept: what they carry is sent again with the next contribution.
@@ -131,6 +152,11 @@ class OuterState(torch.optim.Optimizer):
         """What the rule keeps beside the slow weights that is the same on all peers of a group, for a newcomer to take over."""
         names = self.rule.shared if isinstance(self.rule, Anchored) else ()
         return {name: self.rule_state[name] for name in names if name in self.rule_state}
+
+    @property
+    def shared_shapes(self) -> dict[str, list[Shape]]:
+        """The shapes of what is ``shared``."""
+        return {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in self.shared.items()}
 
     @torch.no_grad()
     def adopt(

@@ -257,23 +257,27 @@ class Daemon(P2P):  # type: ignore[misc]
             raise ValueError(wrong or "no address")
         await self._client.connect(PeerID.from_base58(peer_id), bare)
 
-    async def control(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A new connection to the daemon itself, for one request. Raises OSError."""
-        reader, writer = await self._client.control.daemon_connector.open_connection()
-        return reader, writer
+    async def request(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+        """Send a `p2pd_pb2.Request` over a connection of its own, which is then the caller's; and its answer.
 
-    async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a stream. Raises hivemind's P2PDaemonError; unlike hivemind's, closes the socket when it fails."""
-        reader, writer = await self.control()
+        Raises hivemind's P2PDaemonError or OSError; unlike hivemind's, closes the socket when it fails.
+        """
+        reader, writer = await self._client.control.daemon_connector.open_connection()
         try:
-            ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[protocol])
-            await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask))
+            await write_pbmsg(writer, request)
             answer = p2pd_pb2.Response()
             await read_pbmsg_safe(reader, answer)
             raise_if_failed(answer)
         except BaseException:
             writer.close()
             raise
+        return reader, writer, answer
+
+    async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a stream. Raises as ``request`` does."""
+        ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[protocol])
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
+        reader, writer, _ = await self.request(request)
         return reader, writer
 
     async def peers(self) -> dict[str, tuple[str, ...]]:

@@ -69,16 +69,7 @@ class SwarmExchange(Waiter):
             host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed, look=look
         )
         # What one round can take at most: finding a partner, one transfer, its confirm.
-        super().__init__(host, wait + exchange_timeout + 8 * chunk_timeout)
-
-    @property
-    def next_round(self) -> int:
-        """The label of the next round; more than one ahead of the last when this node caught up with the swarm."""
-        return self._rendezvous.next_round
-
-    @next_round.setter
-    def next_round(self, round: int) -> None:
-        self._rendezvous.next_round = round
+        super().__init__(host, self._rendezvous, wait + exchange_timeout + 8 * chunk_timeout)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Received]:
         """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""

@@ -94,16 +94,7 @@ class GroupExchange(Waiter):
             largest=max_group + 1, follow=follow, wait=wait, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
         # What one round can take at most: forming the group, one reduction, its confirm.
-        super().__init__(host, wait + exchange_timeout + 8 * chunk_timeout)
-
-    @property
-    def next_round(self) -> int:
-        """The label of the next round; more than one ahead of the last when this node caught up with the swarm."""
-        return self._rounds.next_round
-
-    @next_round.setter
-    def next_round(self, round: int) -> None:
-        self._rounds.next_round = round
+        super().__init__(host, self._rounds, wait + exchange_timeout + 8 * chunk_timeout)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Outcome]:
         """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""

@@ -7,7 +7,7 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from optim.exchange import Mean
 from swarm.errors import NetworkError
@@ -31,16 +31,32 @@ class Decision(Generic[R]):
     """The training thread has gone on alone: nothing may be committed any more."""
 
 
-class Waiter:
-    """What the rounds of one exchange share: how long the training thread may wait for them, and how long it did."""
+class Counter(Protocol):
+    """Whatever knows the round that a node is in."""
 
-    def __init__(self, host: Host, limit: float) -> None:
+    next_round: int
+
+
+class Waiter:
+    """What the rounds of one exchange share: which is next, how long the training thread may wait for them, and how long it did."""
+
+    def __init__(self, host: Host, counter: Counter, limit: float) -> None:
         self.host = host
+        self._counter = counter
         self.limit = limit
         """Seconds that one round can take at most."""
         self.until = float("inf")
         self.waited = 0.0
         """Seconds that the calling thread was blocked here, in all."""
+
+    @property
+    def next_round(self) -> int:
+        """The label of the next round; more than one ahead of the last when this node caught up with the swarm."""
+        return self._counter.next_round
+
+    @next_round.setter
+    def next_round(self, round: int) -> None:
+        self._counter.next_round = round
 
     def hurry(self, seconds: float) -> None:
         """Let no round take longer than ``seconds`` from now on: the node is about to leave. Callable from a signal handler."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
-from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, read_unsigned_varint, write_pbmsg
+from hivemind.p2p.p2p_daemon_bindings.utils import read_unsigned_varint
 from hivemind.proto import p2pd_pb2
 
 from swarm.errors import NetworkError
@@ -83,20 +83,9 @@ class PubSub:
     async def _ask(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
         daemon = self._uplink.running()
 
-        async def work() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
-            reader, writer = await daemon.control()
-            try:
-                await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=request))
-                answer = p2pd_pb2.Response()
-                await read_pbmsg_safe(reader, answer)
-                raise_if_failed(answer)
-            except BaseException:
-                writer.close()
-                raise
-            return reader, writer, answer
-
+        work = daemon.request(p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=request))
         try:
-            return await self._uplink.unless_down(work(), CALL_S)
+            return await self._uplink.unless_down(work, CALL_S)
         except asyncio.TimeoutError:
             raise NetworkError(f"the daemon did not answer within {CALL_S:g} s.") from None
         except DAEMON_GONE as error:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from node.checkpoint import check_writable
 from node.config import Settings, assignment, load, resolve_device
-from node.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, read_line, settings_toml
-from node.display import Display, make_display
+from node.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, settings_toml, stage, start_first
+from node.display import Display
 from node.rl.session import make_task
 from node.rl.tiny import HABITS
 from node.run import METRICS, RESULT
@@ -58,11 +55,7 @@ def run_demo(
     make_task(settings)  # what cannot work is said here, at once and once, and not by every node
     resolve_device(device)
     began = time.monotonic()
-    if keep is not None:
-        check_writable(keep)
-    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix="shoal-demo-") as place:
-        folder = Path(place).resolve()
-        display = make_display()
+    with stage(keep) as (folder, display):
         with Nodes(folder) as nodes:
             _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
             _watch(nodes, rounds, display)
@@ -89,12 +82,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
     own = [["--policy", policy, *chosen] for policy in policies(settings)]
     display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")
-    first = nodes.start(["up", str(file), *own[0]], "peer-0")
-    link = read_line(first, LINK_S + WARM_S)
-    if not link:
-        nodes.check()
-        raise DemoError(f"The first node printed no link within {LINK_S + WARM_S:g} s: {nodes.last_words(0)}")
-    display.message(f"the swarm is up: {link}")
+    link = start_first(nodes, ["up", str(file), *own[0]], LINK_S + WARM_S, display)
     for index in range(1, len(own)):
         nodes.start(["join", link, *own[index]], f"peer-{index}")
 
