@@ -74,8 +74,8 @@ class Checker:
     def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
         """What is found about ``claim``, given what its author handed out; ``snapshot`` may be None if ``knows(claim.model)``.
 
-        Raises NotCheckable if this node cannot tell: a policy of another name, a dtype that was not calibrated, no snapshot, or
-        numbers that overflow in the own dtype; and whatever making the own policy raises.
+        Raises NotCheckable if this node cannot tell: a dtype that was not calibrated, no snapshot, or numbers that overflow in the
+        own dtype; and whatever making the own policy raises.
         """
         begin = time.perf_counter()
         statistics: dict[str, float] = {"tokens": float(claim.tokens)}
@@ -89,10 +89,6 @@ class Checker:
     def _check(self, claim: Claim, data: bytes, snapshot: bytes | None, statistics: dict[str, float]) -> str:
         material = self._opened(claim, data)
         prompt = self._prompt(claim, material)
-        if material.policy != self._name:
-            raise NotCheckable(
-                f"The claim is of the policy {material.policy!r} and this node has {self._name!r}: let others check it."
-            )
         rows = self._rows(claim, material)
         _check_proof(material, claim.tokens, width_of(self.policy))
         self._load(claim.model, material.snapshot, snapshot)
@@ -120,6 +116,8 @@ class Checker:
             raise _Wrong("The seed is not the one that this peer had to use for this round, slot and question.")
         if claim.sampling != self._agreed.hash:
             raise _Wrong("The completions are claimed to be drawn with other settings than the swarm agreed on.")
+        if material.policy != self._name:
+            raise _Wrong(f"The claim is of the policy {material.policy!r} where the swarm agreed on {self._name!r}.")
         if material.dtype not in self._allowed:
             raise _Wrong(f"The completions are claimed to be computed in {material.dtype}, which the swarm does not allow.")
         return material

@@ -10,7 +10,7 @@ class VerifyError(ShoalError):
 
 
 class NotCheckable(VerifyError):
-    """This node cannot say whether a claim is true: another policy, no calibration, or the snapshot cannot be had."""
+    """This node cannot say whether a claim is true: no calibration, no such policy here, or the snapshot cannot be had."""
 
 
 class NotCalibrated(NotCheckable):

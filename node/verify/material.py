@@ -72,7 +72,7 @@ class Material(Message):
     """
 
     KIND, LIMIT = "claim-material", 4096 * KIB
-    policy: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,256}$")]
+    policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
     env: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
     env_version: Label
     env_config: Annotated[bytes, Field(max_length=4 * KIB)]

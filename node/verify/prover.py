@@ -34,7 +34,7 @@ def policy_label(spec: str) -> str:
     """A policy's name among peers: tiny whatever its habit was, since a snapshot holds all of it; a model's without its folder."""
     kind, _, rest = spec.partition(":")
     name = kind if kind == "tiny" else f"{kind}:{rest.rstrip('/').rpartition('/')[2]}"
-    return re.sub(r"[^\x21-\x7e]", "_", name)[:256]
+    return re.sub(r"[^A-Za-z0-9_.:+-]", "_", name)[:128]
 
 
 def prove(

