@@ -1,4 +1,4 @@
-"""Checking one claim of another peer: fetch what it was made of, repeat it, vote; within a budget of time, and never without a deadline."""
+"""Checking one claim of another peer: fetch what it was made of, repeat it, vote; within a budget of time."""
 
 from __future__ import annotations
 

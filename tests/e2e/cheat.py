@@ -12,10 +12,10 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from node import cli
-from node.verify import claiming
-from verification.claims import Commitment, Reveal
-from verification.member import Member
+from node import cli  # noqa: E402
+from node.verify import claiming  # noqa: E402
+from verification.claims import Commitment, Reveal  # noqa: E402
+from verification.member import Member  # noqa: E402
 
 
 def quantised(policy, bits=4):
@@ -38,7 +38,8 @@ def cheat_by_copying():
     copied = {}
 
     def others(member, kind, case, attempt):
-        return [r for r in member.consensus.ledger if isinstance(r, kind) and (r.case, r.attempt) == (case, attempt) and r.peer != member.peer]
+        found = [record for record in member.consensus.ledger if isinstance(record, kind) and record.peer != member.peer]
+        return [record for record in found if (record.case, record.attempt) == (case, attempt)]
 
     def work(member, most=1):
         for duty in member.consensus.duties(member.peer):
