@@ -21,6 +21,7 @@ from verification.claims import Claim, Dispute, Entry, Opening, Record, Sign, Si
 from verification.consensus import Consensus, Limits, Refused
 from verification.draw import OPENS, SETTLED, Electorate
 from verification.electorate import electorate, root, void
+from verification.ledger import Ledger
 from verification.log import Log
 from verification.member import Check, Member
 from verification.plants import BEHIND, Chain, must_plant
@@ -227,7 +228,7 @@ class Participant:
         if round < 0:
             return
         self._forget()
-        self.table = self._reckon(self.base, known.electorates)
+        self.table = self._reckon(known.ledger, self.base, known.electorates)
         own = electorate(self.run, round, known.ledger, known.electorates, self.rules, self.table)
         view = View(peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest)
         agreement = self._agreements.setdefault(round, Agreement(round))
@@ -242,9 +243,9 @@ class Participant:
             self.base = reckon(known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base).base()
             known.forget(before)
 
-    def _reckon(self, base: Table, electorates: dict[int, Electorate]) -> Table:
+    def _reckon(self, ledger: Ledger, base: Table, electorates: dict[int, Electorate]) -> Table:
         settled = max(self.round - SETTLED, base.round)
-        return reckon(self.consensus.ledger, electorates, self.rules, self.prices, settled, base)
+        return reckon(ledger, electorates, self.rules, self.prices, settled, base)
 
     def _open(self, final: bool) -> None:
         """Draw as was agreed. Who has to learn what that is does so late; nobody is drawn if nothing is."""
@@ -269,22 +270,31 @@ class Participant:
         return -1 if stamp is None else stamp
 
     def _adopt(self, log: Log, agreement: Agreement) -> None:
-        """Take over the history of another peer if, with all records that are here now, it gives the table that counts."""
-        known = self.consensus
-        mine = self._reckon(self.base, known.electorates)
+        """Take over the history of another peer if it gives the table that counts: its electorates and its base; and if need be
+        without records that it does not have, as those who came too late for most.
+        """
+        known, settled = self.consensus, max(self.round - SETTLED, -1)
+        mine = self._reckon(known.ledger, self.base, known.electorates)
         if agreement.table in (None, mine.digest):
             self.table = mine
             return
         before = self._oldest() - BEHIND - 1
         history = {other.round: other for other in log.electorates if before <= other.round < agreement.round}
-        for base in (self.base, log.base):
-            if base.round != self.base.round and self.base.standings:
-                continue
-            table = self._reckon(base, {**known.electorates, **history})
-            if table.digest == agreement.table:
-                known.electorates.update(history)
-                self.base, self.table = base, table
-                return
+        theirs = {signed.record.id for signed in log.records}
+        late = {id(record) for record in known.ledger if record.id not in theirs and self._stamp(record) <= settled}
+        without = Ledger(record for record in known.ledger if id(record) not in late)
+        bases = [self.base]
+        if log.base.round == self.base.round or not self.base.standings:
+            bases.append(log.base)
+        for ledger in (known.ledger, without):
+            for base in bases:
+                table = self._reckon(ledger, base, {**known.electorates, **history})
+                if table.digest == agreement.table:
+                    known.electorates.update(history)
+                    self.base, self.table = base, table
+                    if ledger is not known.ledger:
+                        known.keep(ledger)
+                    return
 
     def _say(self, record: Record) -> bool:
         """Publish, unless the own view refuses it, which counts that."""
