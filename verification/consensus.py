@@ -4,7 +4,7 @@ of its own.
     consensus.advance(round)          a new round has begun: claims of it are taken from now on
     consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
     consensus.take(signed)            a record came; Refused says why not, and is counted
-    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for what this peer states
+    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for marks
     consensus.duties(peer)            what ``peer`` has to do now (see `member`)
     consensus.ruling(claim)           what a quorum has settled
 
@@ -112,7 +112,7 @@ class Consensus:
                 del self._cases[key]
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
-        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. The first draws begin at ``begin``, by default
+        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by default
         ``skew_s`` from now: no vote is seen while any peer might still take claims of the round that this case's salts draw for.
         Raises ValueError if that is too early, or was done.
         """
@@ -126,8 +126,8 @@ class Consensus:
             self._start(item, self.now() + self.times.skew_s if begin is None else begin)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
-        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as ``accepted``,
-        another under its reason.
+        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as
+        ``accepted``, another under its reason.
         """
         self._at = at
         try:
@@ -142,8 +142,8 @@ class Consensus:
         self.counts["accepted"] += 1
 
     def learn(self, signed: Signed) -> bool:
-        """Add a record that another peer has kept; False if it was there, or is none of ours. What could not be refused for its time
-        is refused here as in `take`; it makes no marks, and duties only if the draw for it is still to come.
+        """Add a record that another peer has kept; False if it was there, or is none of ours. Its time does not matter, bounds do.
+        It makes no marks, and duties only if the draw for it is still to come.
         """
         record = signed.record
         if record.id in self.ledger or not self._may_keep(record) or not self._is_signed(signed):
@@ -276,8 +276,8 @@ class Consensus:
             return record.slot < self.rules.claims and sum(other.slot == record.slot for other in others) < TWICE
         if isinstance(record, Dispute | Opening):
             claim = self.ledger.get(record.claim)
-            known = self.ledger.appeals(record.claim)
-            return isinstance(claim, Claim) and record.round <= self.round + 1 and not any(a.peer == record.peer for a in known)
+            appealed = any(appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim))
+            return isinstance(claim, Claim) and record.round <= self.round + 1 and not appealed
         if isinstance(record, Commitment | Reveal | Verdict):
             ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
             return self.ledger.stamp(record) is not None and len(ballots) < MOST

@@ -1,4 +1,4 @@
-"""Who can be drawn for a round, and for which claims: what all peers of a run have to agree on (`agreement`), from the records alone.
+"""Who can be drawn for a round, and for which claims: what all peers of a run have to agree on (`agreement`). From records alone.
 
 Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they work
 (`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.

@@ -99,8 +99,8 @@ class Ledger:
         return sorted(found, key=lambda item: item.id)
 
     def stamp(self, record: Record) -> int | None:
-        """The round to which ``record`` belongs: a claim's or an entry's own, an appeal's or a ballot's that of the claim in question;
-        None if that claim is not known.
+        """The round to which ``record`` belongs: a claim's or an entry's own, an appeal's or a ballot's that of the claim that it
+        is about; None if that claim is not known.
         """
         if isinstance(record, Claim | Entry):
             return record.round
@@ -111,7 +111,7 @@ class Ledger:
         return claim.round if isinstance(claim, Claim) else None
 
     def newer(self, before: int, life: int) -> Ledger:
-        """Without claims of rounds before ``before`` and all that was said about them, and entries that were ``life`` rounds old then.
+        """Without claims of rounds before ``before``, all that was said about them, and entries ``life`` rounds older than that.
 
         Their consequences have to live on in a base (`reputation.reckon`).
         """

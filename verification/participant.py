@@ -1,12 +1,12 @@
-"""All that one peer does in the consensus: entering, claiming, planting, drawing, voting, reckoning; no I/O and no clock of its own.
+"""All that one peer does in the consensus: entering, claiming, planting, voting, reckoning; no I/O and no clock of its own.
 
     participant.tick()            whatever is due; may take as long as a check takes
     participant.take(signed)      a record came by gossip
     participant.slots()           claims to be made now; participant.claim(claim) publishes one
-    participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) hands out the own
+    participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) gives the own
     participant.table             what everybody's claims and votes were worth; whoever is banned by it is left out
 
-Rounds are Unix time over ``round_s``, so nobody leads and a clock that is off shows. When what happens is in `draw` and `agreement`.
+Rounds are Unix time over ``round_s``, so nobody leads and a clock that is off shows. What happens when is in `draw`, `agreement`.
 Records of rounds that nobody can appeal against any more are forgotten; their consequences live on in a base table.
 """
 
@@ -133,17 +133,15 @@ class Participant:
         return Wanted(peers[at:] + peers[:at], self._oldest()) if peers else None
 
     def learn(self, log: Log) -> int:
-        """Take in another peer's log; returns how many records were new. Electorates and base of it count only if they are what more
-        than half of the electorate stated, or give the table that it stated; else only the signed records do.
+        """Take in another peer's log; returns how many records were new. Its electorates and base count only if they are
+        what counts by the views, or give the table that does; else only the signed records are of use.
         """
         self._pulled += 1
         agreement = self._agreements.get(self.round - OPENS)
         new = 0
         for signed in log.records:
-            stamp = signed.record.round if isinstance(signed.record, Entry) else None
-            if (self._oldest() if stamp is None else self._oldest() - self.rules.life - BEHIND) <= (
-                self._stamp(signed.record) if stamp is None else stamp
-            ):
+            spare = self.rules.life + BEHIND if isinstance(signed.record, Entry) else 0
+            if self._stamp(signed.record) >= self._oldest() - spare:
                 new += self.consensus.learn(signed)
         if agreement is not None:
             for other in log.electorates:
@@ -191,8 +189,8 @@ class Participant:
 
     def _enter(self) -> None:
         entries = self.consensus.ledger.entries_of(self.peer)
-        newest = max((entry.round for entry in entries), default=None)
-        if newest is not None and self.round - newest < self.rules.life // 2 or self.table.is_banned(self.peer, self.round):
+        fresh = any(self.round - entry.round < self.rules.life // 2 for entry in entries)
+        if fresh or self.table.is_banned(self.peer, self.round):
             return
         chain = Chain(self._salt(), self.round, self.rules.life + BEHIND)
         if self._say(Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=chain.anchor)):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 KINDS = (
     "honest", "liar", "lazy", "copier", "colluder", "absent", "thief", "withholder", "flooder", "farmer", "replayer", "twofaced",
 )  # fmt: skip
-"""Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy, thieves copy commitments, colluders
-lie and vote for each other against everybody else, absent ones never verify, withholders show their votes to half of the others,
+"""Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy, thieves copy commitments,
+colluders lie and vote for each other against everybody else, absent ones never verify, withholders show their votes to half of the others,
 flooders send 10,000 claims a minute, farmers are honest for a while and then lie, replayers send what others sent again and claim
 what they claimed before, two-faced ones claim different things to different peers.
 """
@@ -135,8 +135,8 @@ class Peer:
         prompt = prompt_of(self.name, slot.round if self.kind != "replayer" else 0, slot.slot)
         claim = Claim(
             peer=self.name, run="run", round=slot.round, slot=slot.slot, model=digest("model"), prompt=prompt,
-            sampling=digest("sampling"), seed=slot.slot, tokens=64, output=digest("wrong" if slot.planted or lies else "output", prompt),
-            fingerprint=digest("proof", prompt),
+            sampling=digest("sampling"), seed=slot.slot, tokens=64,
+            output=digest("wrong" if slot.planted or lies else "output", prompt), fingerprint=digest("proof", prompt),
         )  # fmt: skip
         self.participant.claim(claim)
 
