@@ -20,6 +20,7 @@ from swarm.manifest import TrainSettings
 
 LABEL = "text"
 SHARD, OTHER = Shard(0, 4, 1), Shard(1, 4, 1)
+SMALL = {"width": 32, "context": 32, "batch": 4}
 Cheat = Callable[[Kept], Kept]
 
 
@@ -27,7 +28,7 @@ class World:
     """The task, the terms, and a replica to replay on. ``steps`` of a training run, 5 in a stretch."""
 
     def __init__(self, steps: int = 400, **options: int | float) -> None:
-        self.options = {"max_bytes": 1 << 20, **options}
+        self.options = {"max_bytes": 1 << 20, **SMALL, **options}
         self.terms = Terms(LABEL, TrainSettings(steps=steps, seed=1), dtypes=("float32", "bfloat16"))
         self.replica = self.replica_of()
         self._quick = self.replica_of(lr=1.1 * self.task().lr)

@@ -28,7 +28,7 @@ Condition = Callable[[], AbstractContextManager[Any]]
 """Under what steps are done: another number of threads, another dtype of computing."""
 MODEL, OPTIMIZER, AFTER, RANDOM = "model.", "optimizer.", "after.", "random"
 HEADER = 256  # bytes that safetensors spends at most on a tensor beside its name
-REFUSED = "the snapshot is not one of this task's model"
+REFUSED = "The snapshot is not one of this task's model"
 
 
 class NotAsClaimed(VerifyError):
@@ -141,7 +141,7 @@ class Replica:
             if name not in expected or name not in state or _kind(state[name]) != expected[name]:
                 raise NotAsClaimed(f"{REFUSED}: its {name[:80]!r} differs")
             if state[name].is_floating_point() and not bool(torch.isfinite(state[name]).all()):
-                raise NotAsClaimed(f"the snapshot holds numbers that are not finite, in {name[:80]!r}")
+                raise NotAsClaimed(f"The snapshot holds numbers that are not finite, in {name[:80]!r}")
         return state, [state.pop(AFTER + name) for name in self.names]
 
     def replay(self, state: State, shard: Shard, first: int, steps: int, condition: Condition = nullcontext) -> list[Tensor]:
@@ -165,7 +165,7 @@ class Replica:
                 for batch in self._batches(shard, first, steps):
                     loss = self._step(inner, batch)
                     if not bool(torch.isfinite(loss)):
-                        raise NotAsClaimed("the loss of the steps is not finite when they are done again")
+                        raise NotAsClaimed("The loss of the steps is not finite when they are done again")
                     if scheduler is not None:
                         scheduler.step()
         finally:
@@ -179,7 +179,7 @@ class Replica:
             try:
                 yield next(batches)
             except StopIteration:
-                raise NotAsClaimed(f"the shard has no batch for step {first + number}") from None
+                raise NotAsClaimed(f"The shard has no batch for step {first + number}") from None
 
     def _fresh(self) -> tuple[torch.optim.Optimizer, Any]:
         inner = self.task.inner_optimizer([p for p in self.model.parameters() if p.requires_grad])

@@ -1,11 +1,12 @@
 """What honest auditors of training differ by: the same stretches done twice, as provers and as this node compute.
 
-Same machine, same number of threads and same dtype give the same bits, so a calibration needs conditions that differ as machines do.
-It trains, so do it in a process of its own.
+Same machine, same number of threads and same dtype give the same bits, so a calibration needs conditions that differ as machines
+do. It trains, so do it in a process of its own.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle
@@ -34,9 +35,13 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(known)
 
 
-def plain_kernels() -> AbstractContextManager[None]:
+@contextmanager
+def plain_kernels() -> Iterator[None]:
     """Torch's own kernels in place of oneDNN's, as another processor may take."""
-    return torch.backends.mkldnn.flags(enabled=False)  # type: ignore[attr-defined,no-untyped-call,no-any-return]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no GPU of Intel's
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def half() -> AbstractContextManager[None]:
