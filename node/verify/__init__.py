@@ -1,1 +1,1 @@
-"""Verification on a node: claims about rollouts that it wrote, proved and checked with policies. No network here but in session.py."""
+"""Verification on a node: claims about the rollouts that it wrote, how they are proved, and how others' are checked."""

@@ -10,4 +10,8 @@ class VerifyError(ShoalError):
 
 
 class NotCheckable(VerifyError):
-    """This node cannot say whether a claim is true: another policy, no calibration, or the snapshot cannot be had."""
+    """This node cannot say whether a claim is true: no calibration, no such policy here, or the snapshot cannot be had."""
+
+
+class NotCalibrated(NotCheckable):
+    """There is no calibration of the policy for the dtypes of prover and verifier."""

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from contextlib import nullcontext
 
 from node.task import Shard
-from node.verify.errors import NotCheckable
+from node.verify.errors import NotCalibrated
 from node.verify.finding import Finding
 from node.verify.replica import MODEL, Condition, NotAsClaimed, Replica, weights_hash, weights_in
 from node.verify.training import change
@@ -60,7 +60,7 @@ class TrainingChecker:
     def check(self, claim: Claim, material: bytes, snapshot: bytes, shard: Shard | None = None) -> Finding:
         """Whether ``claim`` holds. ``shard``: the one that the prover was given, if that is known.
 
-        Raises NotCheckable where this node cannot say: there is no calibration, and the weights differ.
+        Raises NotCalibrated where this node cannot say: there is no calibration, and the weights differ.
         """
         began = time.monotonic()
         statistics: dict[str, float] = {}
@@ -70,7 +70,7 @@ class TrainingChecker:
         except NotAsClaimed as error:
             return Finding(False, f"{error}.", statistics, time.monotonic() - began)
         except CalibrationError as error:
-            raise NotCheckable(f"This claim about training cannot be judged here ({error}).") from error
+            raise NotCalibrated(f"This claim about training cannot be judged here ({error}).") from error
         figures = {"statistic": judged.statistic, "threshold": judged.threshold}
         statistics |= {name: value for name, value in figures.items() if math.isfinite(value)}
         outcome = "lead to the claimed weights" if judged.accepted else "do not lead to the claimed weights"

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from bench._training_cheats import LABEL, OTHER, SHARD, World, moved
 from node.task import Shard
-from node.verify.errors import NotCheckable, VerifyError
+from node.verify.errors import NotCalibrated, VerifyError
 from node.verify.replica import MODEL, Replica
 from node.verify.training import TrainingAudit, assemble, prove
 from node.verify.training_calibrate import OTHERS, half, honest_evidence, stretches
@@ -83,7 +83,7 @@ class TestHonest:
 
     def test_without_a_calibration_there_is_no_vote(self, world, kept):
         bare = TrainingChecker(world.replica, world.terms, Calibration(), label=LABEL)
-        with pytest.raises(NotCheckable, match="calibrate with honest claims first"):
+        with pytest.raises(NotCalibrated, match="calibrate with honest claims first"):
             judge(bare, proven(world, moved(kept[0], lambda step: 0.9 * step)))
 
 
