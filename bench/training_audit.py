@@ -14,9 +14,10 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,12 @@ def alike(dtype: str) -> tuple[Condition, ...]:
     if dtype == "float32":
         return OTHERS
 
-    def both(other: Condition) -> Condition:
-        def entered() -> Any:
-            stack = half()
-            return _Two(other(), stack)
+    @contextmanager
+    def both(other: Condition) -> Iterator[None]:
+        with other(), half():
+            yield
 
-        return entered
-
-    return tuple(both(other) for other in OTHERS)
-
-
-class _Two:
-    """Two contexts as one."""
-
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self._both = (outer, inner)
-
-    def __enter__(self) -> None:
-        for one in self._both:
-            one.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for one in reversed(self._both):
-            one.__exit__(*error)
+    return tuple(partial(both, other) for other in OTHERS)
 
 
 def measure(world: World, sides: tuple[str, str], options: argparse.Namespace) -> dict[str, Any]:
@@ -95,9 +79,8 @@ def measure(world: World, sides: tuple[str, str], options: argparse.Namespace) -
     ways = alike(prover)
     alarms = refused(lambda one: world.done(one, ways[one.stretch.first // world.terms.steps % len(ways)]))
     detection = {}
-    for name, cheat in world.cheats(iter([]), condition).items():
-        if "another peer" in name:
-            cheat = world.cheats(world.honest(OTHER, options.claims), condition)[name]
+    others = list(world.honest(OTHER, options.claims))
+    for name, cheat in world.cheats(cycle(others), condition).items():  # each goes through all of them, so they stay in step
         detection[name] = refused(cheat) / len(claimed)
     largest = [max(column) for column in zip(*(claim.means() for claim in calibration.pairs[pair].claims), strict=True)]
     return {

@@ -1,8 +1,9 @@
-"""Claims about training: honest ones stand on other machines, each cheat and each malformed thing is refused in its own sentence."""
+"""Claims about training: honest ones stand on other machines, each cheat and malformed thing is refused in its own sentence."""
 
 import hashlib
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from safetensors.torch import load, save
 
 from bench._training_cheats import LABEL, OTHER, SHARD, World, moved
 from node.task import Shard
+from node.trainer import Trainer
 from node.verify.errors import NotCalibrated, VerifyError
 from node.verify.replica import MODEL, Replica
-from node.verify.training import TrainingAudit, assemble, prove
-from node.verify.training_calibrate import OTHERS, half, honest_evidence, stretches
+from node.verify.training import TrainingAudit, assemble, change, prove
+from node.verify.training_calibrate import OTHERS, half, honest_evidence, plain_kernels, stretches
 from node.verify.training_check import TrainingChecker
 from node.verify.training_material import Stretch, Terms, TrainingMaterial, projection_seed
+from optim import Alone
 from swarm.manifest import OuterSettings, TrainSettings
 from swarm.wire import pack, unpack
 from verification.calibration import Calibration, Pair
@@ -42,7 +45,7 @@ def kept(world):
 @pytest.fixture(scope="module")
 def calibration(world):
     found = Calibration()
-    for dtype, conditions in (("float32", OTHERS), ("bfloat16", (half,))):
+    for dtype, conditions in (("float32", (plain_kernels,)), ("bfloat16", (half,))):
         evidence = honest_evidence(world.honest(Shard(2, 4, 1), 20), world.replica, world.terms, conditions, nullcontext)
         found.add(Pair("weights", LABEL, dtype, "float32"), evidence)
     return found
@@ -72,7 +75,7 @@ class TestHonest:
             assert 0 < len(found.evidence) <= 512
 
     def test_other_threads_and_kernels_pass(self, world, kept, checker):
-        for number, one in enumerate(kept):
+        for number, one in enumerate(kept[:4]):
             found = judge(checker, proven(world, world.done(one, OTHERS[number % 2])))
             assert found.accepted, found.reason
 
@@ -90,7 +93,7 @@ class TestHonest:
 @pytest.mark.parametrize("name", CHEATS)
 def test_each_cheat_is_refused(world, kept, checker, name):
     cheat = world.cheats(world.honest(OTHER))[name]
-    for one in kept:
+    for one in kept[:3]:
         found = judge(checker, proven(world, cheat(one)))
         assert not found.accepted
         assert "do not lead to the claimed weights" in found.reason
@@ -199,7 +202,7 @@ class TestMalformed:
         self.refused(checker, self.with_snapshot(world, kept[1], save(state)), "weights are not the ones that were claimed")
 
     def test_nothing_done_at_all(self, world, kept, checker):
-        idle = replace(kept[1], after=tuple(kept[1].state[MODEL + name] for name in kept[1].names))
+        idle = replace(kept[1], after=tuple(kept[1].state[MODEL + name].clone() for name in kept[1].names))
         with pytest.raises(VerifyError, match="Nothing can be claimed of these training steps"):
             proven(world, idle)
         forged = assemble(idle, world.terms, lambda seed: bytes(1028), **PLACE, dtype="float32")
@@ -209,8 +212,6 @@ class TestMalformed:
         """Trains rightly, shows that projection, and goes on from other weights."""
 
         def right(seed):
-            from node.verify.training import change
-
             return WeightProjection(seed).make(change(kept[1].names, kept[1].state, kept[1].after))
 
         poisoned = moved(kept[1], lambda step: -step)
@@ -237,7 +238,7 @@ class TestMalformed:
 class TestKeeping:
     def test_consecutive_stretches_are_a_chain(self, world, kept):
         claims = [proven(world, one) for one in kept]
-        for one, two in zip(claims, claims[1:], strict=False):
+        for one, two in pairwise(claims):
             assert unpack(two.material, TrainingMaterial).before == one.claim.output
 
     def test_no_stretch_goes_over_an_exchange(self, world):
@@ -254,9 +255,6 @@ class TestKeeping:
                 next(stretches(world.task(), world.terms, SHARD, OuterSettings(method="local", every=every)))
 
     def test_keeping_changes_no_bit_and_nothing_is_kept_unasked(self, world):
-        from node.trainer import Trainer
-        from optim import Alone
-
         ends = []
         for asked in (False, True):
             trainer = Trainer(world.task(), OuterSettings(method="noloco", every=12), TrainSettings(steps=30, seed=1))

@@ -29,7 +29,7 @@ def test_who_does_fewer_steps_or_takes_anothers_is_banned(monkeypatch):
         return stretches(world.replica.task, TERMS, Shard(sorted(KINDS).index(name), len(KINDS), 1))
 
     class Trainee(Peer):
-        """Claims stretches of its training, on its own shard; the first liar does one step fewer, the second copies the first peer."""
+        """Claims stretches of its training, on its own shard; the first liar does a step fewer, the second copies a peer."""
 
         def __init__(self, name, kind, swarm):
             super().__init__(name, kind, swarm)
