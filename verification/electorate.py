@@ -1,7 +1,7 @@
 """Who can be drawn for a round, and for which claims: what all peers of a run have to agree on (`agreement`), from the records alone.
 
-Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown with claims of their own that
-they work (`Rules.least`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
+Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they work
+(`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
         entry = ledger.entry(peer, round + 1, rules.life)
         if entry is not None and not table.is_banned(peer, begins):
             entered[peer] = entry.operator
-    proven = {peer: operator for peer, operator in entered.items() if table.score(peer) >= rules.least}
+    proven = {peer: operator for peer, operator in entered.items() if table.valid(peer) >= rules.proven}
     voters = proven if len(proven) > rules.verifiers else entered
     seed = beacon(run, round, salts(round - 1, ledger, electorates, rules))
     claims = [

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from verification.agreement import Agreement
 from verification.cases import Times
-from verification.claims import Claim, Entry, Opening, Record, Sign, Signed, Verify, View
+from verification.claims import Claim, Dispute, Entry, Opening, Record, Sign, Signed, Verify, View
 from verification.consensus import Consensus, Limits, Refused
 from verification.draw import OPENS, SETTLED, Electorate
 from verification.electorate import electorate, root, void
@@ -72,6 +72,7 @@ class Participant:
         self._agreements: dict[int, Agreement] = {}
         self._chains: list[Chain] = []
         self._planted: list[Claim] = []
+        self._meant: list[Claim] = []  # those that were to be right
         self._pulled = 0
         self._started = False
         self.consensus.advance(self.round, self.round * round_s)
@@ -117,8 +118,7 @@ class Participant:
         if planted is None:
             raise Refused("A claim was not made: its round is over, or its slot is not free.", "late")
         self.member.publish(claim)
-        if planted:
-            self._planted.append(claim)
+        (self._planted if planted else self._meant).append(claim)
 
     @property
     def wanted(self) -> Wanted | None:
@@ -186,6 +186,7 @@ class Participant:
             del self._agreements[old]
         self._enter()
         self._open_plants()
+        self._dispute()
 
     def _enter(self) -> None:
         entries = self.consensus.ledger.entries_of(self.peer)
@@ -210,6 +211,14 @@ class Participant:
                     attempt = len(ruling.trials) - 1 - (ruling.appeal is not None)
                     self._say(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
                 self._planted.remove(claim)
+
+    def _dispute(self) -> None:
+        """Ask for a second draw where claims that were meant to be right are rejected, as by colluders that sat together."""
+        for claim in [claim for claim in self._meant if self.round - claim.round >= SETTLED - 1]:
+            self._meant.remove(claim)
+            ruling = self.consensus.ruling(claim.id)
+            if ruling is not None and ruling.outcome == "invalid" and ruling.appeal is None:
+                self._say(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=len(ruling.trials) - 1))
 
     def _state(self) -> None:
         """Reckon, and say how this peer sees the electorate that is due."""

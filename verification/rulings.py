@@ -46,8 +46,8 @@ class Rules:
     """Claims of a round, of all who cannot be drawn themselves together, that verifiers are drawn for: fresh keys cost nothing."""
     life: int = 8
     """Rounds that an entry holds; it is renewed every half of them."""
-    least: int = 100
-    """Score, in thousandths of a point, from which a peer can be drawn, once more peers than sit in a draw have it."""
+    proven: int = 2
+    """Claims of a peer that were found valid before it can be drawn, once more peers than sit in a draw have as many."""
 
     def __post_init__(self) -> None:
         for name in ("verifiers", "appeal"):
@@ -57,8 +57,8 @@ class Rules:
             raise ValueError(f"audit must be from 0 to 1, and planted from 0 to below 1, not {self.audit} and {self.planted}")
         if not SETTLED <= self.appeal_rounds <= 4096 or not 4 <= self.life <= 4096 or not 1 <= self.claims <= 2**16:
             raise ValueError(f"appeal_rounds must be from {SETTLED} to 4096, life from 4 to 4096, and claims from 1 to {2**16}")
-        if self.strangers < 0:
-            raise ValueError(f"strangers must not be negative, as {self.strangers} is")
+        if min(self.strangers, self.proven) < 0:
+            raise ValueError(f"strangers and proven must not be negative, as {min(self.strangers, self.proven)} is")
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Peer:
         return Checked("valid" if right else "invalid")
 
     def _claim(self, slot: Slot) -> None:
-        lies = self.kind in ("liar", "colluder") or (self.kind == "farmer" and slot.round >= self.swarm.world.defects)
+        lies = self.kind in ("liar", "colluder") or (self.kind == "farmer" and self.swarm.round >= self.swarm.world.defects)
         prompt = prompt_of(self.name, slot.round if self.kind != "replayer" else 0, slot.slot)
         claim = Claim(
             peer=self.name, run="run", round=slot.round, slot=slot.slot, model=digest("model"), prompt=prompt,
@@ -161,7 +161,7 @@ class Peer:
         """10,000 claims a minute, in all slots, many for each."""
         for _ in range(167):
             junk = Claim(
-                peer=self.name, run="run", round=self.swarm.round, slot=self.random.randrange(64), model=digest("model"),
+                peer=self.name, run="run", round=self.participant.round, slot=self.random.randrange(64), model=digest("model"),
                 prompt=self.random.randbytes(32), sampling=digest("sampling"), seed=0, tokens=64,
                 output=self.random.randbytes(32), fingerprint=digest("proof"),
             )  # fmt: skip

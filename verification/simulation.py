@@ -22,6 +22,7 @@ from verification.rulings import Rules
 from verification.simulated_peers import KINDS, Peer, is_right
 
 TICK = 1.0  # seconds
+START = 4  # the round by Unix time in which a simulation begins; its own count is from 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Swarm:
 
     def __init__(self, kinds: Mapping[str, str], world: World | None = None) -> None:
         self.world, self.kinds, self.names = world or World(), dict(kinds), sorted(kinds)
-        self.now, self.sent, self.lost, self.pulled = 0.0, 0, 0, 0
+        self.now, self.sent, self.lost, self.pulled = START * self.world.round_s, 0, 0, 0
         self.round = 0
         self._random = random.Random(self.world.seed)
         self._mail: list[tuple[float, int, Callable[[], None]]] = []
@@ -83,7 +84,7 @@ class Swarm:
             for name in self.names:
                 if self.world.joins.get(name, 0) == self.round:
                     self.peers.append(Peer(name, self.kinds[name], self))
-            while self.now < (self.round + 1) * self.world.round_s:
+            while self.now < (START + self.round + 1) * self.world.round_s:
                 self._deliver()
                 for peer in self.peers:
                     peer.work()
