@@ -15,7 +15,7 @@ from node.text import TextTask
 from node.verify.replica import MODEL, Condition, Replica, weights_in
 from node.verify.training import Kept
 from node.verify.training_calibrate import stretches
-from node.verify.training_material import Terms
+from node.verify.training_material import TrainingTerms
 from swarm.manifest import TrainSettings
 
 LABEL = "text"
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, steps: int = 400, **options: int | float) -> None:
         self.options = {"max_bytes": 1 << 20, **SMALL, **options}
-        self.terms = Terms(LABEL, TrainSettings(steps=steps, seed=1), dtypes=("float32", "bfloat16"))
+        self.terms = TrainingTerms(LABEL, TrainSettings(steps=steps, seed=1), dtypes=("float32", "bfloat16"))
         self.replica = self.replica_of()
         self._quick = self.replica_of(lr=1.1 * self.task().lr)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from node.trainer import Trainer
 from node.verify.errors import VerifyError
 from node.verify.replica import MODEL, State, before, copied, snapshot_of, trainable, weights_hash, weights_in
-from node.verify.training_material import Stretch, Terms, TrainingMaterial, projection_seed
+from node.verify.training_material import Stretch, TrainingMaterial, TrainingTerms, projection_seed
 from optim.length import Steps
 from swarm.wire import pack
 from verification.claims import Claim
@@ -66,7 +66,7 @@ class TrainingAudit:
     Raises VerifyError if an exchange falls into every stretch.
     """
 
-    def __init__(self, trainer: Trainer, terms: Terms, *, since: int = 0) -> None:
+    def __init__(self, trainer: Trainer, terms: TrainingTerms, *, since: int = 0) -> None:
         self._trainer, self._steps, self._since = trainer, terms.steps, since
         self._wanted = False
         self._open: tuple[int, tuple[int, tuple[int, ...]], State] | None = None
@@ -115,7 +115,7 @@ def change(names: tuple[str, ...], state: State, after: tuple[Tensor, ...]) -> l
 
 
 def prove(
-    kept: Kept, terms: Terms, *, run: str, round: int, peer: str, slot: int, dtype: str = "float32", planted: bool = False
+    kept: Kept, terms: TrainingTerms, *, run: str, round: int, peer: str, slot: int, dtype: str = "float32", planted: bool = False
 ) -> Proven:
     """The claim about ``kept``. ``dtype``: what the steps are computed in. ``planted``: make it wrong (half of the change).
 
@@ -135,7 +135,7 @@ def prove(
 
 
 def assemble(
-    kept: Kept, terms: Terms, project: Callable[[int], bytes], *, run: str, round: int, peer: str, slot: int, dtype: str
+    kept: Kept, terms: TrainingTerms, project: Callable[[int], bytes], *, run: str, round: int, peer: str, slot: int, dtype: str
 ) -> Proven:
     """The claim about ``kept`` with the projection that ``project`` makes of the seed that follows."""
     after = kept.after

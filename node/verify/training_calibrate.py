@@ -17,7 +17,7 @@ from node.task import Shard, Task
 from node.trainer import Trainer
 from node.verify.replica import Condition, Replica
 from node.verify.training import Kept, TrainingAudit, change
-from node.verify.training_material import Terms
+from node.verify.training_material import TrainingTerms
 from optim import Alone
 from swarm.manifest import OuterSettings
 from verification.fingerprints.fingerprint import Evidence
@@ -53,7 +53,7 @@ OTHERS: tuple[Condition, ...] = (lambda: threads(2), plain_kernels)
 """Ways to compute the same in float32 with other rounding."""
 
 
-def stretches(task: Task, terms: Terms, shard: Shard, outer: OuterSettings | None = None) -> Iterator[Kept]:
+def stretches(task: Task, terms: TrainingTerms, shard: Shard, outer: OuterSettings | None = None) -> Iterator[Kept]:
     """All stretches that can be claimed of a training run alone, to the end of its steps, or without end."""
     trainer = Trainer(task, outer or OuterSettings(method="none", every=16 * terms.steps), terms.train)
     trainer.connect(Alone(), "run", shard)
@@ -71,7 +71,7 @@ def stretches(task: Task, terms: Terms, shard: Shard, outer: OuterSettings | Non
 
 
 def honest_evidence(
-    kept: Iterable[Kept], replica: Replica, terms: Terms, provers: Sequence[Condition], verifier: Condition
+    kept: Iterable[Kept], replica: Replica, terms: TrainingTerms, provers: Sequence[Condition], verifier: Condition
 ) -> list[Evidence]:
     """For `Calibration.add`: what each stretch shows, done by ``provers`` in turn and by ``verifier``."""
     found = []

@@ -13,7 +13,7 @@ from node.verify.errors import NotCalibrated
 from node.verify.finding import Finding
 from node.verify.replica import MODEL, Condition, NotAsClaimed, Replica, weights_hash, weights_in
 from node.verify.training import change
-from node.verify.training_material import Terms, TrainingMaterial, projection_seed
+from node.verify.training_material import TrainingMaterial, TrainingTerms, projection_seed
 from swarm.errors import MessageError
 from swarm.wire import unpack
 from verification.calibration import RATE, Calibration, CalibrationError, Judgement, Pair
@@ -38,7 +38,7 @@ class TrainingChecker:
     def __init__(
         self,
         replica: Replica,
-        terms: Terms,
+        terms: TrainingTerms,
         calibration: Calibration,
         *,
         label: str,

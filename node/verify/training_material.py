@@ -26,7 +26,7 @@ MOST_FIRST = 1 << 24
 
 
 @dataclass(frozen=True)
-class Terms:
+class TrainingTerms:
     """What all peers agree on. ``task`` names it with its options and whatever else the steps depend on, such as the manifest's
     digest; ``steps`` is the length of a stretch, which begins at a multiple of it, so that no two overlap; ``dims`` is that of the
     projection; ``dtypes`` are those that one may compute in: each needs a calibration, and a coarse one hides small cheats.

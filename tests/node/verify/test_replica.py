@@ -9,12 +9,12 @@ from node.verify.replica import NotAsClaimed, Replica, before, moving, numbers_o
 from node.verify.training import prove
 from node.verify.training_calibrate import stretches
 from node.verify.training_check import TrainingChecker
-from node.verify.training_material import Terms
+from node.verify.training_material import TrainingTerms
 from swarm.manifest import TrainSettings
 from verification.calibration import Calibration
 
 SHARD = Shard(1, 2, 3)
-TERMS = Terms("noisy", TrainSettings(steps=40, seed=1), steps=4)
+TERMS = TrainingTerms("noisy", TrainSettings(steps=40, seed=1), steps=4)
 
 
 class Noisy(Task):

@@ -17,7 +17,7 @@ from node.verify.replica import MODEL, Replica
 from node.verify.training import TrainingAudit, assemble, change, prove
 from node.verify.training_calibrate import OTHERS, half, honest_evidence, plain_kernels, stretches
 from node.verify.training_check import TrainingChecker
-from node.verify.training_material import Stretch, Terms, TrainingMaterial, projection_seed
+from node.verify.training_material import Stretch, TrainingMaterial, TrainingTerms, projection_seed
 from optim import Alone
 from swarm.manifest import OuterSettings, TrainSettings
 from swarm.wire import pack, unpack
@@ -145,7 +145,7 @@ class TestMalformed:
 
     def test_terms_and_stretch(self, world, kept, checker):
         made = proven(world, kept[0])
-        other = Terms("other", world.terms.train)
+        other = TrainingTerms("other", world.terms.train)
         self.refused(checker, prove(kept[0], other, **PLACE), "other terms")
         self.refused(checker, changed(made, {"tokens": 6}), "other terms")
         self.refused(checker, changed(made, steps=4), "other terms")
@@ -277,7 +277,7 @@ class TestKeeping:
     def test_terms_out_of_range(self):
         for wrong in ({"steps": 0}, {"dims": 100}, {"dtypes": ()}):
             with pytest.raises(ValueError, match="a stretch has"):
-                Terms("text", TrainSettings(), **wrong)
+                TrainingTerms("text", TrainSettings(), **wrong)
 
 
 def test_a_replica_disturbs_nothing(world):

@@ -5,7 +5,7 @@ from node.task import Shard
 from node.verify.training import prove
 from node.verify.training_calibrate import stretches
 from node.verify.training_check import TrainingChecker
-from node.verify.training_material import Terms
+from node.verify.training_material import TrainingTerms
 from swarm.manifest import TrainSettings
 from verification import simulation
 from verification.calibration import Calibration, Pair
@@ -15,7 +15,7 @@ from verification.simulated_peers import Peer
 from verification.simulation import Swarm
 
 KINDS = {**{f"honest-{number}": "honest" for number in range(5)}, "liar-0": "liar", "liar-1": "liar"}
-TERMS = Terms(LABEL, TrainSettings(steps=0, seed=1))
+TERMS = TrainingTerms(LABEL, TrainSettings(steps=0, seed=1))
 EQUAL = Evidence.single(WeightProjection.features, 0.0, 0.0)
 CALIBRATED = Calibration()
 CALIBRATED.add(Pair("weights", LABEL, "float32", "float32"), [EQUAL] * 20)
