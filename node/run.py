@@ -37,6 +37,7 @@ from node.rl.task import RLTask
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
+from node.verify.network import SwarmNetwork
 from node.verify.session import Verification
 from node.verify.terms import check_terms, make_terms
 from optim import FLOAT32, Alone, RoundInfo
@@ -193,7 +194,9 @@ class NodeRun:
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
             if (terms := membership.manifest.terms) is not None:
                 check_terms(terms, settings, trainer.task)
-                self.verification = Verification(settings, membership, terms, trainer.task, self.session.gossip)
+                network = SwarmNetwork(membership, self.session.gossip)
+                self.verification = Verification(settings, terms, trainer.task, network)
+                self.verification.start()
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
