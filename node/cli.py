@@ -94,7 +94,11 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
-        click.option("--verify", metavar="none|activations", help="rl: claim completions, and check others'.  [default: none]"),
+        click.option(
+            "--verify",
+            metavar="none|activations|training",
+            help="Claim, and check others': with rl completions (activations), else inner steps (training).  [default: none]",
+        ),
         click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
         _set_option,
     ]

@@ -23,7 +23,7 @@ from swarm.link import Link
 from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
 from swarm.records import MemberValidator
-from swarm.verify_setting import Terms
+from swarm.verify_setting import StretchTerms, Terms
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
@@ -65,7 +65,7 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
     return {**settings.task.options, **own}
 
 
-def new_manifest(settings: Settings, identity: Identity, model: str, terms: Terms | None = None) -> bytes:
+def new_manifest(settings: Settings, identity: Identity, model: str, terms: Terms | StretchTerms | None = None) -> bytes:
     """The sealed manifest of a new swarm; ``terms`` if claims are made in it."""
     manifest = Manifest(
         name=settings.swarm.name,
@@ -132,7 +132,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     rl = settings.rl
     if hooks == RL:
         rl = rl.model_copy(update={"env": _agreed_env(rl, str(options.pop("env", "")))})
-        if (terms := manifest.terms) is not None:
+        if isinstance(terms := manifest.terms, Terms):
             rl = rl.model_copy(
                 update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
             )

@@ -37,9 +37,8 @@ from node.rl.task import RLTask
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
-from node.verify.network import SwarmNetwork
-from node.verify.session import Verification
-from node.verify.terms import check_terms, make_terms
+from node.verify.start import start_verification
+from node.verify.terms import make_terms
 from optim import FLOAT32, Alone, RoundInfo
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
@@ -189,14 +188,10 @@ class NodeRun:
         self.state_server = StateServer(self.host, swarm, model, shapes)
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
         self.session: Session | None = None
-        self.verification: Verification | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
-            if (terms := membership.manifest.terms) is not None:
-                check_terms(terms, settings, trainer.task)
-                network = SwarmNetwork(membership, self.session.gossip)
-                self.verification = Verification(settings, terms, trainer.task, network)
-                self.verification.start()
+        gossip = self.session.gossip if self.session is not None else None
+        self.verification = start_verification(settings, membership, trainer, shard, gossip, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -315,6 +310,8 @@ class NodeRun:
             self._save()
         if every and opt.steps % every == 0:
             self.metrics.write("evaluation", step=opt.steps, loss=self.trainer.evaluate())
+        if self.verification is not None:  # after all else that is done between steps
+            self.verification.after_step()
 
     def _on_round(self, info: RoundInfo) -> None:
         opt, traffic, result = self.trainer.opt, self.host.traffic, self.result

@@ -1,4 +1,4 @@
-"""The table ``[verify]`` of a swarm, and the terms on which outputs are claimed. Claims are made and checked in node/verify/."""
+"""The table ``[verify]`` of a swarm, and the terms on which outputs or steps are claimed. How that is done: node/verify/."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class VerifySettings(BaseModel):
     """What all peers of a swarm agree on about claims and those who check them."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    kind: Literal["none", "activations"] = Field(
+    kind: Literal["none", "activations", "training"] = Field(
         default="none",
-        description="Whether nodes claim what they generate, and check each other: none, or activations (proofs from hidden "
-        "states; for the task rl, whose policy all nodes must then have in common).",
+        description="What nodes claim, and check each other's: none, activations (what they generate, with proofs from hidden "
+        "states; for the task rl, whose policy all nodes must then have in common), or training (inner steps, which others do "
+        "again; for the other tasks, whose data all nodes must then have in common).",
     )
     audit_rate: float = Field(default=0.1, ge=0, le=1, description="Share of the claims that verifiers are drawn for.")
     claims: int = Field(default=1, ge=1, le=64, description="Claims of each node in a round of verification.")
@@ -25,6 +26,9 @@ class VerifySettings(BaseModel):
         description="Seconds of such a round; it begins where Unix time is a multiple of it, so clocks must agree to a few "
         "hundredths.",
     )  # fmt: skip
+    stretch: int = Field(
+        default=5, ge=1, le=1024, description="training: inner steps of a claim; rounds of the outer optimizer must be longer."
+    )
     verifiers: int = Field(
         default=3, ge=3, le=31, description="Verifiers drawn for a claim, an odd number; their majority decides."
     )
@@ -53,3 +57,22 @@ class Terms(BaseModel):
     group: Annotated[int, Field(ge=1, le=64)]
     temperature: Annotated[float, Field(gt=0, le=100)]
     max_tokens: Annotated[int, Field(ge=1, le=16_384)]
+
+
+class StretchTerms(BaseModel):
+    """How inner steps are claimed. The creator's; a manifest has them if training is verified."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    steps: Annotated[int, Field(ge=1, le=1024)]
+    """Of a claim."""
+    dims: Annotated[int, Field(ge=16, le=1 << 14)]
+    """Of the projection in which weights are compared, a power of two."""
+    data: Digest
+    """Hex SHA-256 of the first batches of some shards: who has other data would refuse everybody's steps."""
+
+    @field_validator("dims")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("it should be a power of two")
+        return value

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.verify.budget import Budget
-from node.verify.checker import Checker
 from node.verify.errors import NotCheckable
 from node.verify.finding import Finding
-from node.verify.material import Material
+from node.verify.kind import Checking
 from swarm.errors import MessageError, NetworkError
 from verification.claims import Claim, Vote
 from verification.member import Checked
@@ -53,7 +52,7 @@ class Auditor:
 
     def __init__(
         self,
-        checker: Checker,
+        checker: Checking,
         bodies: Bodies,
         budget: Budget,
         others: Callable[[], Sequence[str]],
@@ -87,7 +86,7 @@ class Auditor:
 
     def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
         self._until = self._timer() + 3 * self._fetch_s
-        material = self._fetch(claim, claim.fingerprint, Material.LIMIT)
+        material = self._fetch(claim, claim.fingerprint, self._checker.most_material_bytes)
         if material is None:
             return _withheld("what it was made of"), None, None
         snapshot = None

@@ -44,6 +44,8 @@ class Checker:
     ``dtype``: what it computes in. ``rate``: of honest claims that each of both tests may refuse. ``allowed``: dtypes of provers.
     """
 
+    most_material_bytes = Material.LIMIT
+
     def __init__(
         self, make_policy: Callable[[], Policy], env: Env, agreed: Agreed, calibration: Calibration, policy_name: str,
         dtype: torch.dtype = torch.float32, rate: float = RATE, allowed: Collection[str] = tuple(DTYPES),

@@ -1,42 +1,30 @@
-"""A node's part in verification while it runs: a thread of its own, between the network, the claims it writes and those it checks.
+"""A node's part in verification while it runs: a thread of its own, between the network, the claims it makes and those it checks.
 
-Training hands over claims (`claiming`) and reads who is banned; it never waits for anything here.
+Training hands over what is claimed (`kind`) and reads who is banned; it never waits for anything here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from node.config import Settings
-from node.rl.policy import Policy
-from node.rl.task import RLTask
-from node.verify import store
 from node.verify.auditing import Audit, Auditor
 from node.verify.budget import Budget
-from node.verify.calibrate import read_calibration, self_calibrate
-from node.verify.checker import Checker
-from node.verify.claiming import Claimer, Written
 from node.verify.errors import VerifyError
-from node.verify.material import Agreed
+from node.verify.kind import Kind, Made
 from node.verify.network import Network
 from node.verify.news import News, standings
 from node.verify.peers import rules_of
-from node.verify.prover import make_claim
-from node.verify.snapshot import digest
 from swarm.errors import MessageError, NetworkError
-from swarm.verify_setting import Terms
-from verification.calibration import Calibration
 from verification.claims import Claim, Signed, decode
 from verification.consensus import Refused
 from verification.log import decode_log
@@ -47,35 +35,24 @@ from verification.reputation import Prices, Table
 
 log = logging.getLogger(__name__)
 
-CLAIMS = "claims"  # the folder of them, in the node's
-PROVERS = ("float32",)  # what nodes write in; one that claims a coarser dtype would be judged more leniently
 TICK_S = 0.1
 INBOX = 8192  # records that wait to be taken; the oldest go
-SELF_CLAIMS = 64  # honest claims of its own that a node without a calibration measures
-KEPT = 256  # claims in the node's folder
 MOST_PULLED = 3  # peers who are asked for a log of records at a time
 JOIN_S = 10.0  # seconds in which the thread must have ended
 
 
 class Verification:
-    """Claims what ``task`` writes and checks what others claim, from `start` until `close`.
+    """Claims what is of ``kind`` and checks what others claim, from `start` until `close`.
 
     ``clock``: Unix seconds; ``timer``: seconds that never go back; ``salt``: 32 fresh secret bytes with each call.
-
-    Raises VerifyError if the settings name a calibration that cannot be used.
     """
 
     def __init__(
-        self, settings: Settings, terms: Terms, task: RLTask, network: Network, *, clock: Callable[[], float] = time.time,
+        self, settings: Settings, kind: Kind, network: Network, *, clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
     ) -> None:  # fmt: skip
-        self._network, self._clock, self._timer, self._rate = network, clock, timer, settings.verify.rate
-        self._folder, self._round_s = settings.node.run_folder / CLAIMS, settings.verify.round_s
-        self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
-        self._policy_name, self._env = terms.policy, task.env
-        self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
-        path = settings.node.calibration
-        self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, PROVERS)
+        self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
+        self._round_s = settings.verify.round_s
         self._budget = Budget(settings.node.verify_seconds, timer)
         self._news = News(network.me, network.name, self._round_s)
         self._participant = Participant(
@@ -84,9 +61,6 @@ class Verification:
             salt=salt, rules=rules_of(settings.verify), prices=Prices(), round_s=self._round_s,
         )  # fmt: skip
         self._auditor: Auditor | None = None
-        self.claimer = Claimer(
-            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._now
-        )
         self._lock = threading.Lock()  # guards the participant, but while a claim is checked: nothing else changes it then
         self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
         self._pull_at = 0.0
@@ -94,7 +68,6 @@ class Verification:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         network.open(self._take, self._log, self.is_banned)
-        task.claim(self.claimer)
 
     # -- for other threads -----------------------------------------------------------------------------------------------
 
@@ -115,6 +88,10 @@ class Verification:
         """The round of verification."""
         return int(self._clock() // self._round_s)
 
+    def after_step(self) -> None:
+        """For training, between two inner steps. Quick."""
+        self._kind.after_step()
+
     def tell(self, say: Callable[[str], None], write: Callable[..., None]) -> None:
         """Hand on what happened since the last call, sentences for people and events for the metrics."""
         self._news.tell(say, write)
@@ -128,7 +105,7 @@ class Verification:
             "planted": self._counts["planted"],
             **{name: counts[name] for name in ("checked", "valid", "invalid", "skipped", "uncheckable")},
             "check_s": self._budget.spent,
-            "claim_s": self.claimer.seconds,
+            "claim_s": self._kind.seconds,
             "share": self._budget.spent / seconds if seconds > 0 else 0.0,
             "pulled": self._counts["pulled"],
             "lost": self._counts["lost"],
@@ -158,55 +135,55 @@ class Verification:
 
     def prepare(self) -> None:
         """What takes long, once before the first `step`: learn what honest claims look like."""
-        checker = Checker(
-            lambda: self._policy, self._env, self._agreed, self._calibration or self._calibrate(), self._policy_name,
-            rate=self._rate, allowed=PROVERS,
-        )  # fmt: skip
+        checking = self._kind.prepare(self._news.say)
         self._auditor = Auditor(
-            checker, self._network, self._budget, self._network.others, self._audited, self._round_s / 20,
-            self._timer,
-        )  # fmt: skip
-
-    def _calibrate(self) -> Calibration:
-        found = self_calibrate(self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS)
-        self._news.say(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
-        return found
+            checking, self._network, self._budget, self._network.others, self._audited, self._round_s / 20, self._timer
+        )
 
     def step(self) -> None:
         """Whatever is due; takes as long as one check, or as fetching a log."""
+        made = self._made()
         with self._lock:
-            self._step()
+            self._step(made)
         self._pull()
 
-    def _step(self) -> None:
-        for written in self.claimer.take():
-            self._claim(written)
-        self._participant.tick(most=0)  # what came may be of a round that has begun since
+    def _made(self) -> list[Made]:
+        try:
+            return self._kind.take()
+        except VerifyError as error:
+            self._news.say(str(error))
+            return []
+
+    def _step(self, made: Sequence[Made]) -> None:
+        # At first: what came may be of a round that has begun since, and what was made of one that is over: others refuse that.
+        self._participant.tick(most=0)
+        for one in made:
+            self._claim(one)
         while self._inbox:
+            signed, at = self._inbox.popleft()
             with contextlib.suppress(Refused):  # counted by the consensus
-                self._participant.take(*self._inbox.popleft())
+                self._participant.take(signed, at)
+                if isinstance(signed.record, Claim):
+                    self._kind.heard(signed.record)
         self._participant.tick(most=1)
-        self.claimer.offer(self._participant.slots())
+        self._kind.offer(self._participant.slots())
         if self._participant.table is not self._told:
             self._told = self._participant.table
             self._news.settled(self._told, self._budget.spent)
 
-    def _claim(self, written: Written) -> None:
-        proven, slot = written.proven, written.slot
-        claim = make_claim(
-            proven, run=self._network.swarm, round=slot.round, peer=self._network.me, slot=slot.slot, model=digest(written.snapshot)
-        )
-        self._network.put(proven.material)
-        self._network.put(written.snapshot)
+    def _claim(self, made: Made) -> None:
+        self._network.put(made.material)
+        self._network.put(made.snapshot)
         try:
-            self._participant.claim(claim)
+            self._participant.claim(made.claim)
         except Refused as refused:
             self._counts["lost"] += 1
             log.info("a claim was not published: %s", refused)
             return
         self._counts["claimed"] += 1
-        self._counts["planted"] += slot.planted
-        self._keep(claim, proven.material, written.snapshot)
+        self._counts["planted"] += made.slot.planted
+        self._kind.heard(made.claim)
+        self._keep(made.claim, made.material, made.snapshot)
 
     def _check(self, claim: Claim) -> Checked | None:
         if self._auditor is None or self._stop.is_set():
@@ -253,6 +230,9 @@ class Verification:
                 continue
             with self._lock:
                 self._counts["pulled"] += self._participant.learn(found)
+                for record in self._participant.consensus.ledger:
+                    if isinstance(record, Claim):
+                        self._kind.heard(record)
             return
 
     def _may_pull(self) -> bool:
@@ -271,8 +251,4 @@ class Verification:
             self._keep(audit.claim, audit.material, audit.snapshot)
 
     def _keep(self, claim: Claim, material: bytes, snapshot: bytes | None) -> None:
-        """For `shoal verify`."""
-        try:
-            store.save(self._folder, self._participant.consensus.signed(claim), material, self._agreed, snapshot, KEPT)
-        except VerifyError as error:
-            log.warning("%s", error)
+        self._kind.keep(self._participant.consensus.signed(claim), material, snapshot)

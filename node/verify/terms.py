@@ -1,4 +1,4 @@
-"""The terms on which a swarm's nodes claim completions: made from the creator's settings, and compared by those who join.
+"""The terms on which a swarm's nodes claim: made from the creator's settings; those of completions compared by those who join.
 
 A snapshot of a policy holds only what is trained, so all nodes must have the same kind of policy, on the same untrained weights.
 """
@@ -10,15 +10,18 @@ from node.rl.task import RLTask
 from node.task import Task
 from node.verify.prover import policy_label
 from node.verify.snapshot import base
-from swarm.verify_setting import Terms
+from node.verify.training_terms import make_stretch_terms
+from swarm.verify_setting import StretchTerms, Terms
 
 
-def make_terms(settings: Settings, task: Task) -> Terms | None:
-    """The terms of a new swarm; None if nothing is claimed in it. ConfigError if the task has nothing to claim."""
+def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
+    """The terms of a new swarm; None if nothing is claimed in it. ConfigError if the task has no such thing to claim."""
     if settings.verify.kind == "none":
         return None
+    if settings.verify.kind == "training":
+        return make_stretch_terms(settings, task)
     if not isinstance(task, RLTask):
-        raise ConfigError("Only completions can be claimed so far: say --task rl with --verify, or leave --verify out.")
+        raise ConfigError("This task writes no completions to claim: say --task rl with it, or --verify training.")
     return Terms(
         policy=policy_label(settings.rl.policy),
         base=base(task.policy.module),

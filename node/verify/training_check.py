@@ -57,6 +57,11 @@ class TrainingChecker:
         while len(self._first) > MOST_HEARD:
             self._first.popitem(last=False)
 
+    def is_again(self, claim: Claim) -> bool:
+        """Whether its author has claimed the same stretch before, in a claim that was heard."""
+        place = (claim.round, claim.slot, claim.id)
+        return self._first.get((claim.peer, claim.prompt), place) < place
+
     def check(self, claim: Claim, material: bytes, snapshot: bytes, shard: Shard | None = None) -> Finding:
         """Whether ``claim`` holds. ``shard``: the one that the prover was given, if that is known.
 
@@ -100,8 +105,7 @@ class TrainingChecker:
             raise NotAsClaimed("The steps were claimed on another shard than the peer's own")
         if stretch.first % terms.steps or (terms.train.steps and stretch.first + stretch.steps > terms.train.steps):
             raise NotAsClaimed(f"Steps {stretch.first + 1} to {stretch.first + stretch.steps} are no stretch that can be claimed")
-        place = (claim.round, claim.slot, claim.id)
-        if self._first.get((claim.peer, claim.prompt), place) < place:
+        if self.is_again(claim):
             raise NotAsClaimed("The same steps were claimed by this peer before")
         return found
 
