@@ -179,9 +179,10 @@ class Verification:
         self._pull()
 
     def _step(self) -> None:
+        # At first: what came may be of a round that has begun since, and what was written of one that is over: others refuse that.
+        self._participant.tick(most=0)
         for written in self.claimer.take():
             self._claim(written)
-        self._participant.tick(most=0)  # what came may be of a round that has begun since
         while self._inbox:
             with contextlib.suppress(Refused):  # counted by the consensus
                 self._participant.take(*self._inbox.popleft())
