@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.group_deal import common, deal
+from optim.pairing import common
+from swarm.group_deal import deal
 from swarm.group_rounds import Rounds
 
 
