@@ -125,12 +125,12 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 def cells(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
     """All runs, those first that say most."""
     pairs = [(method, seed) for seed in options.seeds for method in options.methods]
-    clean = [(method, "none", defence, seed) for method, seed in pairs for defence in DEFENCES]
+    clean = [(method, "none", defence, seed) for method, seed in pairs for defence in options.defences]
     return clean + [
         (method, attack, defence, seed)
         for attack in options.attacks
         for method, seed in pairs
-        for defence in DEFENCES
+        for defence in options.defences
     ]
 
 
@@ -172,11 +172,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
+    parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=["undefended", "defended"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--hostile", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300, help="inner steps of each peer")
-    parser.add_argument("--every", type=int, default=15, help="inner steps in a round")
+    parser.add_argument("--steps", type=int, default=150, help="inner steps of each peer")
+    parser.add_argument("--every", type=int, default=10, help="inner steps in a round")
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 bytes in a step of a peer")
     parser.add_argument("--times", type=float, default=1.0, help="radius of the robust rule, in median distances")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a line for each run; those that are there are not run again")

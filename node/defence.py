@@ -4,7 +4,7 @@
 the own one as those before it did in the median. Refused means that the exchange does not count: a pair goes apart, each with its
 own step whole, and a group goes on without that member. What must not be refused is an honest peer:
 
-* The first rounds. Until 5 distances are known nothing is usual yet. Then the bound is the own contribution's norm, times 1.5 where
+* The first rounds. Until 8 distances are known nothing is usual yet: with a warm-up they grow to 3 times their median. Then the bound is the own contribution's norm, times 1.5 where
   weights travel (a peer that learnt from the same start is nearer than that; minus the weights is at 2) and times 4 for
   pseudo-gradients (peers may have made different numbers of steps).
 * A bound that grows. What was refused counts as a distance at the bound, so when all distances grow for good (a larger learning
@@ -45,7 +45,7 @@ from optim.exchange import Mean, RoundKey, weighted_mean
 from verification.shares import GRID, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
-LEAST, WINDOW = 5, 16
+FIRST, LEAST, WINDOW = 5, 8, 16  # distances known before any is clipped, before the bound is theirs, and remembered
 COLD = {"weights": 1.5, "displacement": 4.0}
 STILL = 1e-9  # of the own norm: peers that are nearer than this have not moved
 REMEMBERED = 1024  # radii and refusals
@@ -113,8 +113,8 @@ class Watch:
 
     def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> Suspicion | None:
         seen = self._seen[key.fragment]
-        usual = median(seen) if len(seen) >= LEAST else math.inf
-        bound = self._bound(usual, norm)
+        usual = median(seen) if len(seen) >= FIRST else math.inf
+        bound = self._bound(usual if len(seen) >= LEAST else math.inf, norm)
         self._radius[key.fragment, peer] = distance, self.times * usual
         while len(self._radius) > REMEMBERED:
             self._radius.popitem(last=False)
