@@ -89,13 +89,12 @@ class Honest:
 class Hostile:
     """An exchange that sends what ``attack`` makes of it, half a virtual second after the others.
 
-    ``start_from`` is asked for the slow weights, or for nothing where pseudo-gradients travel.
+    ``slow``: its slow weights, where weights travel.
     """
 
-    def __init__(
-        self, exchange: SimulatedExchange, board: Board, attack: Attack, start_from: Callable[[], Sequence[Tensor]] | None
-    ) -> None:
-        self.exchange, self.board, self.attack, self.start_from = exchange, board, attack, start_from
+    def __init__(self, exchange: SimulatedExchange, board: Board, attack: Attack) -> None:
+        self.exchange, self.board, self.attack = exchange, board, attack
+        self.slow: Tensors | None = None
         self._first: Tensors | None = None
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
@@ -103,7 +102,6 @@ class Hostile:
         self.exchange.sleep(0.5)
         own = [tensor.clone() for tensor in tensors]
         self._first = self._first or own
-        zero = [torch.zeros_like(tensor) for tensor in own]
-        start = zero if self.start_from is None else [tensor.clone() for tensor in self.start_from()]
+        start = [torch.zeros_like(tensor) for tensor in own] if self.slow is None else [tensor.clone() for tensor in self.slow]
         seen = self.board.posted.get((key.round, key.fragment)) or [own]
         return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), weight, codec)

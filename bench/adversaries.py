@@ -4,10 +4,10 @@
     python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
     python bench/adversaries.py --resume bench/results/adversaries.jsonl --into docs/benchmarks.md
 
-Peers are simulated in one process (optim/simulation.py); they read the Python standard library with the GPT of the built-in task. The
-hostile ones train and follow the protocol, but contribute what bench/_attacks.py says. ``undefended`` is what the exchange does by
-itself, which refuses NaN and infinity; ``checked`` is the default of a node (outer.suspect); ``defended`` is with outer.robust. The
-loss is the mean of the honest peers', in nats per byte, on held-out files, with their slow weights.
+Peers are simulated in one process (optim/simulation.py); they read the Python standard library with the GPT of the built-in task.
+The hostile ones train and follow the protocol, but contribute what bench/_attacks.py says. ``undefended`` is what the exchange does
+by itself, which refuses NaN and infinity; ``checked`` is the default of a node (outer.suspect); ``defended`` is with outer.robust.
+The loss is the mean of the honest peers', in nats per byte, on held-out files, with their slow weights.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def run(method: str, attack: str, defence: str, seed: int, options: argparse.Nam
         for group in inner.param_groups:
             group["lr"] = INNER_LR
         if exchange.peer in bad:
-            slow = (lambda: optimizer.slow) if chosen.sends == "weights" else None
-            wire: Honest | Hostile = Hostile(exchange, board, ATTACKS[attack], slow)
+            wire: Honest | Hostile = Hostile(exchange, board, ATTACKS[attack])
         else:
             wire = Honest(exchange, board)
         optimizer = chosen.make(inner, wire, every=options.every, **METHODS[method][1])
+        if isinstance(wire, Hostile) and chosen.sends == "weights":
+            wire.slow = optimizer.slow
         scheduler = task.lr_scheduler(optimizer, options.steps)
         data = islice(task.batches(Shard(names.index(exchange.peer), len(names), seed)), options.steps)
         try:
@@ -144,7 +145,8 @@ def _cell(losses: Sequence[float | None], clean: float) -> str:
 
 def table(found: Sequence[Row]) -> str:
     """Markdown: a line for each method and attack, loss and the distance to the plain mean without attackers."""
-    lines = ["| method | attack | undefended | checked | defended | refused: hostile, honest | seeds |", "|---|---|---|---|---|---|---|"]
+    heads = ("method", "attack", *DEFENCES, "refused: hostile, honest", "seeds")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in dict.fromkeys(row["method"] for row in found):
         mine = [row for row in found if row["method"] == method]
         plain = [row["loss"] for row in mine if row["attack"] == "none" and row["defence"] == "undefended"]
@@ -204,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(row) + "\n")
     if options.into is not None:
         put_into(options.into, table(found))
-    print(json.dumps({"setting": setting(options), "runs": found}) if options.json else table(found), end="" if not options.json else "\n")
+    print(json.dumps({"setting": setting(options), "runs": found}) if options.json else table(found))
     return 0
 
 

@@ -4,9 +4,10 @@
 the own one as those before it did in the median. Refused means that the exchange does not count: a pair goes apart, each with its
 own step whole, and a group goes on without that member. What must not be refused is an honest peer:
 
-* The first rounds. Until 8 distances are known nothing is usual yet: with a warm-up they grow to 3 times their median. Then the bound is the own contribution's norm, times 1.5 where
-  weights travel (a peer that learnt from the same start is nearer than that; minus the weights is at 2) and times 4 for
-  pseudo-gradients (peers may have made different numbers of steps).
+* The first rounds. Until 8 distances are known nothing is usual yet: with gossip and a warm-up they grow in 5 rounds to 3 times
+  their median. Till then the bound is the own contribution's norm, times 1.5 where weights travel (a peer that learnt from the same
+  start is nearer than that; minus the weights is at 2) and times 4 for pseudo-gradients (peers may have made different numbers of
+  steps).
 * A bound that grows. What was refused counts as a distance at the bound, so when all distances grow for good (a larger learning
   rate) the median follows within half of its window of 16, while a minority cannot widen it. A warm-up grows slower than the bound.
 * A pseudo-gradient within the own one's norm. Its effect is bounded by that, however alike the others were so far.
@@ -45,7 +46,7 @@ from optim.exchange import Mean, RoundKey, weighted_mean
 from verification.shares import GRID, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
-FIRST, LEAST, WINDOW = 5, 8, 16  # distances known before any is clipped, before the bound is theirs, and remembered
+FIRST, LEAST, WINDOW = 5, 8, 16  # distances known before any is clipped, before the bound is theirs, and kept in mind
 COLD = {"weights": 1.5, "displacement": 4.0}
 STILL = 1e-9  # of the own norm: peers that are nearer than this have not moved
 REMEMBERED = 1024  # radii and refusals
@@ -85,7 +86,7 @@ class Watch:
         sends: Literal["weights", "displacement"] = "weights",
         measured: bool = True,
     ) -> None:
-        if suspect and not suspect > 1 or not times > 0:
+        if (suspect and not suspect > 1) or not times > 0:
             raise ValueError(f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}")
         self.robust, self.suspect, self.times, self._sends = robust, suspect, times, sends
         self._measures = measured and (suspect > 0 or robust == "clipped-gossip")

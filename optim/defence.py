@@ -1,8 +1,8 @@
-"""What a node makes of others' contributions: which it refuses before anything counts, and what it takes in place of the plain mean.
+"""What a node makes of others' contributions: which it refuses before anything counts, and what it takes in place of the mean.
 
-An exchange asks its ``Defence`` at two moments. Before the commit, ``problem``: whoever has one refuses that contribution, so a pair
-goes apart and a group goes on without it, and nothing of it was ever used. After the commit, ``mean``. What defences there are is in
-node/defence.py; without one an exchange trusts everybody with finite numbers.
+An exchange asks its ``Defence`` at two moments. Before the commit, ``problem``: whoever has one refuses that contribution, so a
+pair goes apart and a group goes on without it, and nothing of it was ever used. After the commit, ``mean``. The defence of a node
+is in node/defence.py; without one an exchange trusts everybody with finite numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Defence(Protocol):
         ...
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """Why the contribution of ``peer`` must not count, in a few words; None: it may. ``own``: this node's, to be asked for once.
+        """Why the contribution of ``peer`` must not count, in a few words; None: it may. ``own`` gives this node's.
 
         Neither is changed. Both are as the codec delivered them, and ``theirs`` has the shapes of ``own``.
         """

@@ -41,7 +41,7 @@ class Contribution:
         return self.codec.decode(self.payload, self.shapes)
 
     def problem(self, peer: str, payload: Tensor) -> tuple[str | None, list[Tensor]]:
-        """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Takes its time: for a worker thread."""
+        """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Slow: for a worker thread."""
         try:
             tensors = self.codec.decode(payload, self.shapes)
         except ValueError as error:  # what a codec raises at bytes that its other side never made

@@ -92,8 +92,8 @@ class GroupExchange(Waiter):
         decisions = Decisions(host, identity, swarm)
         self._leader = Leader(
             identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,
-            quorum=quorum, grace=grace, max_group=max_group, gather=gather or defence.gathers, wait=wait, chunk_timeout=chunk_timeout,
-            exchange_timeout=exchange_timeout,
+            quorum=quorum, grace=grace, max_group=max_group, gather=gather or defence.gathers, wait=wait,
+            chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
         self._groups = Groups(
             host, identity, self._leader, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view,
