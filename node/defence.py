@@ -1,15 +1,15 @@
 """How a node defends itself against updates that are well formed and hostile: what lies too far away is refused, the rest clipped.
 
 **Suspicion** (``outer.suspect``, on unless it is 0). A contribution is refused if it lies more than ``suspect`` times as far from
-the own one as those before it did in the median. Refused means that the exchange does not count: a pair goes apart, each with its
+the own one as the last 8 did in the median. Refused means that the exchange does not count: a pair goes apart, each with its
 own step whole, and a group goes on without that member. What must not be refused is an honest peer:
 
-* The first rounds. Until 8 distances are known nothing is usual yet: with gossip and a warm-up they grow in 5 rounds to 3 times
+* The first rounds. Until 12 distances are known nothing is usual yet: with gossip and a warm-up they grow in 5 rounds to 3 times
   their median. Till then the bound is the own contribution's norm, times 1.5 where weights travel (a peer that learnt from the same
   start is nearer than that; minus the weights is at 2) and times 4 for pseudo-gradients (peers may have made different numbers of
   steps).
-* A bound that grows. What was refused counts as a distance at the bound, so when all distances grow for good (a larger learning
-  rate) the median follows within half of its window of 16, while a minority cannot widen it. A warm-up grows slower than the bound.
+* A bound that grows. What was refused counts as 1.5 times the usual distance, so when all distances grow for good (a larger
+  learning rate) the bound grows by half in 5 rounds; a minority cannot widen it. A warm-up grows slower than the bound.
 * A pseudo-gradient within the own one's norm. Its effect is bounded by that, however alike the others were so far.
 * Distances of 0, among peers that all stand still, say nothing about how far they will be once they move: they are not counted.
 
@@ -46,7 +46,9 @@ from optim.exchange import Mean, RoundKey, weighted_mean
 from verification.shares import GRID, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
-FIRST, LEAST, WINDOW = 5, 8, 16  # distances known before any is clipped, before the bound is theirs, and kept in mind
+FIRST, LAST = 5, 16  # distances known before any contribution is clipped, and kept in mind for it
+LEAST, RECENT = 12, 8  # known before the bound is made of them, and of which it is made: few, so that it follows honest peers
+WIDER = 1.5  # times the usual distance: as what a refused one counts
 COLD = {"weights": 1.5, "displacement": 4.0}
 STILL = 1e-9  # of the own norm: peers that are nearer than this have not moved
 REMEMBERED = 1024  # radii and refusals
@@ -90,7 +92,7 @@ class Watch:
             raise ValueError(f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}")
         self.robust, self.suspect, self.times, self._sends = robust, suspect, times, sends
         self._measures = measured and (suspect > 0 or robust == "clipped-gossip")
-        self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
         self._radius: OrderedDict[tuple[int, str], tuple[float, float]] = OrderedDict()
         self._suspicions: OrderedDict[tuple[RoundKey, str], Suspicion] = OrderedDict()
@@ -114,13 +116,15 @@ class Watch:
 
     def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> Suspicion | None:
         seen = self._seen[key.fragment]
-        usual = median(seen) if len(seen) >= FIRST else math.inf
-        bound = self._bound(usual if len(seen) >= LEAST else math.inf, norm)
-        self._radius[key.fragment, peer] = distance, self.times * usual
+        usual = median(list(seen)[-RECENT:]) if len(seen) >= LEAST else math.inf
+        bound = self._bound(usual, norm)
+        self._radius[key.fragment, peer] = distance, self.times * (median(seen) if len(seen) >= FIRST else math.inf)
         while len(self._radius) > REMEMBERED:
             self._radius.popitem(last=False)
-        if distance > STILL * norm:
-            seen.append(min(distance, bound))
+        if STILL * norm < distance <= bound:
+            seen.append(distance)
+        elif distance > bound and (math.isfinite(usual) or self._sends == "displacement"):
+            seen.append(WIDER * usual if math.isfinite(usual) else norm)
         if not self.suspect or distance <= bound:
             return None
         suspicion = self._suspicions[key, peer] = Suspicion(key, peer, distance, bound)
@@ -129,7 +133,7 @@ class Watch:
         return suspicion
 
     def _bound(self, usual: float, norm: float) -> float:
-        """The distance beyond which a contribution is refused, and as which it is remembered."""
+        """The distance beyond which a contribution is refused."""
         if norm == 0:
             return math.inf
         if math.isinf(usual):
