@@ -51,17 +51,18 @@ def common(held: Mapping[int, int]) -> tuple[int, int]:
     ``held``: for each survivor's place, the places whose contributions it holds whole, as bits, its own among them.
 
     The mean is of the contributions that every taker holds, those of members that died meanwhile included, and each taker's own
-    is in it. Survivors for whom that cannot be (their link to another is broken, or nobody could use what they sent) are left
-    out one by one, those first whom the fewest hold.
+    is in it. Survivors for whom that cannot be are left out one by one: first whoever has the most others whose contribution it
+    lacks or who lack its own (its links are broken, or nobody can use what it sent, or it says so of the others: one that says
+    so of many puts itself out, not them); then whom the fewest hold.
     """
     takers = dict(held)
     while len(takers) >= 2:
         mean = -1
         for places in takers.values():
             mean &= places
-        outside = [place for place in takers if not mean >> place & 1]
-        if not outside:
+        if all(mean >> place & 1 for place in takers):
             return mean, sum(1 << place for place in takers)
-        wanted = {place: sum(places >> place & 1 for places in takers.values()) for place in outside}
-        del takers[min(outside, key=lambda place: (wanted[place], place))]
+        wanted = {place: sum(places >> place & 1 for places in takers.values()) for place in takers}
+        lacks = {place: sum(not places >> other & 1 for other in takers) for place, places in takers.items()}
+        del takers[min(takers, key=lambda place: (wanted[place] - lacks[place], wanted[place], place))]
     return 0, 0
