@@ -200,6 +200,23 @@ def status(link: str, as_json: bool, verbose: bool) -> int:
 
 
 @cli.command()
+@click.argument("link")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def peers(link: str, as_json: bool, verbose: bool) -> int:
+    """Show what the peers of the swarm of LINK are worth: reputation, claims, votes, and who is banned until when."""
+    from swarm.link import Link
+
+    parsed = Link.parse(link)
+    _log_to_stderr(verbose)
+    from node.verify.peers import read_peers, summary
+
+    report = read_peers(parsed)
+    click.echo(json.dumps(report) if as_json else summary(report))
+    return int(ExitCode.OK)
+
+
+@cli.command()
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
 @click.option("--weights", metavar="W,W,...", help="How much each counts; only the ratios matter.  [default: all the same]")

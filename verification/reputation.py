@@ -143,11 +143,9 @@ class Table:
         return Table(self.round, {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}, {})
 
 
-def reckon(
-    ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int, base: Table | None = None
-) -> Table:
-    """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round, those
-    up to that round count through it, and their records are not needed any more.
+def reckon(ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int, base: Table | None = None) -> Table:
+    """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round,
+    those up to that round count through it, and their records are not needed any more.
     """
     standings: defaultdict[str, Standing] = defaultdict(Standing)
     standings.update(base.base().standings if base else {})

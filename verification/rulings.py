@@ -184,12 +184,19 @@ def anchored(ledger: Ledger, peer: str, round: int, rules: Rules) -> Entry | Non
     return ledger.entry(peer, round - BEHIND + 1, rules.life)
 
 
+def is_single(claim: Claim, ledger: Ledger) -> bool:
+    """Whether its author used the slot once."""
+    return sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) == 1
+
+
 def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules) -> bool:
     """Whether the lottery told the author of ``claim`` to plant it: its chain was anchored before, and the slot was used once."""
     entry, before = anchored(ledger, claim.peer, claim.round, rules), electorates.get(claim.round - BEHIND)
     if opening.peer != claim.peer or entry is None or before is None or not before.operators:
         return False  # also if no electorate was agreed on (`electorate.void`): its beacon could be known when the chain was made
-    if sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) != 1:
+    # Where it was agreed on for which claims verifiers are drawn, none is that shares its slot.
+    then = electorates.get(claim.round)
+    if (then is None or then.claims is None) and not is_single(claim, ledger):
         return False
     drawn = must_plant(opening.link, before.beacon, claim.slot, rules.planted)
     return drawn and belongs(opening.link, entry.anchor, claim.round - entry.round)

@@ -13,39 +13,12 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
 from verification.claims import Signed
-from verification.consensus import Limits
-from verification.reputation import Prices
-from verification.rulings import Rules
-from verification.simulated_peers import KINDS, Peer, is_right
+from verification.simulated_peers import KINDS, Peer, World, is_right
 
 TICK = 1.0  # seconds
 START = 4  # the round by Unix time in which a simulation begins; its own count is from 0
-
-
-@dataclass(frozen=True)
-class World:
-    """What is simulated. ``delay``: seconds that a record travels at most; with a tick it must be below the skew, 4 % of a round.
-
-    By peer: ``joins``, the round in which it comes; ``clocks``, by how many seconds its clock is ahead.
-    """
-
-    rules: Rules = field(default_factory=lambda: Rules(planted=0.2))
-    prices: Prices = field(default_factory=Prices)
-    limits: Limits = field(default_factory=Limits)
-    round_s: float = 90.0
-    delay: float = 2.0
-    loss: float = 0.0
-    """Probability that a record does not reach a peer."""
-    joins: Mapping[str, int] = field(default_factory=dict)
-    clocks: Mapping[str, float] = field(default_factory=dict)
-    defects: int = 12
-    """The round in which farmers begin to lie and flooders flood."""
-    check_s: float = 0.0
-    """That a check takes, of simulated time; others go on meanwhile."""
-    seed: int = 0
 
 
 class Swarm:

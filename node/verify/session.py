@@ -30,6 +30,7 @@ from node.verify.checker import Checker
 from node.verify.claiming import Claimer, Written
 from node.verify.errors import VerifyError
 from node.verify.material import Agreed
+from node.verify.peers import reasons, rules_of
 from node.verify.prover import make_claim
 from node.verify.snapshot import digest
 from swarm.attestations import Attestations, sign_record, verify_record
@@ -45,8 +46,7 @@ from verification.consensus import Refused
 from verification.log import decode_log
 from verification.log import encode as encode_log
 from verification.participant import Participant
-from verification.reputation import Prices, Standing, Table
-from verification.rulings import Rules
+from verification.reputation import Prices, Table
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +82,7 @@ class Verification:
         self._participant = Participant(
             self.me, membership.swarm, operator=settings.node.operator or self.me, sign=lambda data: sign_record(identity, data),
             verify=verify_record, publish=self._publish, check=self._check, clock=time.time, salt=lambda: secrets.token_bytes(32),
-            rules=Rules(
-                verifiers=verify.verifiers, audit=verify.audit_rate, planted=verify.planted, claims=verify.claims
-            ),
-            prices=Prices(), round_s=verify.round_s,
+            rules=rules_of(membership.manifest), prices=Prices(), round_s=verify.round_s,
         )  # fmt: skip
         self._auditor: Auditor | None = None
         self.claimer = Claimer(
@@ -148,6 +145,7 @@ class Verification:
         self._stop.set()
         self._thread.join(JOIN_S)
         self._records.close()
+        self._logs.close()
 
     # -- its own thread --------------------------------------------------------------------------------------------------
 
@@ -305,16 +303,6 @@ class Verification:
             store.save(self._folder, self._participant.consensus.signed(claim), material, self._agreed, snapshot, KEPT)
         except VerifyError as error:
             log.warning("%s", error)
-
-
-def reasons(standing: Standing) -> str:
-    """What cost a peer its reputation, in a few words."""
-    counts = {
-        "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.seats["against"],
-        "planted claims approved": standing.seats["missed"], "votes not revealed": standing.seats["withheld"],
-        "seats left empty": standing.seats["absent"], "disputes lost": standing.appeals["lost"],
-    }  # fmt: skip
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "earlier records"
 
 
 def standings(table: Table) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from node.verify.store import load
+
 CHEAT = Path(__file__).parent / "cheat.py"
 HONEST = [f"honest{number}" for number in range(5)]
 ROUND_S = 20.0
@@ -40,6 +42,9 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     peers = {name: eventually(lambda name=name: of(shoal, name, "start"), 240, f"the start of {name}")[0]["peer"] for name in nodes}
     guilty = {peers["quantised"], peers["copier"]}
     eventually(lambda: all(banned(shoal, name) >= guilty for name in HONEST), 500, "the bans")
+    seen = shoal.start("peers", link, "--json").json(90)
+    assert {one["peer"] for one in seen["peers"] if one["banned_until"] is not None} == guilty
+    assert seen["agree"] == seen["asked"] == 5
     for name in nodes:
         nodes[name].signal(signal.SIGINT)
     for name in nodes:
@@ -59,4 +64,11 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     assert claims["quantised"] <= 30
     assert sum(standings["copier"]["seats"].values()) <= 30
     assert max(stalls.values()) < 5.0, stalls
+    kept = [load(path) for path in (shoal.home / HONEST[0] / "claims").glob("*.claim")]
+    for peer, code in ((peers["quantised"], 4), (peers[HONEST[0]], 0)):
+        claim = next(one.claim for one in kept if one.claim.peer == peer)
+        check = shoal.start("verify", claim.id.hex()[:16], "--folder", shoal.home / HONEST[0], "--json")
+        assert check.wait(120) == code, check.said()
+        (line,) = check.lines
+        assert ("does not compute these activations" in json.loads(line)["reason"]) == (code == 4)
     assert shoal.left() == []

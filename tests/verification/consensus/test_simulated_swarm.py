@@ -28,7 +28,8 @@ def agreed(swarm, but=()):
     """All honest peers, ``but`` those, have the same table and rulings, which this returns the first of."""
     tables = [peer.participant.table for peer in swarm.peers if peer.kind == "honest" and peer.name not in but]
     assert all(table.standings == tables[0].standings for table in tables)
-    assert all(table.rulings == tables[0].rulings for table in tables)
+    drawn = [{key: ruling for key, ruling in table.rulings.items() if ruling.trials} for table in tables]
+    assert all(rulings == drawn[0] for rulings in drawn)
     return tables[0]
 
 
@@ -94,7 +95,7 @@ def test_lost_records_are_made_up_for():
 
 
 def test_who_comes_late_learns_the_same_table_and_takes_part():
-    swarm = ran(("liar",), honest=6, rounds=22, world=replace(WORLD, joins={"honest-5": 11}))
+    swarm = ran(("liar",), honest=6, rounds=24, world=replace(WORLD, joins={"honest-5": 9}))
     assert banned(swarm) == {"liar-0"}
     standing = agreed(swarm).standings["honest-5"]
     assert standing.claims["valid"] > 0
@@ -152,7 +153,7 @@ def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing
 
 def test_fresh_keys_that_outnumber_the_honest_are_not_drawn_and_banned():
     """Nine sybils come together, lie, and would approve each other: who has shown nothing yet does not vote."""
-    world = replace(WORLD, joins={f"colluder-{number}": 10 for number in range(9)})
+    world = replace(WORLD, joins={f"colluder-{number}": 7 for number in range(9)})
     swarm = ran(("colluder",) * 9, honest=6, rounds=20, world=world)
     assert banned(swarm) == {f"colluder-{number}" for number in range(9)}
     assert not any(ruling.outcome == "valid" for ruling in agreed(swarm).rulings.values() if not is_right(ruling.claim))
