@@ -145,7 +145,8 @@ def _cell(losses: Sequence[float | None], clean: float) -> str:
 
 def table(found: Sequence[Row]) -> str:
     """Markdown: a line for each method and attack, loss and the distance to the plain mean without attackers."""
-    heads = ("method", "attack", *DEFENCES, "refused: hostile, honest", "seeds")
+    shown = [defence for defence in DEFENCES if any(row["defence"] == defence for row in found)]
+    heads = ("method", "attack", *shown, "refused: hostile, honest", "seeds")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in dict.fromkeys(row["method"] for row in found):
         mine = [row for row in found if row["method"] == method]
@@ -153,9 +154,9 @@ def table(found: Sequence[Row]) -> str:
         if not plain:
             continue
         for attack in dict.fromkeys(row["attack"] for row in mine):
-            rows = [[row for row in mine if row["attack"] == attack and row["defence"] == defence] for defence in DEFENCES]
+            rows = [[row for row in mine if row["attack"] == attack and row["defence"] == defence] for defence in shown]
             losses = [_cell([row["loss"] for row in some], mean(plain)) if some else "" for some in rows]
-            refused = [sum(row[who] for row in rows[2]) for who in ("refused_hostile", "refused_honest")]
+            refused = [sum(row[who] for row in rows[-1]) for who in ("refused_hostile", "refused_honest")]
             seeds = len({row["seed"] for some in rows for row in some})
             lines.append(f"| {method} | {attack} | {' | '.join(losses)} | {refused[0]}, {refused[1]} | {seeds} |")
     return "\n".join(lines) + "\n"

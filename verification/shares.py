@@ -67,8 +67,8 @@ def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]
 
     Ours, where the paper goes on from the previous aggregate with a given radius: it starts at the contribution with the least
     median distance to the others, and the radius is ``times`` the median distance from v, anew in each iteration. So it needs no
-    memory, and no setting in the unit of the model. While fewer than half are hostile, start and radius stay within what honest ones
-    differ by (tests/verification/test_shares.py has the bounds). Equal shares (1 each) if nothing is clipped in the end.
+    memory, and no setting in the unit of the model. With a quarter hostile it stays within twice the largest distance of an honest
+    contribution from the honest mean (tests/verification/test_shares.py). Equal shares (1 each) if nothing is clipped in the end.
 
     Args:
         squares: squared distances between each two of n contributions.
