@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -135,12 +135,16 @@ def cells(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
     ]
 
 
-def _cell(losses: Sequence[float | None], clean: float) -> str:
-    if any(loss is None for loss in losses):
-        return f"diverged ({sum(loss is None for loss in losses)} of {len(losses)})"
-    known = [loss for loss in losses if loss is not None]
-    spread = f" ± {stdev(known):.3f}" if len(known) > 1 else ""
-    return f"{mean(known):.3f}{spread} ({100 * (mean(known) / clean - 1):+.1f} %)"
+def _cell(rows: Sequence[Row], plain: Mapping[int, float]) -> str:
+    """Mean and deviation of the loss, and how far above the plain runs of the same seeds it is."""
+    lost = sum(row["loss"] is None for row in rows)
+    if lost or not all(row["seed"] in plain for row in rows):
+        return f"diverged ({lost} of {len(rows)})" if lost else "no plain run"
+    if not rows:
+        return ""
+    losses = [row["loss"] for row in rows]
+    spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
+    return f"{mean(losses):.3f}{spread} ({100 * (mean(losses) / mean(plain[row['seed']] for row in rows) - 1):+.1f} %)"
 
 
 def table(found: Sequence[Row]) -> str:
@@ -150,12 +154,10 @@ def table(found: Sequence[Row]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in dict.fromkeys(row["method"] for row in found):
         mine = [row for row in found if row["method"] == method]
-        plain = [row["loss"] for row in mine if row["attack"] == "none" and row["defence"] == "undefended"]
-        if not plain:
-            continue
+        plain = {row["seed"]: row["loss"] for row in mine if row["attack"] == "none" and row["defence"] == "undefended"}
         for attack in dict.fromkeys(row["attack"] for row in mine):
             rows = [[row for row in mine if row["attack"] == attack and row["defence"] == defence] for defence in shown]
-            losses = [_cell([row["loss"] for row in some], mean(plain)) if some else "" for some in rows]
+            losses = [_cell(some, plain) for some in rows]
             refused = [sum(row[who] for row in rows[-1]) for who in ("refused_hostile", "refused_honest")]
             seeds = len({row["seed"] for some in rows for row in some})
             lines.append(f"| {method} | {attack} | {' | '.join(losses)} | {refused[0]}, {refused[1]} | {seeds} |")
