@@ -387,9 +387,7 @@ class NodeRun:
     def _train_alone(self, shard: Shard) -> float | None:
         """Held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
         self.display.message("training the same once more without any exchange, to compare")
-        alone = Trainer(
-            self._task(), OuterSettings(method="none"), self.settings.train, device=self.device
-        )
+        alone = Trainer(self._task(), OuterSettings(method="none"), self.settings.train, device=self.device)
         alone.connect(Alone(), "alone", shard)
         alone.run(stop=lambda: self.stopper.requested)
         return None if self.stopper.requested else alone.evaluate()
