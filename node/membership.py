@@ -176,9 +176,9 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
 
 
 def catch_up(
-    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]]
+    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]], after: int = 0
 ) -> State | None:
-    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
+    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else is beyond round ``after``.
 
     Raises:
         ModelDiffersError: this node's model does not fit.
@@ -187,7 +187,8 @@ def catch_up(
     others = [m for peer, m in membership.directory.members().items() if peer != membership.identity.peer_id]
     fits = model == membership.manifest.model
     if fits:
-        others = [m for m in others if m.model == model and m.state == "training" and m.round > 0]
+        # Who waits in a later round than 0 has resumed, and is about to train.
+        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and m.round > after]
     # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
     givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
     state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)
