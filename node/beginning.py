@@ -104,6 +104,22 @@ def with_its_task(settings: Settings, saved: Saved) -> Settings:
     return settings.model_copy(update={"task": TaskSettings(hooks=manifest.task, options=options), "rl": rl})
 
 
+def own_run(saved: Saved | None, swarm: str, node: NodeSettings) -> Saved | None:
+    """``saved`` if it is of this very swarm; None if the node begins anew or comes from another one, as the user said.
+
+    Raises:
+        CheckpointError: it is of another swarm, and nobody said that it may be.
+    """
+    if saved is None or saved.swarm == swarm:
+        return saved
+    if node.resume:
+        raise CheckpointError(
+            f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: say --resume-from {saved.path} in "
+            "place of --resume to go on from it in this swarm, or start without it in another folder."
+        )
+    return None
+
+
 def restore(trainer: Trainer, saved: Saved, swarm: str) -> list[str]:
     """Put what was saved into ``trainer``; returns what to tell the user, one sentence each.
 

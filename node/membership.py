@@ -176,9 +176,9 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
 
 
 def catch_up(
-    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]], after: int = 0
+    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]]
 ) -> State | None:
-    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else is beyond round ``after``.
+    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
 
     Raises:
         ModelDiffersError: this node's model does not fit.
@@ -188,7 +188,7 @@ def catch_up(
     fits = model == membership.manifest.model
     if fits:
         # Who waits in a later round than 0 has resumed, and is about to train.
-        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and m.round > after]
+        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and m.round > 0]
     # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
     givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
     state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)

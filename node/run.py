@@ -168,15 +168,14 @@ class NodeRun:
         shapes = [tuple(parameter.shape) for parameter in trainer.params]
         if self.link is not None:
             self.directory.refresh(10.0)
-        own = saved if saved is not None and saved.swarm == swarm else None
+        own = beginning.own_run(saved, swarm, settings.node)
         if own is not None and settings.node.shard is None:
             shard = own.shard
         else:
             shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
-        after = 0 if own is None else int(own.trainer["optimizer"]["round"])  # of checkpoint and swarm, the newer one
-        state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes, after)
+        state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
         if saved is not None and own is None and state is None and not alone:
             raise checkpoint.CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
@@ -217,7 +216,7 @@ class NodeRun:
             for line in beginning.restore(self.trainer, saved, self.membership.swarm):
                 self.display.message(line)
             if saved.swarm == self.membership.swarm and state is not None and state.round <= opt.round:
-                state = None
+                state = None  # the checkpoint is the newer one
         if state is not None:
             opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
             self.anchor.joined(state)
