@@ -112,6 +112,11 @@ class Saver:
         """A checkpoint is being written."""
         return self._writer is not None and self._writer.is_alive()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are kept for the copy."""
+        return self._snapshots.nbytes
+
     def turn(self, step: int) -> None:
         """Between two steps: begin a save that is due, and say what became of the one before. Never waits for the disk."""
         if self.busy:
@@ -128,7 +133,7 @@ class Saver:
         if not self.busy:
             self._settle()
             self._begin(step)
-            self._wait(end + self._snapshots.nbytes / SLOWEST)
+            self._wait(end + self.nbytes / SLOWEST)
         if self.busy:
             return (
                 f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is too slow or hangs; the older "
