@@ -191,6 +191,16 @@ def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_giv
     assert snapshots.nbytes == 16
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpus_tensors_are_copied_to_pinned_memory():
+    snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3)]
+    first = snapshots.take(state)
+    state[0].zero_()
+    assert [tensor.is_pinned() for tensor in first.tensors.values()] == [True, False]
+    assert all(bool((tensor == 1).all()) for tensor in first.tensors.values())
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
