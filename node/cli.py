@@ -61,6 +61,12 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
         click.option("--threads", type=int, help="Threads for computing on the CPU.  [default: half of the processors]"),
         click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+        click.option(
+            "--resume-from",
+            type=click.Path(path_type=Path),
+            metavar="CHECKPOINT",
+            help="Go on from a checkpoint, or a node's newest one, in another swarm.",
+        ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
         _task_option(None),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
@@ -314,12 +320,16 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         from dataclasses import asdict
 
         click.echo(json.dumps(asdict(result)))
+    if result.not_saved is not None:
+        from node.checkpoint import CheckpointError
+
+        raise CheckpointError(result.not_saved)
     return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)
 
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as dotted settings; those not given are None or empty and change nothing."""
-    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "slow_on_device")
+    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,
