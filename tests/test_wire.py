@@ -37,7 +37,9 @@ SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecis
 def test_every_message_is_in_the_table_with_its_limit():
     rows = re.findall(r"^\| `([a-z-]+)` \| (\d+) \| (yes|no) \|", PAGE, re.M)
     documented = {kind: (int(limit), sealed == "yes") for kind, limit, sealed in rows}
-    assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in Message.__subclasses__()}
+    # What node/ makes of messages is no message of the swarm's, and there only if another test has imported it.
+    sent = [kind for kind in Message.__subclasses__() if kind.__module__.startswith("swarm.")]
+    assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in sent}
 
 
 def test_every_protocol_is_in_the_table():
