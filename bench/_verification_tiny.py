@@ -6,14 +6,14 @@ For bench/verification.py and the tests of verification/.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verification.fingerprints import LastHidden, draw
+from verification.fingerprints import LastHidden, draw, draw_rows
 
 WORDS, WIDTH, HEADS, CONTEXT = 96, 64, 4, 256
 Change = Callable[[Tensor, torch.Generator], Tensor]
@@ -86,6 +86,28 @@ def generate(
             new = torch.tensor([tokens[-1]])
             shown = new if cached else torch.cat((shown, new))
     return torch.tensor(tokens), hidden.states()[0]
+
+
+def generate_rows(
+    model: TinyGPT, asked: Tensor, count: int, seeds: Sequence[bytes], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """``generate`` for prompts (B, p) at once, each with its seed: tokens (B, count) and states (B, count, width)."""
+    caches: list[dict[str, Tensor]] = [{} for _ in model.blocks]
+    tokens: list[Tensor] = []
+    shown = asked
+    with torch.no_grad(), LastHidden(model) as hidden:
+        for position in range(count):
+            tokens.append(draw_rows(model(shown, caches)[:, -1], seeds, position, temperature))
+            shown = tokens[-1].unsqueeze(1)
+    return torch.stack(tokens, dim=1), hidden.states()
+
+
+def prefill_rows(model: TinyGPT, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """``prefill_states`` for rows (B, n): states (B, n, width) and logits (B, n, V)."""
+    with torch.no_grad(), LastHidden(model, every=True) as hidden:
+        logits = model(torch.cat((asked, tokens[:, :-1]), dim=1))
+    first = asked.shape[1] - 1
+    return hidden.states()[:, first:], logits[:, first:]
 
 
 def changed(model: TinyGPT, change: Change) -> TinyGPT:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,14 @@ def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device 
     """``gumbel`` for several positions, (positions, vocabulary)."""
     if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
         raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
-    digests = (hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions)
+    return _noise_of_keys([_key(seed, position) for position in positions], vocabulary, device)
+
+
+def _key(seed: bytes, position: int) -> bytes:
+    return hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest()
+
+
+def _noise_of_keys(digests: Sequence[bytes], vocabulary: int, device: torch.device | str) -> Tensor:
     keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
     mixed = _mix(_mix(numbers * _signed(0x9E3779B97F4A7C15) + keys[:, :1]) ^ keys[:, 1:])
@@ -79,6 +87,16 @@ def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -
     return int(torch.argmax(_scores(logits.unsqueeze(0), seed, position, temperature)))
 
 
+def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature: float = 1.0) -> Tensor:
+    """``draw`` for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), each by its own seed."""
+    if logits.dim() != 2 or len(seeds) != len(logits) or not 0 <= position < 1 << 62 or any(len(seed) > MOST_SEED for seed in seeds):
+        raise ValueError(f"rows of logits need a seed of at most {MOST_SEED} bytes each, and a position >= 0")
+    scores = _tempered(logits, temperature)
+    if temperature:
+        scores = scores + _noise_of_keys([_key(seed, position) for seed in seeds], logits.shape[1], logits.device)
+    return torch.argmax(scores, dim=1)
+
+
 def margins(drawn: Drawn) -> Tensor:
     """How far each token was from winning, (n,) float64, in units of logits over temperature; 0 for the winner, at most 10.
 
@@ -100,15 +118,18 @@ def margins(drawn: Drawn) -> Tensor:
 
 def _scores(logits: Tensor, seed: bytes, first: int, temperature: float) -> Tensor:
     """What competes at each position from ``first`` on, (n, V) float64."""
+    rows = _tempered(logits, temperature)
+    return rows + _noise(seed, range(first, first + len(rows)), rows.shape[1], rows.device) if temperature else rows
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Float64 over the temperature. The noise has full weight, so margins of all temperatures are in the same unit."""
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
     rows = logits.detach().double()
     if bool(torch.isnan(rows).any()) or not bool(torch.isfinite(rows.amax(dim=1)).all()):
         raise ValueError("the logits of a position are not numbers, or allow no token")
-    # The noise has full weight and the logits are divided, so margins of all temperatures are in the same unit.
-    if temperature == 0:
-        return rows
-    return rows / temperature + _noise(seed, range(first, first + len(rows)), rows.shape[1], rows.device)
+    return rows / temperature if temperature else rows
 
 
 class SeededSampling:
