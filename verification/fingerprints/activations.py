@@ -74,17 +74,21 @@ class ActivationProof:
     def compare(self, proof: bytes, states: Tensor) -> Evidence:
         """How far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
         try:
-            rows = [(row, points) for row, points, _ in self._pairs(proof, states)]
+            pairs = self._pairs(proof, states)
         except ProofError as error:
             return Evidence(self.features, fault=str(error))
-        whole = self._top(self.window, states.shape[1])
-        return Evidence(self.features, tuple(row for row, _ in rows), tuple(points / whole for _, points in rows))
+        width = states.shape[1]
+        whole = self._top(self.window, width)
+        rows = [row for theirs, own, places in pairs for row in _measure(theirs, own, places % width, width).tolist()]
+        sizes = [own.shape[1] / whole for _, own, _ in pairs for _ in own]
+        return Evidence(self.features, tuple(map(tuple, rows)), tuple(sizes))
 
     def toploc(self, proof: bytes, states: Tensor) -> list[Toploc]:
         """The paper's figures for each window. Raises ``ProofError`` if ``proof`` is not one of so many tokens."""
-        return [figures for _, _, figures in self._pairs(proof, states)]
+        return [figures for theirs, own, _ in self._pairs(proof, states) for figures in _toploc(theirs, own)]
 
-    def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[tuple[float, ...], int, Toploc]]:
+    def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Bits in the proof, own bits and places, (W, K) each, of some windows at a time."""
         groups = self._windows(states)
         tokens, width = states.shape
         expected = self.proof_bytes(tokens, width)
@@ -98,9 +102,7 @@ class ActivationProof:
                 moduli, coefficients = decode(data[at : at + size].view(len(part), 2 + 2 * top))
                 at += size
                 places, own = largest(part, top)
-                theirs = evaluate(coefficients, places % moduli.unsqueeze(1))
-                measured = _measure(theirs, own, places % width, width)
-                found += [(tuple(row), top, figures) for row, figures in zip(measured.tolist(), _toploc(theirs, own), strict=True)]
+                found.append((evaluate(coefficients, places % moduli.unsqueeze(1)), own, places))
         return found
 
     def _top(self, tokens: int, width: int) -> int:
