@@ -41,7 +41,9 @@ class Scores:
     warning: str
 
 
-def examined(world: World, write: Writer, verifiers: Sequence[nn.Module], claims: Sequence[int], temperature: float) -> list[list[Both]]:
+def examined(
+    world: World, write: Writer, verifiers: Sequence[nn.Module], claims: Sequence[int], temperature: float
+) -> list[list[Both]]:
     """What each of ``verifiers`` finds in each of ``claims``."""
     asked = world.prompts(claims)
     tokens, states = write(claims, temperature)
@@ -52,11 +54,11 @@ def examined(world: World, write: Writer, verifiers: Sequence[nn.Module], claims
     for verifier in verifiers:
         own, logits = world.read(verifier, asked, tokens)
         parts = [own.flatten(0, 1)] if together else list(own)
-        seen = [ACTIVATIONS.compare(proof, part) for proof, part in zip(proofs, parts, strict=True)]
+        told = [ACTIVATIONS.compare(proof, part) for proof, part in zip(proofs, parts, strict=True)]
         if together:
-            seen = _parted(seen[0], len(claims))
-        drawings = (Drawn(*row, seed_of(claim), temperature) for *row, claim in zip(tokens, logits, claims, strict=True))
-        found.append([(one, SAMPLING.compare(SAMPLING.make(drawn), drawn)) for one, drawn in zip(seen, drawings, strict=True)])
+            told = _parted(told[0], len(claims))
+        drawings = (Drawn(row, seen, seed_of(claim), temperature) for row, seen, claim in zip(tokens, logits, claims, strict=True))
+        found.append([(one, SAMPLING.compare(SAMPLING.make(drawn), drawn)) for one, drawn in zip(told, drawings, strict=True)])
     return found
 
 
@@ -91,7 +93,7 @@ def measure(world: World, prover: str, verifiers: Sequence[str], temperature: fl
 
     def scores(write: Writer, first: int, count: int) -> dict[str, list[float]]:
         return {
-            name: [max(_beyond(one, *limits) for one, *limits in zip(both, pair, limit, strict=True)) for both in found]
+            name: [max(map(_beyond, both, pair, limit)) for both in found]
             for name, found, pair, limit in zip(verifiers, all_found(write, first, count), expected, thresholds, strict=True)
         }
 

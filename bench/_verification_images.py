@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verification.calibration import Honest
 from verification.fingerprints import Evidence, ImageHash
+from verification.fingerprints.text import hamming
 from verification.interval import rate_interval
 
 SIDE, RATE = 128, 1e-4
@@ -105,5 +106,5 @@ def compared(count: int) -> dict[str, Any]:
 
 def distance(one: bytes, other: bytes) -> Evidence:
     """As ``ImageHash.compare``, of two proofs."""
-    bits = [bin(int.from_bytes(one[at : at + 8], "big") ^ int.from_bytes(other[at : at + 8], "big")).count("1") for at in range(0, 32, 8)]
-    return Evidence.single(HASHES.features, *(found / 64 for found in bits))
+    pieces = [slice(at, at + 8) for at in range(0, 32, 8)]
+    return Evidence.single(HASHES.features, *(hamming(one[piece], other[piece]) / 64 for piece in pieces))

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, astuple
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,18 @@ def world_of(policy: str) -> World:
     return HFWorld(Path(policy))
 
 
-def one(policy: str, prover: str, verifiers: list[str], temperature: float, plan: Plan) -> Scores:
+def one(policy: str, prover: str, verifiers: list[str], temperature: float, plan: Plan, keep: Path | None) -> Scores:
+    """``measure``, or what an earlier run with the same settings kept of it."""
     torch.set_num_threads(1)
     begin = time.perf_counter()
+    numbers = "-".join(f"{value:g}" for value in (*astuple(plan), temperature))
+    kept = keep / f"{Path(policy).stem}-{prover}-{'.'.join(verifiers)}-{numbers}.json" if keep else None
+    if kept and kept.exists():
+        return Scores(**json.loads(kept.read_text(encoding="utf-8")))
     found = measure(world_of(policy), prover, verifiers, temperature, plan)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(asdict(found)), encoding="utf-8")
     print(f"{policy}, {prover}, temperature {temperature:g}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -83,9 +92,7 @@ def table(found: Found) -> dict[str, Any]:
         for title, verifier in sides.items():
             rows[f"{title}, temperature {temperature:g}"] = {
                 "honest": rate(scores.honest[verifier] if verifier else voted(scores.honest)),
-                "detection": {
-                    name: rate(of[verifier] if verifier else voted(of))["rate"] for name, of in scores.cheats.items()
-                },
+                "detection": {name: rate(of[verifier] if verifier else voted(of))["rate"] for name, of in scores.cheats.items()},
                 "warning": scores.warning,
             }
     named = [score for p, v in NAMED for score in (found[p, 1.0].honest.get(v, []) if (p, 1.0) in found else [])]
@@ -138,21 +145,31 @@ def costs(world: World, length: int) -> dict[str, float]:
 
 
 def show(result: dict[str, Any]) -> None:
-    def line(text: str) -> None:
-        print(text, file=sys.stderr)
+    """Tables in Markdown, on stderr."""
 
-    for title, row in result["pairs"].items():
-        low, high = row["honest"]["interval"]
-        line(f"{title}: {row['honest']['rate']:.3%} of {row['honest']['of']} honest claims refused ({low:.3%} to {high:.3%})")
-        for name, found in row["detection"].items():
-            line(f"    {name:<24} {found:7.1%}")
-        if row["warning"]:
-            line(f"    {row['warning']}")
-    low, high = result["honest_interval"]
-    line(f"honest claims refused: {result['honest_false_positive_rate']:.4%} of {result['honest_claims']} ({low:.4%} to {high:.4%})")
-    for name, found in result["detection"].items():
-        line(f"    {name:<24} {found:7.2%} by the vote, {result['detection_same_dtype'][name]:7.2%} by one of the same dtype")
-    line("  ".join(f"{name} {result[name]:.3g}" for name in ("proof_bytes_per_token", "proof_cost", "verify_cost")))
+    def line(*cells: str) -> None:
+        print("| " + " | ".join(cells) + " |", file=sys.stderr)
+
+    for heat in ("1", "0"):
+        rows = {title.split(",")[0]: row for title, row in result["pairs"].items() if title.endswith(f"temperature {heat}")}
+        print(f"\ntemperature {heat}, refused, in %:\n", file=sys.stderr)
+        line("", *rows)
+        line(*["---"] * (len(rows) + 1))
+        line("honest", *(f"{100 * row['honest']['rate']:.3g} of {row['honest']['of']}" for row in rows.values()))
+        for name in CHEATS:
+            line(name, *(f"{100 * row['detection'][name]:.3g}" for row in rows.values()))
+        print(*sorted({row["warning"] for row in rows.values()}), file=sys.stderr)
+    named = {"rate": result["honest_false_positive_rate"], "of": result["honest_claims"], "interval": result["honest_interval"]}
+    for title, row in (("same dtype, and bf16 with fp32", named), ("by vote", result["honest_vote"])):
+        low, high = row["interval"]
+        print(f"honest, {title}: {row['rate']:.4%} of {row['of']} refused ({low:.4%} to {high:.4%})", file=sys.stderr)
+    for name in CHEATS:
+        shown = [f"{name}, of {result['detection_claims']}:"]
+        for how, kind in (("by vote", "detection"), ("by one of the same dtype", "detection_same_dtype")):
+            low, high = result[f"{kind}_interval"][name]
+            shown.append(f"{how} {result[kind][name]:.2%} ({low:.2%} to {high:.2%})")
+        print(*shown, file=sys.stderr)
+    print(*(f"{name} {result[name]:.3g}" for name in ("proof_bytes_per_token", "proof_cost", "verify_cost")), file=sys.stderr)
 
 
 def arguments() -> argparse.Namespace:
@@ -167,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=2000, help="comparisons of images of each kind (0: none)")
     parser.add_argument("--votes", type=int, default=100_000, help="simulated votes in each row")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--keep", type=Path, help="keep the scores of each dtype in this folder, and go on from there")
     parser.add_argument("--figure", type=Path, help="draw detection against false alarms into this file (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
@@ -192,7 +210,8 @@ def main() -> None:
     kinds = [(prover, heat) for heat in (1.0, 0.0) for prover in options.dtypes]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [
-            pool.submit(one, options.policy, prover, options.dtypes, heat, plan if heat else greedy) for prover, heat in kinds
+            pool.submit(one, options.policy, prover, options.dtypes, heat, plan if heat else greedy, options.keep)
+            for prover, heat in kinds
         ]
         found: Found = dict(zip(kinds, (job.result() for job in waiting), strict=True))
     how = {name: getattr(options, name) for name in ("policy", "claims", "calibrate", "tokens", "rate")}

@@ -77,7 +77,8 @@ def _reduced(values: Tensor) -> Tensor:
 
     A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next whole number: its floor is right.
     """
-    return values.sub_((values / PRIME).floor_().mul_(PRIME))
+    quotients = values / PRIME
+    return values.sub_(quotients.floor_().mul_(PRIME))
 
 
 def _powers(x: Tensor, count: int) -> Tensor:
@@ -116,7 +117,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     Exact for whole numbers in [0, ``PRIME``) and n <= 1,024: sums below 2^42 have errors of about 2^-8 in float64.
     """
     size = 2 * left.shape[-1]
-    return torch.fft.irfft(torch.fft.rfft(left, size) * torch.fft.rfft(right, size), size).round_()
+    made: Tensor = torch.fft.irfft(torch.fft.rfft(left, size) * torch.fft.rfft(right, size), size)
+    return made.round_()
 
 
 def _product_of_roots(x: Tensor) -> Tensor:

@@ -88,8 +88,9 @@ def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -
 
 
 def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature: float = 1.0) -> Tensor:
-    """``draw`` for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), each by its own seed."""
-    if logits.dim() != 2 or len(seeds) != len(logits) or not 0 <= position < 1 << 62 or any(len(seed) > MOST_SEED for seed in seeds):
+    """``draw`` for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), a seed for each."""
+    fits = logits.dim() == 2 and len(seeds) == len(logits) and 1 <= logits.shape[1] <= MOST_VOCABULARY
+    if not fits or not 0 <= position < 1 << 62 or any(len(seed) > MOST_SEED for seed in seeds):
         raise ValueError(f"rows of logits need a seed of at most {MOST_SEED} bytes each, and a position >= 0")
     scores = _tempered(logits, temperature)
     if temperature:
