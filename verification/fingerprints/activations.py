@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,10 +61,9 @@ class ActivationProof:
     def make(self, states: Tensor) -> bytes:
         """8.06 bytes a token. Raises ``ValueError`` if ``states`` are not as above."""
         return b"".join(
-            bytes(row)
+            encode(*largest(part, top)).numpy().tobytes()
             for group, top in self._windows(states)
             for part in torch.split(group, BATCH)
-            for row in encode(*largest(part, top)).tolist()
         )
 
     def proof_bytes(self, tokens: int, width: int) -> int:
@@ -144,7 +144,7 @@ def encode(places: Tensor, bits: Tensor) -> Tensor:
     """Windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
     moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64).unsqueeze(1)
     numbers = torch.cat((moduli, interpolate(places % moduli, bits)), dim=1)
-    return torch.stack((numbers >> 8, numbers & 0xFF), dim=2).flatten(1).to(torch.uint8)
+    return torch.from_numpy(numbers.numpy().astype(">u2").view(np.uint8))
 
 
 def decode(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,16 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 PRIME = 65497
 SMALLEST_MODULUS = 2**15
 MOST_POINTS = 1024
+Floats = npt.NDArray[np.float64]
+"""Here in numpy: the arrays are small, and each of its calls costs a third of one of torch's."""
 
 
 def injective_modulus(indices: Tensor) -> int:
@@ -28,7 +32,7 @@ def injective_modulus(indices: Tensor) -> int:
     Raises ``ValueError`` if there is none above 32,768; with 128 of 262,144 places it is the first or second nearly always.
     """
     for modulus in range(PRIME, SMALLEST_MODULUS, -1):
-        if len(torch.unique(indices % modulus)) == len(indices):
+        if len(set((indices % modulus).tolist())) == len(indices):
             return modulus
     raise ValueError("no modulus keeps the indices apart: are there duplicates among them?")
 
@@ -45,26 +49,30 @@ def interpolate(x: Tensor, y: Tensor) -> Tensor:
     _check_range(x, "x")
     _check_range(y, "y")
     count = x.shape[1]
-    places = x.double()
+    places = _floats(x)
     master = _product_of_roots(places)  # (W, K), constant first, without the leading 1
-    slope = torch.nn.functional.pad(master[:, 1:], (0, 1), value=1.0).mul_(torch.arange(1, count + 1, dtype=torch.float64))
-    small, large = _ladders(places, count)
-    at_roots = _at(_reduced(slope), small, large).long()  # of M', (W, K)
-    if bool((at_roots == 0).any()):
+    slope = np.ones_like(master)
+    slope[:, :-1] = master[:, 1:]
+    slope *= np.arange(1, count + 1)  # of M'
+    ladders = _ladders(places, count)
+    at_roots = _at(_reduced(slope), ladders).astype(np.int64)
+    if not at_roots.all():
         raise ValueError("two points of one polynomial have the same x")
-    weights = _reduced(y.double() * _inverses()[at_roots])  # w_i, (W, K)
-    sums = _reduced(_reduced(large * weights.unsqueeze(2)).mT @ small).flatten(1)[:, :count]  # S_t, (W, K)
+    weights = _reduced(_floats(y) * _inverses()[at_roots])  # w_i, (W, K)
+    small, large = ladders
+    sums = _reduced(_reduced(large * weights[:, None]) @ small.transpose(0, 2, 1)).reshape(len(x), -1)[:, :count]  # S_t
     # In each term of c_l the index of m is larger by l + 1: terms of one product, once the sums are turned round.
-    turned = sums.flip(1)
-    return _reduced(_product(master, turned)[:, count:] + turned).long()  # the last is for m_K, which is 1
+    turned = sums[:, ::-1]
+    found = _product(master, turned)[:, count:] + turned  # the last is for m_K, which is 1
+    return torch.from_numpy(_reduced(found).astype(np.int64))
 
 
 def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
     """Values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
     _check_range(coefficients, "coefficients")
     _check_range(x, "x")
-    small, large = _ladders(x.double(), coefficients.shape[1])
-    return _at(coefficients.double(), small, large).long()
+    found = _at(_floats(coefficients), _ladders(_floats(x), coefficients.shape[1]))
+    return torch.from_numpy(found.astype(np.int64))
 
 
 def _check_range(values: Tensor, name: str) -> None:
@@ -72,79 +80,99 @@ def _check_range(values: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be whole numbers from 0 to {PRIME - 1}")
 
 
-def _reduced(values: Tensor) -> Tensor:
-    """``values`` modulo the prime, in place, for float64 whole numbers in [0, 2^43): faster than torch's remainder.
+def _floats(values: Tensor) -> Floats:
+    return values.numpy(force=True).astype(np.float64)
+
+
+def _reduced(values: Floats) -> Floats:
+    """``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the remainder.
 
     A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next whole number: its floor is right.
     """
     quotients = values / PRIME
-    return values.sub_(quotients.floor_().mul_(PRIME))
+    np.floor(quotients, out=quotients)
+    quotients *= PRIME
+    values -= quotients
+    return values
 
 
-def _powers(x: Tensor, count: int) -> Tensor:
-    """x^0 ... x^(count-1) modulo the prime, (W, P) to (W, P, count), by doubling."""
-    powers = torch.empty((*x.shape, count), dtype=torch.float64)
-    powers[:, :, 0] = 1
-    step, done = x.unsqueeze(2), 1  # step: x^done
+def _powers(x: Floats, count: int) -> Floats:
+    """x^0 ... x^(count-1) modulo the prime, (W, P) to (W, count, P), by doubling."""
+    powers = np.ones((x.shape[0], count, x.shape[1]))
+    step, done = x[:, None], 1  # step: x^done
     while done < count:
         more = min(done, count - done)
-        powers[:, :, done : done + more] = _reduced(powers[:, :, :more] * step)
+        powers[:, done : done + more] = _reduced(powers[:, :more] * step)
         step, done = _reduced(step * step), done + more
     return powers
 
 
-def _ladders(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of ``x`` (W, P) the powers below a, (W, P, a), and every a-th one, (W, P, b): b a >= ``count``, each about its root.
+def _ladders(x: Floats, count: int) -> tuple[Floats, Floats]:
+    """Of ``x`` (W, P) the powers below a, (W, a, P), and every a-th one, (W, b, P): a b >= ``count``, each about its root.
 
     Products of the two are all powers below ``count``, which need not be stored.
     """
     rungs = math.isqrt(count - 1) + 1
     small = _powers(x, rungs)
-    return small, _powers(_reduced(small[:, :, -1] * x), -(-count // rungs))
+    return small, _powers(_reduced(small[:, -1] * x), -(-count // rungs))
 
 
-def _at(coefficients: Tensor, small: Tensor, large: Tensor) -> Tensor:
+def _at(coefficients: Floats, ladders: tuple[Floats, Floats]) -> Floats:
     """Values (W, P) of the polynomials ``coefficients`` (W, K) at the points of these ladders."""
-    rungs, steps = small.shape[2], large.shape[2]
-    padded = torch.nn.functional.pad(coefficients, (0, rungs * steps - coefficients.shape[1]))
-    parts = _reduced(small @ padded.view(-1, steps, rungs).mT)  # (W, P, steps)
-    return _reduced(parts.mul_(large).sum(dim=2))
+    small, large = ladders
+    rungs, steps = small.shape[1], large.shape[1]
+    padded = np.zeros((len(coefficients), rungs * steps))
+    padded[:, : coefficients.shape[1]] = coefficients
+    parts = _reduced(padded.reshape(-1, steps, rungs) @ small)  # (W, steps, P)
+    parts *= large
+    return _reduced(parts.sum(axis=1))
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Floats, right: Floats) -> Floats:
     """The product of polynomials (..., n) as (..., 2 n), the last one 0, by FFT. Not reduced.
 
     Exact for whole numbers in [0, ``PRIME``) and n <= 1,024: sums below 2^42 have errors of about 2^-8 in float64.
     """
     size = 2 * left.shape[-1]
-    made: Tensor = torch.fft.irfft(torch.fft.rfft(left, size) * torch.fft.rfft(right, size), size)
-    return made.round_()
+    made: Floats = np.rint(np.fft.irfft(np.fft.rfft(left, size) * np.fft.rfft(right, size), size))
+    return made
 
 
-def _product_of_roots(x: Tensor) -> Tensor:
-    """Coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1, multiplying neighbours until one is left."""
+def _product_of_roots(x: Floats) -> Floats:
+    """Coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1: one half times the other until one is left."""
     count = x.shape[1]
-    factors = (-x).add_(PRIME).unsqueeze(2)  # (W, K, 1)
-    # Factors of t in front make their number a power of two; they move all coefficients up, and are taken away in the end.
+    # Factors of t make their number a power of two; they move all coefficients up, and are taken away in the end.
     missing = (1 << (count - 1).bit_length()) - count
-    factors = _reduced(torch.nn.functional.pad(factors, (0, 0, 0, missing)))
+    factors = np.zeros((len(x), 1, count + missing))  # (W, size, how many): long rows while factors are short
+    factors[:, 0, :count] = _reduced(PRIME - x)
+    while factors.shape[2] > 1 and factors.shape[1] <= 4:
+        size, half = factors.shape[1], factors.shape[2] // 2
+        left, right = factors[:, :, :half], factors[:, :, half:]
+        made = np.zeros((len(x), 2 * size, half))
+        for at in range(size):
+            made[:, at : at + size] += left[:, at : at + 1] * right
+        made[:, size:] += left  # the leading 1 of each times the other
+        made[:, size:] += right
+        factors = _reduced(made)
+    factors = np.ascontiguousarray(factors.transpose(0, 2, 1))  # (W, how many, size)
     while factors.shape[1] > 1:
-        left, right = factors[:, 0::2], factors[:, 1::2]
-        factors = _product(left, right)
-        factors[:, :, left.shape[2] :].add_(left).add_(right)  # the leading 1 of each times the other
-        factors = _reduced(factors)
+        size, half = factors.shape[2], factors.shape[1] // 2
+        made = _product(factors[:, :half], factors[:, half:])
+        made[:, :, size:] += factors[:, :half]
+        made[:, :, size:] += factors[:, half:]
+        factors = _reduced(made)
     return factors[:, 0, missing:]
 
 
 @cache
-def _inverses() -> Tensor:
-    """The inverse of every number modulo the prime, (PRIME,) float64, by Fermat: a^(p-2). That of 0 is 0 and is not asked for."""
-    base = torch.arange(PRIME, dtype=torch.float64)
-    inverse = torch.ones_like(base)
+def _inverses() -> Floats:
+    """The inverse of every number modulo the prime, (PRIME,), by Fermat: a^(p-2). That of 0 is 0 and is not asked for."""
+    base = np.arange(PRIME, dtype=np.float64)
+    inverse = np.ones_like(base)
     exponent = PRIME - 2
     while exponent:
         if exponent & 1:
-            inverse = inverse * base % PRIME
-        base = base * base % PRIME
+            inverse = _reduced(inverse * base)
+        base = _reduced(base * base)
         exponent >>= 1
     return inverse
