@@ -1,7 +1,7 @@
 """All settings of a node: defaults, then a TOML file, then the flags of the command line (``examples/swarm.toml``).
 
-The tables ``swarm``, ``task``, ``outer`` and ``train`` become the manifest of a swarm that this node creates, and with the task rl
-also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl`` and ``node`` concern this node alone.
+The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
+the task rl also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl`` and ``node`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from node.rl.settings import RLSettings
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
+from swarm.verify_setting import VerifySettings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -112,6 +113,17 @@ class NodeSettings(_Table):
     checkpoint_every_rounds: int = Field(
         default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."
     )
+    operator: Name | None = Field(
+        default=None,
+        description="Who runs this node, where one runs several: they never sit together in a vote. By default nobody else.",
+    )
+    verify_seconds: float = Field(
+        default=6.0, gt=0, le=60, description="Seconds in each minute that checking others' claims may take."
+    )
+    calibration: PathSetting | None = Field(
+        default=None,
+        description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",
+    )
     identity: PathSetting | None = Field(
         default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
     )
@@ -167,6 +179,7 @@ class Settings(_Table):
     task: TaskSettings = Field(default_factory=TaskSettings)
     outer: OuterSettings = Field(default_factory=OuterSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)
+    verify: VerifySettings = Field(default_factory=VerifySettings)
     rl: RLSettings = Field(default_factory=RLSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)
 

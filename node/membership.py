@@ -23,6 +23,7 @@ from swarm.link import Link
 from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
 from swarm.records import MemberValidator
+from swarm.verify_setting import Terms
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
@@ -64,8 +65,8 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
     return {**settings.task.options, **own}
 
 
-def new_manifest(settings: Settings, identity: Identity, model: str) -> bytes:
-    """The sealed manifest of a new swarm."""
+def new_manifest(settings: Settings, identity: Identity, model: str, terms: Terms | None = None) -> bytes:
+    """The sealed manifest of a new swarm; ``terms`` if claims are made in it."""
     manifest = Manifest(
         name=settings.swarm.name,
         created=time.time(),
@@ -74,6 +75,8 @@ def new_manifest(settings: Settings, identity: Identity, model: str) -> bytes:
         task_options=task_options(settings),
         outer=settings.outer.resolved(),
         train=settings.train,
+        verify=settings.verify,
+        terms=terms,
         model=model,
         start_when=settings.swarm.start_when,
         shards=settings.swarm.shards,
@@ -129,12 +132,17 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     rl = settings.rl
     if hooks == RL:
         rl = rl.model_copy(update={"env": _agreed_env(rl, str(options.pop("env", "")))})
+        if (terms := manifest.terms) is not None:
+            rl = rl.model_copy(
+                update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
+            )
     task = settings.task.model_copy(update={"hooks": hooks, "options": options})
     swarm = settings.swarm.model_copy(update={"name": manifest.name, "shards": manifest.shards})
     train = manifest.train
     if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
         train = train.model_copy(update={"steps": settings.train.steps})
-    return settings.model_copy(update={"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm})
+    agreed = {"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm, "verify": manifest.verify}
+    return settings.model_copy(update=agreed)
 
 
 def _agreed_env(own: RLSettings, label: str) -> str:

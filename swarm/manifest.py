@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from swarm.errors import MessageError
 from swarm.messages import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unseal
 from swarm.round_setting import RoundSetting
+from swarm.verify_setting import Terms, VerifySettings
 
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
@@ -196,6 +197,8 @@ class Manifest(Message):
     )
     outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
+    verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
+    terms: Terms | None = Field(default=None, description="How completions that are claimed are drawn; none without claims.")
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")

@@ -49,6 +49,22 @@ class Sharing(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Claimed:
+    """A group of completions that this node has claimed; a ``planted`` one is wrong on purpose, and for nobody to learn from."""
+
+    completions: list[Completion]
+    planted: bool
+
+
+class Claiming(Protocol):
+    """As much of `node.verify.prover` as a round needs."""
+
+    def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
+        """Answer the question and claim it; None if no claim is due. Only this costs the training thread time."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RLRound:
     """One round as this node saw it."""
@@ -71,6 +87,7 @@ class RLTask(Task):
     def __init__(self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int) -> None:
         self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
         self._sharing: Sharing | None = None
+        self._claiming: Claiming | None = None
         self._me = ""
         self._on_round: Callable[[RLRound], None] = lambda round: None
         self.rounds, self.cumulative, self._worths = 0, 0.0, 0.0
@@ -81,6 +98,10 @@ class RLTask(Task):
     def connect(self, sharing: Sharing | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
         """Share through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
         self._sharing, self._me, self._on_round = sharing, me, on_round
+
+    def claim(self, claiming: Claiming | None) -> None:
+        """Have ``claiming`` write the first groups of a round while claims are due."""
+        self._claiming = claiming
 
     # -- as a Task -------------------------------------------------------------------------------------------------------
 
@@ -204,19 +225,36 @@ class RLTask(Task):
         if not asked:
             return [], None
         settings = self.settings
-        written = self.policy.generate(
-            [question.prompt for _, question in asked], settings.group, temperature=settings.temperature,
-            max_tokens=self.max_tokens, seed=self._number("completions", number),
-        )  # fmt: skip
+        claimed = self._claim(asked)
+        written = [group.completions for group in claimed]
+        if rest := asked[len(claimed) :]:
+            written += self.policy.generate(
+                [question.prompt for _, question in rest], settings.group, temperature=settings.temperature,
+                max_tokens=self.max_tokens, seed=self._number("completions", number),
+            )  # fmt: skip
         groups = []
-        for (index, question), completions in zip(asked, written, strict=True):
-            rewards = self.env.rewards(question, [one.text for one in completions])
-            tokens, logs = tuple(one.tokens for one in completions), tuple(None for _ in completions)
-            groups.append(Group(question.prompt, tokens, rewards, logs))
+        for place, ((index, question), completions) in enumerate(zip(asked, written, strict=True)):
+            if place >= len(claimed) or not claimed[place].planted:
+                rewards = self.env.rewards(question, [one.text for one in completions])
+                tokens, logs = tuple(one.tokens for one in completions), tuple(None for _ in completions)
+                groups.append(Group(question.prompt, tokens, rewards, logs))
             if self._sharing is not None and not settings.learn_only:
                 self._share(number, index, completions)
         given = [reward for group in groups for reward in group.rewards]
-        return groups, sum(given) / len(given)
+        return groups, sum(given) / len(given) if given else None
+
+    def _claim(self, asked: list[tuple[int, Question]]) -> list[Claimed]:
+        """The first groups of a round, as many as claims are due."""
+        claimed: list[Claimed] = []
+        if self._claiming is None:
+            return claimed
+        seed = self._number("questions", 0)
+        for index, question in asked:
+            found = self._claiming.write(self.policy, seed, index, question)
+            if found is None:
+                break
+            claimed.append(found)
+        return claimed
 
     def _share(self, number: int, index: int, completions: list[Completion]) -> None:
         assert self._sharing is not None

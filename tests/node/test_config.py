@@ -58,7 +58,7 @@ def test_example_file_documents_every_key(key):
     [
         ({"outer.evry": 3}, r"no setting 'outer\.evry': did you mean 'outer\.every'\?"),
         ({"outter.every": 3}, "no setting 'outter': did you mean 'outer'"),
-        ({"qqqq": 3}, "the tables are swarm, task, outer, train, rl, node"),
+        ({"qqqq": 3}, "the tables are swarm, task, outer, train, verify, rl, node"),
         ({"outer.every": 0}, r"outer\.every=0 .* greater than or equal to 1"),
         ({"outer.every": "x"}, r"outer\.every='x' .* valid integer"),
         ({"outer.every": True}, r"outer\.every=True"),

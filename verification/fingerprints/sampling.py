@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verification.fingerprints.fingerprint import Evidence, Feature
+from verification.fingerprints.mixing import GOLDEN, mix, signed
 
 WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
@@ -65,26 +66,19 @@ def _key(seed: bytes, position: int) -> bytes:
 def _noise_of_keys(digests: Sequence[bytes], vocabulary: int, device: torch.device | str) -> Tensor:
     keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
-    mixed = _mix(_mix(numbers * _signed(0x9E3779B97F4A7C15) + keys[:, :1]) ^ keys[:, 1:])
+    mixed = mix(mix(numbers * signed(GOLDEN) + keys[:, :1]) ^ keys[:, 1:])
     uniform = ((mixed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52  # in (0, 1), both ends excluded
     return -torch.log(-torch.log(uniform))
 
 
-def _signed(word: int) -> int:
-    """64 bits as torch's int64 has them."""
-    return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def _mix(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64; products wrap around. A shift must not bring in the sign."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
-    return words ^ (words >> 31 & (1 << 33) - 1)
-
-
 def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:
     """The token at ``position`` from ``logits`` (V,). Equal scores are won by the smaller token."""
-    return int(torch.argmax(_scores(logits.unsqueeze(0), seed, position, temperature)))
+    return int(draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)[0])
+
+
+def draw_each(logits: Tensor, seed: bytes, positions: range, temperature: float = 1.0) -> Tensor:
+    """``draw`` for rows of ``logits`` (n, V), the position of each of which stands in ``positions``: (n,) int64."""
+    return torch.argmax(_scores(logits, seed, positions, temperature), dim=1)
 
 
 def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature: float = 1.0) -> Tensor:
@@ -110,17 +104,19 @@ def margins(drawn: Drawn) -> Tensor:
         raise ValueError(f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}")
     found, at, many = [], 0, max(1, MOST_VOCABULARY // logits.shape[1])
     for rows in torch.split(logits, many):
-        scores = _scores(rows, drawn.seed, drawn.first + at, drawn.temperature)
+        scores = _scores(rows, drawn.seed, range(drawn.first + at, drawn.first + at + len(rows)), drawn.temperature)
         chosen = scores.gather(1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)).squeeze(1)
         found.append((scores.amax(dim=1) - chosen).clamp_max(FARTHEST))
         at += many
     return torch.cat(found).cpu()
 
 
-def _scores(logits: Tensor, seed: bytes, first: int, temperature: float) -> Tensor:
-    """What competes at each position from ``first`` on, (n, V) float64."""
+def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -> Tensor:
+    """What competes at each of the positions, (n, V) float64."""
+    if len(positions) != len(logits):
+        raise ValueError(f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}")
     rows = _tempered(logits, temperature)
-    return rows + _noise(seed, range(first, first + len(rows)), rows.shape[1], rows.device) if temperature else rows
+    return rows + _noise(seed, positions, rows.shape[1], rows.device) if temperature else rows
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -157,6 +153,10 @@ class SeededSampling:
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of sampling has {_FORMAT.size}")
         if proof != self._head(output):
             return Evidence(self.features, fault="the tokens were drawn with other settings than was agreed")
+        return self.measured(found)
+
+    def measured(self, found: Tensor) -> Evidence:
+        """The evidence in ``margins`` (n,), where they are of several completions that were drawn apart."""
         windows = torch.split(found, WINDOW)
         values = tuple((float((part > 0).double().mean()), float(part.mean())) for part in windows)
         return Evidence(self.features, values, tuple(len(part) / WINDOW for part in windows))
