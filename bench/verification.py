@@ -129,12 +129,12 @@ def costs(world: World, length: int) -> dict[str, float]:
     write = honest(world, model, length)
     tokens, states = write([0], 1.0)
     proof = ACTIVATIONS.make(states[0])
+    drawing = SAMPLING.make(Drawn(tokens[0], world.read(model, asked, tokens)[1][0], seed_of(0)))
 
     def examine() -> None:
         own, logits = world.read(model, asked, tokens)
-        drawn = Drawn(tokens[0], logits[0], seed_of(0))
         ACTIVATIONS.compare(proof, own[0])
-        SAMPLING.compare(SAMPLING.make(drawn), drawn)
+        SAMPLING.compare(drawing, Drawn(tokens[0], logits[0], seed_of(0)))
 
     generating = least_s(lambda: write([0], 1.0), 5 if world.name == "tiny" else 2)
     return {
