@@ -1,7 +1,8 @@
 """What fingerprints tell apart: honest claims and ten ways of cheating, for provers and verifiers of three dtypes.
 
     python bench/verification.py --claims 50 --json
-    python bench/verification.py --claims 512 --honest 10000 --calibrate 10000 --jobs 2 --figure docs/verification.svg --json
+    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --images 2500 --votes 1000000 --jobs 2 \
+        --keep FOLDER --figure docs/verification.svg --into docs/benchmarks.md
     SHOAL_SLOW=1 python bench/verification.py --policy MODEL.gguf --claims 16 --honest 16 --calibrate 48
 
 A claim is a text, drawn with a KV cache beside others, and its two proofs: of activations and of sampling. Each pair of dtypes is
@@ -39,6 +40,7 @@ if not __package__:  # run as a file: its folder comes first on the path, where 
 from bench import _verification_images as images
 from bench import votes
 from bench._verification_claims import ACTIVATIONS, SAMPLING, Plan, Scores, measure
+from bench._verification_table import BEGIN, END, into, markdown
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, World, honest, seed_of
 from verification.fingerprints import Drawn
@@ -144,34 +146,6 @@ def costs(world: World, length: int) -> dict[str, float]:
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Tables in Markdown, on stderr."""
-
-    def line(*cells: str) -> None:
-        print("| " + " | ".join(cells) + " |", file=sys.stderr)
-
-    for heat in ("1", "0"):
-        rows = {title.split(",")[0]: row for title, row in result["pairs"].items() if title.endswith(f"temperature {heat}")}
-        print(f"\ntemperature {heat}, refused, in %:\n", file=sys.stderr)
-        line("", *rows)
-        line(*["---"] * (len(rows) + 1))
-        line("honest", *(f"{100 * row['honest']['rate']:.3g} of {row['honest']['of']}" for row in rows.values()))
-        for name in CHEATS:
-            line(name, *(f"{100 * row['detection'][name]:.3g}" for row in rows.values()))
-        print(*sorted({row["warning"] for row in rows.values()}), file=sys.stderr)
-    named = {"rate": result["honest_false_positive_rate"], "of": result["honest_claims"], "interval": result["honest_interval"]}
-    for title, row in (("same dtype, and bf16 with fp32", named), ("by vote", result["honest_vote"])):
-        low, high = row["interval"]
-        print(f"honest, {title}: {row['rate']:.4%} of {row['of']} refused ({low:.4%} to {high:.4%})", file=sys.stderr)
-    for name in CHEATS:
-        shown = [f"{name}, of {result['detection_claims']}:"]
-        for how, kind in (("by vote", "detection"), ("by one of the same dtype", "detection_same_dtype")):
-            low, high = result[f"{kind}_interval"][name]
-            shown.append(f"{how} {result[kind][name]:.2%} ({low:.2%} to {high:.2%})")
-        print(*shown, file=sys.stderr)
-    print(*(f"{name} {result[name]:.3g}" for name in ("proof_bytes_per_token", "proof_cost", "verify_cost")), file=sys.stderr)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="tiny", help="tiny, or a folder or GGUF file of transformers (wants SHOAL_SLOW=1)")
@@ -186,6 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--keep", type=Path, help="keep the scores of each dtype in this folder, and go on from there")
     parser.add_argument("--figure", type=Path, help="draw detection against false alarms into this file (needs matplotlib)")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help=f"write the tables between {BEGIN} and {END} of a page")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     options.honest = options.claims if options.honest is None else options.honest
@@ -216,15 +191,22 @@ def main() -> None:
         found: Found = dict(zip(kinds, (job.result() for job in waiting), strict=True))
     how = {name: getattr(options, name) for name in ("policy", "claims", "calibrate", "tokens", "rate")}
     machine = {"python": platform.python_version(), "torch": torch.__version__}
-    result = {**how, **machine, **spent, **table(found)}
-    show(result)
+    shown = images.compared(options.images) if options.images else {}
+    result = {**how, **machine, **spent, **table(found), "images": shown, "vote": votes.rows(options.votes)}
+    tables = markdown(result)
+    print(tables, file=sys.stderr)
+    if options.into:
+        try:
+            page = into(options.into.read_text(encoding="utf-8"), tables)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"bench: {options.into}: {error}.") from None
+        options.into.write_text(page, encoding="utf-8")
     if options.figure:
         from bench._verification_figure import draw
 
         draw(found, options.figure)
     if options.json:
-        shown = images.compared(options.images) if options.images else {}
-        print(json.dumps({**result, "images": shown, "vote": votes.rows(options.votes)}))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

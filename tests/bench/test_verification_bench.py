@@ -13,6 +13,7 @@ from bench import _verification_images as images
 from bench import _verification_tiny as tiny
 from bench._verification_claims import ACTIVATIONS, SAMPLING, examined
 from bench._verification_figure import curve
+from bench._verification_table import BEGIN, END
 from bench._verification_world import CHEATS, honest, seed_of
 from bench.verification import voted
 from verification.fingerprints import Drawn, prefill_states
@@ -28,7 +29,9 @@ def bench(*options):
 
 def test_json_has_every_row(tmp_path):
     sizes = ("--claims", "2", "--calibrate", "20", "--tokens", "32", "--images", "20", "--votes", "2000")
-    options = (*sizes, "--dtypes", "fp32,bf16", "--keep", str(tmp_path), "--json")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nobsolete\n{END}\nafter\n")
+    options = (*sizes, "--dtypes", "fp32,bf16", "--keep", str(tmp_path), "--into", str(page), "--json")
     done = bench(*options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -49,6 +52,11 @@ def test_json_has_every_row(tmp_path):
         assert all(row["detection"][name] == 1 for name in coarse)
     assert result["images"]["accepted"]["another image"]["of"] == 80
     assert len(result["vote"]) == 15
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "obsolete" not in text
+    assert "| another model | 100 % (63.1 to 100 %) | 100 % (63.1 to 100 %) |" in text
     again = bench(*options)  # from the scores that were kept
     assert {**json.loads(again.stdout), **COSTS} == {**result, **COSTS}
 
