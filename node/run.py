@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
 from node.rl.task import RLTask
 from node.saver import Saver
@@ -53,47 +52,8 @@ from swarm.welcome import State, StateServer
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
 WAITING_S = 10.0  # seconds between two reminders that peers are missing
-RESULT = "result.json"
 METRICS = "metrics.jsonl"
 ROUNDS = "rounds"
-
-
-@dataclass
-class Result:
-    """What a node's run came to; written to ``result.json`` in its folder and printed by --json."""
-
-    name: str
-    peer: str
-    swarm: str
-    method: str
-    device: str
-    shard: str
-    params: int
-    steps: int = 0
-    rounds: int = 0
-    loss_first: float | None = None
-    loss_last: float | None = None
-    loss_local: float | None = None
-    """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
-    exchanges: int = 0
-    """Rounds in which a partner's contribution was committed."""
-    pairs_none: int = 0
-    """Rounds in which nobody answered."""
-    suspicious: int = 0
-    """Contributions that this node refused because they lay too far away (node/defence.py)."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    wait_s: float = 0.0
-    wall_s: float = 0.0
-    restarts: int = 0
-    """How often the network daemon had to be started again."""
-    interrupted: bool = False
-    not_saved: str | None = None
-    """Why the end of the run could not be saved, if so."""
-    rl: dict[str, Any] | None = None
-    """What reinforcement learning came to, where that is the task (node/rl/session.py)."""
-    verify: dict[str, Any] | None = None
-    """What was claimed, checked and found, where nodes verify each other (node/verify/session.py)."""
 
 
 class NodeRun:
@@ -285,7 +245,7 @@ class NodeRun:
             result.verify = self.verification.report()
         self.metrics.write("end", **asdict(result))
         try:
-            _write_json(self.folder / RESULT, asdict(result))
+            write_json(self.folder / RESULT, asdict(result))
         except OSError as error:
             self.display.message(f"Cannot write {str(self.folder / RESULT)!r} ({error.strerror}): free some space.")
         return result
@@ -391,10 +351,3 @@ class NodeRun:
         alone.connect(Alone(), "alone", shard)
         alone.run(stop=lambda: self.stopper.requested)
         return None if self.stopper.requested else alone.evaluate()
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
