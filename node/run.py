@@ -157,8 +157,7 @@ class NodeRun:
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
-        gossip = self.session.gossip if self.session is not None else None
-        self.verification = start_verification(settings, membership, trainer, shard, gossip, self._task)
+        self.verification = start_verification(settings, membership, trainer, shard, self.session, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from node.config import Settings
 from node.membership import Membership
+from node.rl.session import Session
 from node.rl.task import RLTask
 from node.task import Shard, Task
 from node.trainer import Trainer
@@ -22,16 +23,16 @@ from swarm.verify_setting import StretchTerms, Terms
 
 
 def start_verification(
-    settings: Settings, membership: Membership, trainer: Trainer, shard: Shard, gossip: Gossip | None, fresh: Callable[[], Task]
+    settings: Settings, membership: Membership, trainer: Trainer, shard: Shard, rl: Session | None, fresh: Callable[[], Task]
 ) -> Verification | None:
-    """None if nothing is claimed in the swarm. ``gossip``: what the node has already; ``fresh``: makes the task once more.
+    """None if nothing is claimed in the swarm. ``rl``: what gossips already; ``fresh``: makes the task once more.
 
     To be called before training begins. ConfigError or VerifyError if this node cannot take part.
     """
     terms, task = membership.manifest.terms, trainer.task
     if terms is None:
         return None
-    network = SwarmNetwork(membership, gossip or _gossip(membership))
+    network = SwarmNetwork(membership, rl.gossip if rl is not None else _gossip(membership))
     kind: Kind
     if isinstance(terms, Terms) and isinstance(task, RLTask):
         check_terms(terms, settings, task)

@@ -11,6 +11,7 @@ from node.rl.settings import RLSettings
 from node.rl.task import RLTask
 from node.rl.tiny import Tiny, Warm
 from node.task import Shard
+from node.verify.completions import Completions
 from node.verify.session import Verification
 from node.verify.terms import make_terms
 from swarm.errors import MessageError, NetworkError
@@ -92,8 +93,10 @@ class Node:
         settings = settings_of(folder / me, calibration, **verify)
         self.network, salts = Net(board, me, hands_out), itertools.count()
         clock = lambda: board.now  # noqa: E731
+        kind = Completions(settings, make_terms(settings, self.task), self.task, self.network, clock)
+        self.claimer = kind.claimer
         self.verification = Verification(
-            settings, make_terms(settings, self.task), self.task, self.network, clock=clock, timer=clock,
+            settings, kind, self.network, clock=clock, timer=clock,
             salt=lambda: hashlib.sha256(f"{me}:{next(salts)}".encode()).digest(),
         )  # fmt: skip
         self._rounds = self.task.batches(Shard(0, 1, 0))

@@ -106,7 +106,7 @@ def test_training_waits_for_nothing_not_even_while_a_claim_is_checked(node):
         verification = ann.verification
         question = ann.task.env.made.question(1, 0)
         wants = [
-            lambda: verification.claimer.write(ann.task.policy, 1, 0, question),
+            lambda: ann.claimer.write(ann.task.policy, 1, 0, question),
             lambda: verification.is_banned("bob"), verification.report, lambda: ann.network.log(0),
             lambda: verification.tell(ann.said.append, lambda *a, **k: None),
         ]  # fmt: skip
@@ -128,8 +128,8 @@ def test_nothing_is_written_for_a_claim_that_is_not_due(node):
     board = Board()
     ann = node(board, "ann")
     ann.step()
-    assert ann.verification.claimer.write(ann.task.policy, 1, 0, ann.task.env.made.question(1, 0)) is None
-    assert ann.verification.claimer.seconds == 0
+    assert ann.claimer.write(ann.task.policy, 1, 0, ann.task.env.made.question(1, 0)) is None
+    assert ann.claimer.seconds == 0
 
 
 def test_a_claim_that_was_written_too_late_is_lost_and_counted(node):
