@@ -2,6 +2,7 @@
 
     quantised   generates with weights of 4 bits, and claims that the policy it hands out did
     copier      does not check: takes another verifier's commitment, and later its vote, for its own
+    idle        claims that it trains, and does one step in five
 """
 
 import copy
@@ -13,6 +14,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from node import cli  # noqa: E402
+from node.trainer import Trainer  # noqa: E402
 from node.verify import claiming  # noqa: E402
 from verification.claims import Commitment, Reveal  # noqa: E402
 from verification.member import Member  # noqa: E402
@@ -57,6 +59,21 @@ def cheat_by_copying():
     Member.work = work
 
 
+def cheat_by_resting():
+    step = Trainer.step
+
+    def rest(trainer):
+        if trainer.opt.steps % 5 == 0:
+            step(trainer)
+            return
+        next(trainer._batches)
+        trainer.opt.step()  # there are no gradients: it only counts
+        if trainer.scheduler is not None:
+            trainer.scheduler.step()
+
+    Trainer.step = rest
+
+
 if __name__ == "__main__":
-    {"quantised": cheat_by_quantising, "copier": cheat_by_copying}[sys.argv.pop(1)]()
+    {"quantised": cheat_by_quantising, "copier": cheat_by_copying, "idle": cheat_by_resting}[sys.argv.pop(1)]()
     cli.main()
