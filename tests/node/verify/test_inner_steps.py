@@ -42,7 +42,8 @@ def settings_of(steps=0, **verify):
 
 def manifest_of(settings, task):
     terms = make_stretch_terms(settings, task)
-    return Manifest.model_validate({**CREATED, "train": settings.train, "verify": settings.verify, "terms": terms, "shards": SHARDS})
+    agreed = {"train": settings.train, "verify": settings.verify, "terms": terms, "shards": SHARDS}
+    return Manifest.model_validate({**CREATED, **agreed})
 
 
 def shard_of(name):
@@ -159,9 +160,8 @@ def test_steps_that_were_claimed_before_a_restart_are_not_claimed_again():
     again.network.bodies |= bodies
     nodes[0] = again
     run(board, nodes, 10)
-    stretches = {unpack(body, TrainingMaterial).stretch for body in bodies.values() if len(body) < TrainingMaterial.LIMIT}
-    assert len(stretches) == before
-    claimed = [unpack(body, TrainingMaterial).stretch for body in again.network.bodies.values() if len(body) < TrainingMaterial.LIMIT]
+    materials = [body for body in again.network.bodies.values() if len(body) < TrainingMaterial.LIMIT]  # snapshots are larger
+    claimed = [unpack(body, TrainingMaterial).stretch for body in materials]
     assert len(claimed) == len(set(claimed)) == before + again.verification.report()["claimed"]
     after = nodes[1].verification.report()["standings"]["ann"]["claims"]
     assert after["invalid"] == 0
