@@ -148,9 +148,10 @@ class Shoal:
         return found + [str(path) for path in self.tmp.glob(f"shoal-{os.getuid()}/*")]
 
     def metrics(self, name):
-        """The events that a node has written."""
+        """The events that a node has written; one that it is writing just now is not among them."""
         path = self.home / name / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def result(self, name):
         return json.loads((self.home / name / "result.json").read_text())
