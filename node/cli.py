@@ -18,6 +18,7 @@ import click
 
 from node.exit_codes import ExitCode, epilogue
 from node.shadow import shadowed
+from node.verify.cli import verify
 
 SUGGEST_LOG = "run again with --verbose to see what happened"
 
@@ -112,6 +113,9 @@ def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
 @click.version_option(package_name="shoal")
 def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
+
+
+cli.add_command(verify)
 
 
 @cli.command()

@@ -20,6 +20,9 @@ class ExitCode(IntEnum):
     SWARM_FAILED = 3
     """The run or demo ended early because the swarm or one of its nodes failed."""
 
+    REFUSED = 4
+    """`shoal verify` checked a claim and refuses it."""
+
     INTERRUPTED = 130
     """Stopped by Ctrl-C or a termination signal, after the step was finished and the state saved."""
 
@@ -29,6 +32,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.INTERNAL: "a bug in shoal, with a traceback on stderr",
     ExitCode.BAD_INPUT: "bad input: one sentence on stderr says what to mend",
     ExitCode.SWARM_FAILED: "the swarm or one of its nodes failed",
+    ExitCode.REFUSED: "a claim was checked and refused (`shoal verify`)",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or a termination signal",
 }
 

@@ -13,6 +13,8 @@ from optim.exchange import RoundKey
 from swarm.digest import digest
 from swarm.handle import Decision
 
+BARRED = "this node has banned its caller for a while, for what it said in verification"
+
 
 @dataclass(frozen=True)
 class Contribution:

@@ -61,6 +61,8 @@ class Directory:
 
     ``ttl``: seconds after which a silent peer is no member any more, the same for all of a swarm. ``period``: seconds between
     two publications, and two readings. ``cap``: records per DHT key. ``limit``: about how many members are read at most.
+    ``barred``: peers of which it is true are left out of ``members`` and ``departed``; it is asked often and from any thread, so it
+    must be quick. It may be set later, for what knows about bans is made after the directory.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Directory:
         period: float = 5.0,
         cap: int = trie.CAP,
         limit: int = 1024,
+        barred: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
@@ -83,6 +86,7 @@ class Directory:
         self._period = period
         self._cap = cap
         self._limit = limit
+        self.barred = barred
         self._changed = threading.Condition()  # guards the next four
         self._seen: dict[str, Member] = {}  # the newest live record of every peer, those that left included
         self._mine: dict[str, Any] | None = None
@@ -142,12 +146,26 @@ class Directory:
             self._rouse()
 
     def members(self) -> dict[str, Member]:
-        """Peer id -> newest record of all who are waiting or training, this node included. Touches no network."""
+        """Peer id -> newest record of all who are waiting or training, this node included, but for who is barred.
+
+        Touches no network, nor does any other of these.
+        """
+        return {peer: member for peer, member in self.everyone().items() if not self.is_barred(peer)}
+
+    def everyone(self) -> dict[str, Member]:
+        """As ``members``, the barred ones too: they can still be reached, as by those who check what they said."""
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
+    def is_barred(self, peer: str) -> bool:
+        """Whether this node has nothing to do with ``peer``; never itself."""
+        return peer != self._identity.peer_id and self.barred(peer)
+
     def departed(self) -> dict[str, Member]:
-        """Peer id -> last record of those who said within the last ``ttl`` seconds that they left or are done."""
-        return {peer: member for peer, member in self._live().items() if member.state not in HERE}
+        """Peer id -> last record of those who said within the last ``ttl`` seconds that they left or are done.
+
+        Not of who is barred: nobody was paired with it, so who is behind must not take it for somebody's mate.
+        """
+        return {p: member for p, member in self._live().items() if member.state not in HERE and not self.is_barred(p)}
 
     def look(self) -> None:
         """Read soon, though at most once a second, because somebody unknown turned up. Returns at once; for any thread."""

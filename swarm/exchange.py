@@ -43,6 +43,7 @@ class SwarmExchange(Waiter):
         members: who is there now (``Directory.members``).
         departed: who has left lately, and in which round (``Directory.departed``).
         look: called when somebody unknown calls (``Directory.look``).
+        barred: peers whose calls are refused (``Directory.is_barred``).
         wait: seconds that a round waits for a partner.
         chunk_timeout: seconds without a byte after which a transfer is given up.
         exchange_timeout: seconds that one transfer may take.
@@ -59,6 +60,7 @@ class SwarmExchange(Waiter):
         members: Callable[[], Mapping[str, Member]],
         departed: Callable[[], Mapping[str, Member]] = dict,
         look: Callable[[], None] = lambda: None,
+        barred: Callable[[str], bool] = lambda peer: False,
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
@@ -66,8 +68,9 @@ class SwarmExchange(Waiter):
         self._peer_id, self._swarm = identity.peer_id, swarm
         transfers = Transfers(host, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout)
         self._rendezvous = Rendezvous(
-            host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed, look=look
-        )
+            host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed,
+            look=look, barred=barred,
+        )  # fmt: skip
         # What one round can take at most: finding a partner, one transfer, its confirm.
         super().__init__(host, self._rendezvous, wait + exchange_timeout + 8 * chunk_timeout)
 

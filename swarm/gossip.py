@@ -20,7 +20,7 @@ it was rejected, and nothing else happens.
     digest          what was fetched is not what was announced
     unavailable     nobody handed out what was announced
 
-and those with which the handler refuses it.
+and those with which the handler refuses it, such as ``banned`` (swarm/rollouts.py): its author is barred for a while.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REMEMBERED = 32_768  # messages, and records in them, that are known again
-INBOX = (256, 32 << 20)  # messages and bytes that wait to be opened
+INBOX = (256, 32 << 20)  # messages and bytes that wait to be opened, unless a topic says otherwise
 OUTBOX = (256, 32 << 20)  # messages and bytes that wait to be published
 AGAIN = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds before each further attempt to subscribe; the last repeats
 ATTEMPTS = 3  # to publish one message
@@ -81,13 +81,16 @@ class Gossip:
         self.shelf = Shelf(host, swarm, addresses)
         self._topics: list[Topic[Any]] = []
 
-    def join(self, kind: type[M], handler: Handler[M], quota: Quota | None = None) -> Topic[M]:
+    def join(
+        self, kind: type[M], handler: Handler[M], quota: Quota | None = None, inbox: tuple[int, int] = INBOX
+    ) -> Topic[M]:
         """Take part in the topic of ``kind`` from now on.
 
         ``handler(author, record)`` runs on the host's loop, once for each record of others; it must not wait. It refuses a
-        record by MessageError, whose reason is counted. ``quota`` bounds each publisher.
+        record by MessageError, whose reason is counted. ``quota`` bounds each publisher; ``inbox`` the messages, and their
+        bytes, that wait to be opened: what comes beyond it costs the oldest of them.
         """
-        topic = Topic(self, kind, handler, quota or Quota())
+        topic = Topic(self, kind, handler, quota or Quota(), inbox)
         self._topics.append(topic)
         return topic
 
@@ -100,7 +103,7 @@ class Gossip:
 class Topic(Generic[M]):
     """One kind of record; see `Gossip.join`. ``tally`` counts ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
 
-    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M], quota: Quota) -> None:
+    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M], quota: Quota, inbox: tuple[int, int]) -> None:
         self.name = f"shoal/{gossip.swarm}/{kind.KIND}/{kind.VERSION}"
         self.tally = Tally()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
@@ -110,7 +113,7 @@ class Topic(Generic[M]):
         self._fetching = Fetching(gossip.shelf, self._fetched, self.tally.reject, gossip.fetch_s)
         self._quotas = Quotas(quota)
         self._seen = Seen(REMEMBERED)
-        self._inbox: Mailbox[tuple[str, Parcel]] = Mailbox(*INBOX)
+        self._inbox: Mailbox[tuple[str, Parcel]] = Mailbox(*inbox)
         self._outbox: Mailbox[M] = Mailbox(*OUTBOX)
         self._up = asyncio.Event()  # while this node is subscribed
         self._running: Future[None] = self._host.submit(self._run())

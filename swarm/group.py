@@ -41,6 +41,7 @@ class GroupExchange(Waiter):
         seed: of the order of peers in a round, the same for all.
         members: who is there now (``Directory.members``).
         look: called when somebody unknown calls (``Directory.look``).
+        barred: peers with whom this node is in no group (``Directory.is_barred``).
         fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
         quorum: members that make a group; 0: all in view.
         grace: seconds that further members have once the quorum is there.
@@ -66,6 +67,7 @@ class GroupExchange(Waiter):
         seed: int,
         members: Callable[[], Mapping[str, Member]],
         look: Callable[[], None] = lambda: None,
+        barred: Callable[[str], bool] = lambda peer: False,
         fragments: int = 1,
         quorum: int = 0,
         grace: float = 1.0,
@@ -82,7 +84,7 @@ class GroupExchange(Waiter):
             raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
         self._swarm, self._model = swarm, model
         self._rounds = Rounds(fragments)
-        view = View(members, model, identity.peer_id)
+        view = View(members, model, identity.peer_id, barred)
         decisions = Decisions(host, identity, swarm)
         self._leader = Leader(
             identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,

@@ -161,6 +161,9 @@ class Groups:
             before: Group | None = None
             while isinstance(formed, GroupFormed):
                 group = open_group(formed, leader, sealed, self._largest)
+                barred = self._view.barred(group.members) if before is None else ()
+                if barred:  # the next leader may know better; whoever is barred later ends what it has begun
+                    raise MessageError(f"a group from peer …{leader[-8:]} was refused: its member …{barred[0][-8:]} is banned.")
                 meeting.entered = True
                 self._rounds.end(ready.round, ready.fragment)
                 if before is not None:
@@ -205,7 +208,7 @@ class Groups:
         if receipt.verdict == "passed":
             usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
             meeting.moved_to = max(meeting.moved_to, self._rounds.within(receipt.round, key.round, usual))
-        elif receipt.verdict == "elsewhere":
+        elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             meeting.elsewhere = receipt
         elif receipt.verdict == "refuse":
             log.warning("peer …%s will not exchange with this node: %s", leader[-8:], receipt.reason)

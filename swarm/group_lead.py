@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from swarm.contribution import BARRED
 from swarm.errors import MessageError, NetworkError
 from swarm.group_deal import deal
 from swarm.group_decisions import Decisions
@@ -125,6 +126,8 @@ class Leader:
         def say(verdict: str, reason: str = "", round: int = ready.round) -> GroupReceipt:
             return GroupReceipt.model_validate({"verdict": verdict, "reason": reason, "round": round})
 
+        if self._view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
+            return say("refuse", BARRED)
         if peer != self._me and peer not in self._view.members():
             self._look()
         if ready.swarm != self._swarm:
@@ -164,8 +167,11 @@ class Leader:
             if peer != leader:
                 with contextlib.suppress(NetworkError):  # it is gone
                     await seat.line.tell(self._elsewhere(round, leader))
-                seat.line.close()
-                seat.over.set()
+                self._dismiss(seat)
+
+    def _dismiss(self, seat: Seat) -> None:
+        seat.line.close()
+        seat.over.set()
 
     def _seat(self, peer: str, seat: Seat) -> Table:
         key = (seat.ready.round, seat.ready.fragment)
@@ -208,6 +214,10 @@ class Leader:
         enough_since: float | None = None
         try:
             while table.seats:
+                for peer in self._view.barred(table.seats):  # since it came
+                    self._dismiss(table.seats.pop(peer))
+                if not table.seats:
+                    break
                 now = loop.time()
                 here = set(table.seats)
                 view = self._view.expected()
@@ -231,8 +241,7 @@ class Leader:
         seats = table.seats
         if len(seats) < 2:
             for seat in seats.values():  # its patience is over and nobody else came
-                seat.line.close()
-                seat.over.set()
+                self._dismiss(seat)
             return
         self._rounds.formed(*key)
         self._view.miss(self._view.here() - set(seats))

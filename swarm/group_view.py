@@ -8,10 +8,19 @@ from swarm.messages import Member
 
 
 class View:
-    """The directory as a group sees it. ``members``: peer id -> newest record; ``model``: members with another are not met."""
+    """The directory as a group sees it.
 
-    def __init__(self, members: Callable[[], Mapping[str, Member]], model: str, me: str) -> None:
-        self.members, self._model, self._me = members, model, me
+    ``members``: peer id -> newest record; ``model``: members with another are not met; ``barred``: peers that nobody may bring in.
+    """
+
+    def __init__(
+        self,
+        members: Callable[[], Mapping[str, Member]],
+        model: str,
+        me: str,
+        barred: Callable[[str], bool] = lambda peer: False,
+    ) -> None:
+        self.members, self._model, self._me, self._barred = members, model, me, barred
         self._absent: dict[str, float] = {}
         """Peers that died or stayed away, and when the record was issued that we had of them then."""
 
@@ -31,6 +40,10 @@ class View:
         """These did not come, or died in the middle: their records would keep everybody waiting until they expire."""
         records = self.members()
         self._absent.update({peer: records[peer].issued for peer in peers if peer in records})
+
+    def barred(self, peers: Iterable[str]) -> list[str]:
+        """Those with whom this node has nothing to do. Who is unknown is not among them: it may be a newcomer."""
+        return [peer for peer in peers if peer != self._me and self._barred(peer)]
 
     def addresses(self, peer: str) -> Sequence[str]:
         """Where a member says it can be reached."""

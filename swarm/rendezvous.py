@@ -7,7 +7,7 @@ Each peer computes its mate of the round (optim/pairing.py) and calls it. A call
     wait      I am calling you myself, and of calls that cross, mine counts
     busy      I am taken, or about to call somebody else
     passed    I am beyond that round; my next one is ``round``
-    refuse    our contributions differ, and this is the difference: it will not work in any round
+    refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
 
 When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
 it. A peer whose mate cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then calls back those
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from optim.exchange import RoundKey
 from optim.pairing import candidates, mate, rank
-from swarm.contribution import Contribution, shapes_differ
+from swarm.contribution import BARRED, Contribution, shapes_differ
 from swarm.errors import MessageError, NetworkError
 from swarm.identity import Identity
 from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
@@ -92,10 +92,11 @@ class Rendezvous:
         members: Callable[[], Mapping[str, Member]],
         departed: Callable[[], Mapping[str, Member]] = dict,
         look: Callable[[], None] = lambda: None,
+        barred: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self._host, self._identity, self._transfers = host, identity, transfers
         self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
-        self._members, self._departed, self._look = members, departed, look
+        self._members, self._departed, self._look, self._barred = members, departed, look, barred
         self._meeting: Meeting | None = None
         self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
         self.next_round = 0
@@ -299,6 +300,8 @@ class Rendezvous:
         def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
             return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
 
+        if self._barred(peer):  # it is no member here, and must not be taken for a newcomer
+            return say("refuse", BARRED)
         if peer not in self._members():
             self._look()  # a newcomer: the sooner he is known here, the sooner somebody waits for him
         if offer.swarm != self._swarm:

@@ -1,6 +1,7 @@
 """The swarm's rollouts as the training thread sees them: it publishes its own, and drains those of others, without ever waiting.
 
-The pool judges where a record belongs and how old it is, not how good it is: rewards are the receiver's to compute (node).
+The pool judges where a record belongs and how old it is, not how good it is: rewards are the receiver's to compute (node). Whose
+author is barred is refused as ``banned``, or dropped if it was held already.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Knows = Callable[[str, str, bytes], bool]
 
 REASONS = (
     "truncated", "oversized", "nested", "malformed", "version", "kind", "bomb", "forged", "replayed", "quota", "overflow",
-    "digest", "unavailable", "foreign-swarm", "foreign-env", "stale", "future",
+    "digest", "unavailable", "foreign-swarm", "foreign-env", "stale", "future", "banned",
 )  # fmt: skip
 
 
@@ -63,20 +64,28 @@ class RolloutPool:
     """The rollouts of ``gossip``'s swarm. For any thread but the host's own.
 
     ``knows(env, env_version, env_config)``: whether this node can make the questions of that environment; quick, on the host's
-    loop; what it raises counts as no.
+    loop; what it raises counts as no. ``barred``: peers whose records are not taken; quick, for any thread; it may be set later.
     """
 
     def __init__(
-        self, gossip: Gossip, knows: Knows, *, limits: Limits | None = None, clock: Callable[[], float] = time.time
+        self,
+        gossip: Gossip,
+        knows: Knows,
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.time,
+        barred: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self._swarm, self._peer = gossip.swarm, gossip.identity.peer_id
         self._knows, self._clock = knows, clock
         self._limits = limits or Limits()
-        self._lock = threading.Lock()  # guards the next four
+        self.barred = barred
+        self._lock = threading.Lock()  # guards the next five
         self._held: list[_Held] = []  # in the order of arrival
         self._round = 0
         self._expired = 0
         self._displaced = 0
+        self._banned = 0
         self._nonces = Seen(REMEMBERED)  # (author, nonce); on the loop only
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
@@ -127,20 +136,25 @@ class RolloutPool:
         self.topic.publish(rollout)
 
     def drain(self) -> list[Rollout]:
-        """All that came since the last call and is not too old by now, in the order of arrival. Never waits."""
+        """All that came since the last call and is not too old by now, nor of a barred peer, in the order of arrival."""
         with self._lock:
             self._expire()
             held, self._held = self._held, []
-        return [item.rollout for item in held]
+        barred = {peer for peer in {item.rollout.peer for item in held} if self.barred(peer)}
+        drained = [item.rollout for item in held if item.rollout.peer not in barred]
+        with self._lock:
+            self._banned += len(held) - len(drained)
+        return drained
 
     @property
     def counts(self) -> dict[str, Any]:
         """How many records were ``sent``, ``unsent``, ``received``, ``accepted``; are ``held``; were accepted and then
-        ``expired`` or were ``displaced`` before they were drained; and were ``rejected``, by reason.
+        ``expired`` or were ``displaced`` before they were drained, or ``banned`` with their author; and were ``rejected``, by
+        reason.
         """
         events, rejected = self.topic.tally.events(), self.topic.tally.rejected()
         with self._lock:
-            here = {"held": len(self._held), "expired": self._expired, "displaced": self._displaced}
+            here = {"held": len(self._held), "expired": self._expired, "displaced": self._displaced, "banned": self._banned}
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
         return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **rejected}}
 
@@ -154,6 +168,8 @@ class RolloutPool:
         """Judge a record whose signature is right. Raises MessageError with the reason to count."""
         if rollout.swarm != self._swarm:
             raise MessageError("A rollout of another swarm was refused.", "foreign-swarm")
+        if self.barred(author):
+            raise MessageError("A rollout was refused: its author is banned for a while.", "banned")
         if (author, rollout.nonce) in self._nonces:
             raise MessageError("A rollout was refused: its nonce was used before.", "replayed")
         now = self._clock()

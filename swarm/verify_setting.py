@@ -46,7 +46,7 @@ class Terms(BaseModel):
     """By which policy, and how, completions that are claimed are drawn. The creator's; a manifest has them if claims are made."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    policy: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:+-]+$")]
+    policy: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,256}$")]
     """What all nodes' policies are called, without folders."""
     base: Digest
     """Hex SHA-256 of those weights that are not trained, and so not in a snapshot."""

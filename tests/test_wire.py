@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+from swarm.attestations import MAX_RECORD, Attestation
+from swarm.attestations import QUOTA as ATTESTED
 from swarm.directory import MAX_ADDRESSES
+from swarm.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
 from swarm.group_allreduce import PART, SMALLEST
 from swarm.group_decisions import DECISION_PROTOCOL
 from swarm.group_join import LEADER_PROTOCOL
@@ -13,6 +16,8 @@ from swarm.group_reduction import PAYLOAD_PROTOCOL
 from swarm.host import MAX_HANDLERS, MAX_HANDLERS_PER_PEER
 from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
 from swarm.link import MAX_CHARS
+from swarm.log_sync import LOG_PROTOCOL, MAX_LOG
+from swarm.log_sync import QUOTA as LOGS
 from swarm.manifest import Manifest, OuterSettings
 from swarm.messages import ENVELOPE, Member, Message, Offer
 from swarm.parcel import Notice
@@ -26,7 +31,7 @@ from swarm.trie import CAP
 from swarm.welcome import MANIFEST_PROTOCOL, STATE_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout)}
+SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation)}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -38,7 +43,7 @@ def test_every_message_is_in_the_table_with_its_limit():
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    assert sorted(rows) == sorted([*served, STATE_PROTOCOL, BODY_PROTOCOL])
+    assert sorted(rows) == sorted([*served, STATE_PROTOCOL, BODY_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL])
 
 
 def test_deadlines_are_the_defaults():
@@ -62,3 +67,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
     assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE
+    assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
+    assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
+    assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE
+    assert f"at most {MAX_LOG >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

@@ -7,6 +7,7 @@
     Verdict      what a drawn verifier saw of all seats when time was up: a quorum attests lateness, not each reader's clock
     Dispute      "that was decided wrongly": a second, larger draw
     Opening      "that claim of mine was planted": shows the link of the lottery's chain
+    View         who can be drawn for a round and for which claims, and the table, as this peer sees them: digests to agree on
 
 Every record has one encoding, so that a signature and an id belong to a record and not to one spelling of it. A record is
 immutable, of at most ``LIMIT`` bytes, and every field is bounded.
@@ -142,8 +143,18 @@ class Opening(Record):
     link: Hash
 
 
+class View(Record):
+    """``root``: of the electorate of ``round``, see `electorate.root`; ``table``: digest of the table reckoned when it was made."""
+
+    KIND = "view"
+    run: Peer
+    round: Round
+    root: Hash
+    table: Hash
+
+
 KINDS: dict[str, type[Record]] = {
-    f"shoal/verification/1/{kind.KIND}": kind for kind in (Entry, Claim, Commitment, Reveal, Verdict, Dispute, Opening)
+    f"shoal/verification/1/{kind.KIND}": kind for kind in (Entry, Claim, Commitment, Reveal, Verdict, Dispute, Opening, View)
 }
 
 

@@ -4,6 +4,7 @@ of its own.
     consensus.advance(round)          a new round has begun: claims of it are taken from now on
     consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
     consensus.take(signed)            a record came; Refused says why not, and is counted
+    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for what this peer states
     consensus.duties(peer)            what ``peer`` has to do now (see `member`)
     consensus.ruling(claim)           what a quorum has settled
 
@@ -13,21 +14,24 @@ quorum stated (`rulings`), so records of drawn peers that come late are kept too
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from verification.cases import Case, Draw, Times
-from verification.claims import Claim, Commitment, Dispute, Entry, Mark, Opening, Reveal, Signed, Verdict, Verify
+from verification.claims import Claim, Commitment, Dispute, Entry, Mark, Opening, Record, Reveal, Signed, Verdict, Verify, View
 from verification.draw import OPENS, Electorate
 from verification.ledger import Ledger
+from verification.plants import BEHIND
 from verification.rulings import Rules, Ruling, first_draws, is_plant, rule, second_draw
 
 REASONS = (
     "forged", "foreign", "banned", "replayed", "future", "stale", "late", "unknown", "not-drawn", "contradiction", "unfit", "quota",
     "overflow",
 )  # fmt: skip
+TWICE = 2  # claims of one slot, entries of one round: two are the proof that their author contradicts itself
 MOST = 4  # different records of one peer where there should be one: enough for a proof
 
 
@@ -49,6 +53,8 @@ class Limits:
     """Claims and appeals whose verifiers are not drawn yet."""
     strangers: int = 4096
     """Of these, from authors who could not be drawn themselves: fresh keys cost nothing."""
+    peers: int = 16_384
+    """That have entered."""
     cases: int = 16_384
     """Claims and appeals at a time; the oldest that are decided or over make room."""
 
@@ -62,6 +68,8 @@ class Duty:
     attempt: int
     claim: Claim
     marks: tuple[Mark, ...] = ()
+    until: float = math.inf
+    """When a commitment comes too late."""
 
 
 class Consensus:
@@ -83,57 +91,93 @@ class Consensus:
         self.electorates: dict[int, Electorate] = {}
         self.counts: Counter[str] = Counter()
         self.round, self._since = 0, clock()
+        self.views: Callable[[View], None] = _no_views
         self._run, self._verify, self._clock, self._banned = run, verify, clock, banned
+        self._signatures: dict[bytes, bytes] = {}
+        self._at: float | None = None
         self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
         self._strange: set[bytes] = set()  # those of them whose authors are strangers
         self._cases: dict[bytes, Case] = {}
 
-    def advance(self, round: int) -> None:
-        """``round`` has begun; cases that nobody can appeal against any more are forgotten. Raises ValueError if that goes back."""
+    def advance(self, round: int, since: float | None = None) -> None:
+        """``round`` has begun, at ``since`` (now if None); cases that nobody can appeal against any more are forgotten. Raises
+        ValueError if that goes back.
+        """
         if round < self.round:
             raise ValueError(f"round {round} is before {self.round}")
-        self.round, self._since = round, self._clock()
+        self.round, self._since = round, self.now() if since is None else since
         for key, case in list(self._cases.items()):
-            if (case.appeal or case.claim).round < round - self.rules.appeal_rounds and case.is_over(self._since):
+            if (case.appeal or case.claim).round < round - self.rules.appeal_rounds and case.is_over(self.now()):
                 del self._cases[key]
 
-    def open(self, electorate: Electorate) -> None:
-        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. Raises ValueError if that is too early, or
-        was done.
+    def open(self, electorate: Electorate, begin: float | None = None) -> None:
+        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. The first draws begin at ``begin``, by default
+        ``skew_s`` from now: no vote is seen while any peer might still take claims of the round that this case's salts draw for.
+        Raises ValueError if that is too early, or was done.
         """
         if electorate.round > self.round - OPENS or electorate.round in self.electorates:
             raise ValueError(f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done")
         self.electorates[electorate.round] = electorate
-        ready = sorted((item for item in self._waiting.values() if item.round <= electorate.round), key=lambda item: item.id)
-        for item in ready:
+        for item in [item for item in self._waiting.values() if item.round <= electorate.round]:
             del self._waiting[item.id]
             self._strange.discard(item.id)
-            if item.round == electorate.round:
-                self._start(item)
+        for item in self.ledger.published(electorate.round):
+            self._start(item, self.now() + self.times.skew_s if begin is None else begin)
 
-    def take(self, signed: Signed) -> None:
-        """Take one record. Raises Refused; an accepted record is counted as ``accepted``, another under its reason."""
+    def take(self, signed: Signed, at: float | None = None) -> None:
+        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as ``accepted``,
+        another under its reason.
+        """
+        self._at = at
         try:
             self._take(signed)
         except Refused as refused:
             self.counts[refused.reason] += 1
             raise
+        finally:
+            self._at = None
+            if signed.record.id in self.ledger:
+                self._signatures.setdefault(signed.record.id, signed.signature)
         self.counts["accepted"] += 1
+
+    def learn(self, signed: Signed) -> bool:
+        """Add a record that another peer has kept; False if it was there, or is none of ours. What could not be refused for its time
+        is refused here as in `take`; it makes no marks, and duties only if the draw for it is still to come.
+        """
+        record = signed.record
+        if record.id in self.ledger or not self._may_keep(record) or not self._is_signed(signed):
+            return False
+        self.ledger.add(record)
+        self._signatures[record.id] = signed.signature
+        return True
+
+    def signed(self, record: Record) -> Signed:
+        """A record of the ledger as it came. Raises KeyError if it is not there."""
+        return Signed(record, self._signatures[record.id])
+
+    def forget(self, before: int) -> None:
+        """Drop what was published in rounds before ``before``, and electorates that nothing depends on any more."""
+        self.ledger.forget(before, self.rules.life + BEHIND)
+        self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
+        for round in [round for round in self.electorates if round < before - BEHIND]:
+            del self.electorates[round]
+        for key in [key for key in self._cases if key not in self.ledger]:
+            del self._cases[key]
 
     def duties(self, peer: str) -> list[Duty]:
         """What ``peer`` has to do now, by case."""
-        now, found = self._clock(), []
+        now, found = self.now(), []
         for case in self._cases.values():
             if not any(peer in draw.seats for draw in case.draws):
                 continue
             for attempt, draw in enumerate(case.draws[: case.current(now) + 1]):
-                if peer not in draw.seats:
+                if peer not in draw.seats or not draw.watched:
                     continue
                 if self.ledger.ballots(Verdict, case.key, attempt, peer):
                     continue
                 committed = peer in draw.commitments
                 if not committed and now >= draw.starts and draw.takes_commitments(now):
-                    found.append(Duty("check", case.key, attempt, case.claim))
+                    found.append(Duty("check", case.key, attempt, case.claim, until=draw.starts + draw.times.commit_s))
                 elif committed and peer not in draw.reveals and draw.is_revealing(now):
                     found.append(Duty("reveal", case.key, attempt, case.claim))
                 elif draw.is_over(now):
@@ -149,10 +193,12 @@ class Consensus:
 
     def _take(self, signed: Signed) -> None:
         record = signed.record
-        if not self._verify(record.peer, record.encoded, signed.signature):
-            raise Refused("A record was refused: its signature is not its author's.", "forged")
         if record.id in self.ledger:
             raise Refused("A record was refused: it was there before.", "replayed")
+        if isinstance(record, Claim):
+            self._check_slot(record)  # before the signature, which costs most: only floods are refused here
+        if not self._is_signed(signed):
+            raise Refused("A record was refused: its signature is not its author's.", "forged")
         # A banned peer's seats and planted claims are of earlier: it may still bring them to an end.
         if isinstance(record, Claim | Entry | Dispute) and self._banned(record.peer):
             raise Refused("A record was refused: its author is banned.", "banned")
@@ -162,16 +208,74 @@ class Consensus:
             self._take_appeal(record)
         elif isinstance(record, Commitment | Reveal | Verdict):
             self._take_ballot(record)
+        elif isinstance(record, View):
+            self._take_view(record)
+
+    def _is_signed(self, signed: Signed) -> bool:
+        return self._verify(signed.record.peer, signed.record.encoded, signed.signature)
+
+    def now(self) -> float:
+        """The time of the clock, or at which the record came that is being taken."""
+        return self._clock() if self._at is None else self._at
+
+    def _check_slot(self, claim: Claim) -> None:
+        others = self.ledger.claims_of(claim.peer, claim.round)
+        if (
+            claim.slot >= self.rules.claims
+            or len(others) >= self.limits.claims
+            or sum(other.slot == claim.slot for other in others) >= TWICE
+        ):
+            raise Refused("A claim was refused: its author made too many in this round.", "quota")
 
     def _take_published(self, record: Claim | Entry) -> None:
         if record.run != self._run:
             raise Refused(f"A {record.KIND} of another run was refused.", "foreign")
         self._check_round(record.KIND, record.round)
         if isinstance(record, Claim):
-            if len(self.ledger.claims_of(record.peer, record.round)) >= self.limits.claims:
-                raise Refused("A claim was refused: its author made too many in this round.", "quota")
             self._wait(record)
+        else:
+            entries = self.ledger.entries_of(record.peer)
+            if sum(entry.round == record.round for entry in entries) >= TWICE:
+                raise Refused("An entry was refused: its author made too many in this round.", "quota")
+            if not entries and self.ledger.peers() >= self.limits.peers:
+                raise Refused("An entry was refused: too many peers have entered.", "overflow")
         self.ledger.add(record)
+
+    def _take_view(self, record: View) -> None:
+        if record.run != self._run:
+            raise Refused("A view of another run was refused.", "foreign")
+        if record.round > self.round - OPENS + 1:
+            raise Refused("A view was refused: its round has not begun.", "future")
+        if record.round < self.round - OPENS:
+            raise Refused("A view was refused: its round is over.", "late")
+        voters = self._voters()
+        if voters is not None and record.peer not in voters and not self.ledger.entries_of(record.peer):
+            raise Refused("A view was refused: its author has not entered.", "unknown")
+        try:
+            self.views(record)
+        except ValueError as error:
+            raise Refused(f"A view was refused: {error}.", "contradiction") from error
+
+    def _may_keep(self, record: Record) -> bool:
+        """Whether a record from a log is of this run and within the bounds."""
+        if isinstance(record, Claim | Entry):
+            if record.run != self._run or record.round > self.round + 1:
+                return False
+            if isinstance(record, Entry):
+                known = self.ledger.entries_of(record.peer)
+                return sum(entry.round == record.round for entry in known) < TWICE and (
+                    bool(known) or self.ledger.peers() < self.limits.peers
+                )
+            others = self.ledger.claims_of(record.peer, record.round)
+            return record.slot < self.rules.claims and sum(other.slot == record.slot for other in others) < TWICE
+        if isinstance(record, Dispute | Opening):
+            claim = self.ledger.get(record.claim)
+            known = self.ledger.appeals(record.claim)
+            return isinstance(claim, Claim) and record.round <= self.round + 1 and not any(a.peer == record.peer for a in known)
+        if isinstance(record, Commitment | Reveal | Verdict):
+            ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
+            return self.ledger.stamp(record) is not None and len(ballots) < MOST
+        return False
 
     def _take_appeal(self, record: Dispute | Opening) -> None:
         self._check_round(record.KIND, record.round)
@@ -212,7 +316,7 @@ class Consensus:
 
     def _note(self, draw: Draw, record: Commitment | Reveal) -> None:
         """What came in time, for the marks that this peer states."""
-        now = self._clock()
+        now = self.now()
         if isinstance(record, Commitment):
             if not draw.takes_commitments(now):
                 raise Refused("A commitment came too late.", "late")
@@ -229,7 +333,7 @@ class Consensus:
         """Of a claim, an entry or an appeal: of the current round, or of a neighbour's whose clock differs from ours."""
         if round > self.round + 1:
             raise Refused(f"A {kind} was refused: its round has not begun.", "future")
-        if round == self.round - 1 and self._clock() < self._since + self.times.skew_s and round not in self.electorates:
+        if round == self.round - 1 and self.now() < self._since + self.times.skew_s and round not in self.electorates:
             return
         if round < self.round:
             raise Refused(f"A {kind} was refused: its round is over.", "late")
@@ -247,9 +351,10 @@ class Consensus:
 
     def _voters(self) -> Mapping[str, str] | None:
         """Who can be drawn, as far as is known; None before the first draw."""
-        return self.electorates[max(self.electorates)].operators if self.electorates else None
+        agreed = [round for round, electorate in self.electorates.items() if electorate.operators]
+        return self.electorates[max(agreed)].operators if agreed else None
 
-    def _start(self, item: Claim | Dispute | Opening) -> None:
+    def _start(self, item: Claim | Dispute | Opening, begin: float) -> None:
         if isinstance(item, Claim):
             claim, appeal, drawn = item, None, first_draws(item, self.electorates, self.rules)
         else:
@@ -265,15 +370,18 @@ class Consensus:
             drawn = (seats,) if seats else ()
         if drawn:
             self._make_room()
-            # No vote is seen while any peer might still take claims of the round that this case's salts draw for.
-            case = Case.at(self._clock() + self.times.skew_s, claim, appeal, drawn, self.times)
+            case = Case.at(begin, claim, appeal, drawn, self.times, self.now())
             self._cases[case.key] = case
 
     def _is_appealed(self, claim: Claim) -> bool:
-        now = self._clock()
+        now = self.now()
         return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
 
     def _make_room(self) -> None:
         """Forget the case that began first: no vote of it is taken any more, the ledger keeps what was."""
         while len(self._cases) >= self.limits.cases:
             del self._cases[next(iter(self._cases))]
+
+
+def _no_views(view: View) -> None:
+    """Where nobody agrees on anything, as in tests of one peer, views are of no use."""

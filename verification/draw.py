@@ -5,12 +5,13 @@ revealed when no claim of the round is taken any more:
 
     round r        claims of r are published
     round r + 1    the votes on claims of r - 1 are hidden and revealed; their salts make the beacon of r
-    round r + 2    begins with `Consensus.open`: verifiers are drawn for the claims of r, and check them
+    round r + 2    begins with views (`agreement`) and `Consensus.open`: verifiers are drawn for the claims of r, and check them
     round r + 3    authors open what they planted in r, if it is decided
     round r + 4    the reputation of r can be reckoned; later it changes by disputes only
 
 A salt is fixed by its commitment before any other is seen; whoever comes last can only withhold its own, which chooses between two
-beacons and costs as much as a wrong vote. A round whose claims got no vote adds nothing to the next beacon that was not known.
+beacons and costs as much as a wrong vote. Beacons are not chained: that of r follows from the records of r - 1 alone, so a newcomer
+needs no history. A round whose claims got no vote gives a beacon that could be known beforehand.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ class Electorate:
     beacon: bytes
     """32 bytes."""
     operators: Mapping[str, str]
-    """Peer id to operator, of those with enough reputation that announce the model."""
+    """Peer id to operator, of those who may be drawn (see `electorate`)."""
+    claims: frozenset[bytes] | None = None
+    """Ids of the claims that verifiers are drawn for. None: of all claims, the share that `is_audited`."""
 
     def __post_init__(self) -> None:
         if len(self.beacon) != 32:
             raise ValueError(f"a beacon has 32 bytes, got {len(self.beacon)}")
 
 
-def next_beacon(previous: bytes, salts: Iterable[bytes]) -> bytes:
-    """The beacon of a round from the one before and the salts revealed in it, in any order; copies count once."""
-    mixed = hashlib.sha256(b"shoal/verification/1/beacon\x00" + previous)
+def beacon(run: str, round: int, salts: Iterable[bytes]) -> bytes:
+    """The beacon of ``round`` from the salts of the votes that count on claims of the round before, in any order; copies count once."""
+    mixed = hashlib.sha256(b"shoal/verification/1/beacon\x00" + len(run).to_bytes(4, "big") + run.encode() + round.to_bytes(8, "big"))
     for salt in sorted(set(salts)):
         mixed.update(hashlib.sha256(salt).digest())
     return mixed.digest()

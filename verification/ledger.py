@@ -20,6 +20,9 @@ class Ledger:
     """Any order, any number of times: the same records make the same ledger."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._replace(records)
+
+    def _replace(self, records: Iterable[Record]) -> None:
         self._records: dict[bytes, Record] = {}
         self._ballots: defaultdict[Place, list[Record]] = defaultdict(list)
         self._appeals: defaultdict[bytes, list[Dispute | Opening]] = defaultdict(list)
@@ -72,9 +75,53 @@ class Ledger:
         """What ``peer`` claimed in ``round``."""
         return self._claims.get((peer, round), [])
 
-    def entry(self, peer: str, round: int) -> Entry | None:
-        """The newest entry of ``peer`` before ``round``, or None if there is none, or two of one round."""
-        earlier = [entry for entry in self._entries.get(peer, ()) if entry.round < round]
+    def entry(self, peer: str, round: int, life: int | None = None) -> Entry | None:
+        """The newest entry of ``peer`` before ``round``, at most ``life`` rounds; None if there is none, or two of one round."""
+        least = 0 if life is None else round - life
+        earlier = [entry for entry in self._entries.get(peer, ()) if least <= entry.round < round]
         newest = max((entry.round for entry in earlier), default=-1)
         found = [entry for entry in earlier if entry.round == newest]
         return found[0] if len(found) == 1 else None
+
+    def entries_of(self, peer: str) -> list[Entry]:
+        """All of ``peer``, as they came."""
+        return self._entries.get(peer, [])
+
+    def peers(self) -> int:
+        """How many have entered."""
+        return len(self._entries)
+
+    def entries(self) -> list[Entry]:
+        """All entries, by round and id."""
+        return sorted((entry for group in self._entries.values() for entry in group), key=lambda entry: (entry.round, entry.id))
+
+    def published(self, round: int) -> list[Claim | Dispute | Opening]:
+        """The claims and appeals of ``round``, by id."""
+        found: list[Claim | Dispute | Opening] = [claim for claim in self.claims() if claim.round == round]
+        found += [appeal for group in self._appeals.values() for appeal in group if appeal.round == round]
+        return sorted(found, key=lambda item: item.id)
+
+    def stamp(self, record: Record) -> int | None:
+        """The round to which ``record`` belongs: a claim's or an entry's own, an appeal's or a ballot's that of the claim in question;
+        None if that claim is not known.
+        """
+        if isinstance(record, Claim | Entry):
+            return record.round
+        if isinstance(record, Commitment | Reveal | Verdict):
+            case = self._records.get(record.case)
+            return self.stamp(case) if isinstance(case, Claim | Dispute | Opening) else None
+        claim = self._records.get(record.claim) if isinstance(record, Dispute | Opening) else None
+        return claim.round if isinstance(claim, Claim) else None
+
+    def forget(self, before: int, life: int) -> None:
+        """Drop claims of rounds before ``before`` with all that was said about them, and entries that were ``life`` rounds old then.
+
+        Their consequences have to live on in a base (`reputation.reckon`).
+        """
+        kept = []
+        for record in self._records.values():
+            stamp = self.stamp(record)
+            if stamp is not None and stamp >= (before - life if isinstance(record, Entry) else before):
+                kept.append(record)
+        if len(kept) < len(self._records):
+            self._replace(kept)

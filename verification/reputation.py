@@ -9,13 +9,19 @@ Every loss is a mark or a decision that more than half of a draw's seats have si
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgpack
+
+from verification.claims import MAX_ROUND
 from verification.ledger import Ledger
 from verification.rulings import Electorates, Rules, Ruling, rule
 
+ROW = 14  # numbers of a standing
 POINT = 1000  # scores and prices are in thousandths of a point
 
 
@@ -76,6 +82,27 @@ class Standing:
     seats: dict[str, int] = field(default_factory=lambda: {"agreed": 0, "against": 0, "absent": 0, "withheld": 0, "missed": 0})
     appeals: dict[str, int] = field(default_factory=lambda: {"won": 0, "lost": 0})
 
+    @property
+    def row(self) -> tuple[int | None, ...]:
+        """All of it as `ROW` numbers."""
+        counts = (*self.claims.values(), *self.seats.values(), *self.appeals.values())
+        return (self.score, self.until, self.bans, *counts)
+
+    @classmethod
+    def of(cls, row: Sequence[int | None]) -> Standing:
+        """What ``row`` was made from. Raises ValueError unless it has `ROW` integers, all but the score and None not negative."""
+        score, until, bans, *counts = row
+        numbers = (score, bans, *counts, *([] if until is None else [until]))
+        if len(row) != ROW or any(type(number) is not int or abs(number) > MAX_ROUND for number in numbers):
+            raise ValueError("not a standing")
+        if any(number < 0 for number in numbers[1:] if number is not None):
+            raise ValueError("not a standing")
+        standing = cls(int(score or 0), until, int(bans or 0))
+        found = iter(int(count or 0) for count in counts)
+        for group in (standing.claims, standing.seats, standing.appeals):
+            group.update({name: next(found) for name in group})
+        return standing
+
 
 @dataclass(frozen=True)
 class Table:
@@ -107,13 +134,28 @@ class Table:
         """
         return not self.is_banned(peer) and self.score(peer) >= least
 
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """32 bytes that tell the standings from all others: SHA-256 of their encoding, sorted by peer."""
+        rows = [[peer, *standing.row] for peer, standing in sorted(self.standings.items())]
+        return hashlib.sha256(b"shoal/verification/1/table\x00" + bytes(msgpack.packb([self.round, rows]))).digest()
 
-def reckon(ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int) -> Table:
-    """The table at the end of ``round``; claims of later rounds do not count yet."""
+    def base(self) -> Table:
+        """The same standings, copied, without the rulings: what lives on of rounds whose records are forgotten."""
+        return Table(self.round, {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}, {})
+
+
+def reckon(
+    ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int, base: Table | None = None
+) -> Table:
+    """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round, those
+    up to that round count through it, and their records are not needed any more.
+    """
     standings: defaultdict[str, Standing] = defaultdict(Standing)
+    standings.update(base.base().standings if base else {})
     rulings: dict[bytes, Ruling] = {}
-    claims = [claim for claim in ledger.claims() if claim.round <= round]
-    last, at = None, 0
+    claims = [claim for claim in ledger.claims() if (base.round if base else -1) < claim.round <= round]
+    last, at = (base.round if base else None), 0
     while at < len(claims):
         now = claims[at].round
         for standing in standings.values():
@@ -138,6 +180,8 @@ def reckon(ledger: Ledger, electorates: Electorates, rules: Rules, prices: Price
 
 def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: Prices) -> Iterator[tuple[str, int]]:
     """Counts what happened into ``standings`` and gives the changes of scores."""
+    if not ruling.trials:  # nobody was drawn: strangers' claims leave no trace
+        return
     author = ruling.claim.peer
     standings[author].claims["planted" if ruling.planted else ruling.outcome] += 1
     if ruling.outcome == "valid":

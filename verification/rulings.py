@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from verification.claims import Claim, Commitment, Dispute, Mark, Opening, Reveal, Verdict, Vote
-from verification.draw import Electorate, is_audited, seats
+from verification.claims import MAX_SEATS, Claim, Commitment, Dispute, Entry, Mark, Opening, Reveal, Verdict, Vote
+from verification.draw import LEAST, SETTLED, Electorate, is_audited, seats
 from verification.ledger import Ledger
 from verification.plants import BEHIND, belongs, must_plant
 
@@ -40,6 +40,25 @@ class Rules:
     """Share of claims that their authors must make wrong."""
     appeal_rounds: int = 16
     """Rounds after a claim's in which it can be disputed or opened."""
+    claims: int = 1
+    """Of a peer in a round; slots count from 0."""
+    strangers: int = 8
+    """Claims of a round, of all who cannot be drawn themselves together, that verifiers are drawn for: fresh keys cost nothing."""
+    life: int = 8
+    """Rounds that an entry holds; it is renewed every half of them."""
+    least: int = 100
+    """Score, in thousandths of a point, from which a peer can be drawn, once more peers than sit in a draw have it."""
+
+    def __post_init__(self) -> None:
+        for name in ("verifiers", "appeal"):
+            if getattr(self, name) % 2 == 0 or not LEAST <= getattr(self, name) <= MAX_SEATS:
+                raise ValueError(f"{name} must be an odd number from {LEAST} to {MAX_SEATS}, not {getattr(self, name)}")
+        if not 0 <= self.audit <= 1 or not 0 <= self.planted < 1:
+            raise ValueError(f"audit must be from 0 to 1, and planted from 0 to below 1, not {self.audit} and {self.planted}")
+        if not SETTLED <= self.appeal_rounds <= 4096 or not 4 <= self.life <= 4096 or not 1 <= self.claims <= 2**16:
+            raise ValueError(f"appeal_rounds must be from {SETTLED} to 4096, life from 4 to 4096, and claims from 1 to {2**16}")
+        if self.strangers < 0:
+            raise ValueError(f"strangers must not be negative, as {self.strangers} is")
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,10 @@ def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ign
 def first_draws(claim: Claim, electorates: Electorates, rules: Rules) -> tuple[tuple[str, ...], ...]:
     """The seats of each attempt; none if nobody knows the electorate, the claim is not audited, or peers are too few."""
     electorate = electorates.get(claim.round)
-    if electorate is None or not is_audited(electorate.beacon, claim.id, rules.audit):
+    if electorate is None:
+        return ()
+    drawn_for = electorate.claims
+    if claim.id not in drawn_for if drawn_for is not None else not is_audited(electorate.beacon, claim.id, rules.audit):
         return ()
     return seats(electorate, claim.id, rules.verifiers, {operator(electorate, claim.peer)})
 
@@ -157,11 +179,16 @@ def operator(electorate: Electorate, peer: str) -> str:
     return electorate.operators.get(peer, peer)
 
 
+def anchored(ledger: Ledger, peer: str, round: int, rules: Rules) -> Entry | None:
+    """The entry whose chain decides what ``peer`` plants in ``round``: the newest that is `BEHIND` rounds old, and not too old."""
+    return ledger.entry(peer, round - BEHIND + 1, rules.life)
+
+
 def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules) -> bool:
     """Whether the lottery told the author of ``claim`` to plant it: its chain was anchored before, and the slot was used once."""
-    entry, before = ledger.entry(claim.peer, claim.round - BEHIND + 1), electorates.get(claim.round - BEHIND)
-    if opening.peer != claim.peer or entry is None or before is None:
-        return False
+    entry, before = anchored(ledger, claim.peer, claim.round, rules), electorates.get(claim.round - BEHIND)
+    if opening.peer != claim.peer or entry is None or before is None or not before.operators:
+        return False  # also if no electorate was agreed on (`electorate.void`): its beacon could be known when the chain was made
     if sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) != 1:
         return False
     drawn = must_plant(opening.link, before.beacon, claim.slot, rules.planted)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from node.rl.policy import Completion, PolicyError, draw, pad
+from node.rl.policy import Choose, Completion, PolicyError, draw, pad
 
 ROWS = 16  # sequences at once, forward and backward: what bounds the memory
 RANK = 16
@@ -37,6 +37,7 @@ class HF:
         also = stops if isinstance(stops, list) else [stops]
         self._end: int = tokenizer.eos_token_id
         self._ends = {self._end, *(token for token in also if isinstance(token, int))}
+        self.vocabulary: int = _inner(model).get_input_embeddings().weight.shape[0]
         self._keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
         self.tokenizer = hashlib.sha256(b"hf/1:" + tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
@@ -44,6 +45,10 @@ class HF:
         """What looks like a special token in a stranger's text is text."""
         ids = self._tokenizer(completion, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [*ids, *([self._end] if ended else [])]
+
+    def ends(self, token: int) -> bool:
+        """As `Policy.ends`."""
+        return token in self._ends
 
     def _prompt(self, prompt: str) -> list[int]:
         if not self._tokenizer.chat_template:
@@ -57,7 +62,7 @@ class HF:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int
+        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
     ) -> list[list[Completion]]:
         """As `Policy.generate`; ROWS sequences at a time."""
         generator = torch.Generator().manual_seed(seed)
@@ -69,11 +74,14 @@ class HF:
         self.module.eval()
         for start in range(0, len(rows), ROWS):
             part = rows[start : start + ROWS]
-            found.update(zip(part, self._write([wanted[row] for row in part], temperature, max_tokens, generator), strict=True))
+            written = self._write([wanted[row] for row in part], temperature, max_tokens, generator, choose)
+            found.update(zip(part, written, strict=True))
         self.module.train(was_training)
         return [[found[number * count + one] for one in range(count)] for number in range(len(prompts))]
 
-    def _write(self, prompts: list[str], temperature: float, most: int, generator: torch.Generator) -> list[Completion]:
+    def _write(
+        self, prompts: list[str], temperature: float, most: int, generator: torch.Generator, choose: Choose | None
+    ) -> list[Completion]:
         tokens, mask = pad([self._prompt(prompt) for prompt in prompts], self._end, left=True, device=self._device())
         keep = {"logits_to_keep": 1} if self._keeps else {}
         past: Any = None
@@ -87,7 +95,7 @@ class HF:
                 input_ids=tokens, attention_mask=mask.long(), position_ids=places, past_key_values=past, use_cache=True, **keep
             )
             past = made.past_key_values
-            chosen, log_prob = draw(made.logits[:, -1], temperature, generator)
+            chosen, log_prob = draw(made.logits[:, -1], temperature, generator, choose)
             ids.append(chosen)
             logs.append(log_prob)
             going = going & ~torch.isin(chosen, ends)
@@ -111,6 +119,17 @@ class HF:
             tokens, visible = torch.cat([before, after[part]], 1), torch.cat([seen, mask[part]], 1)
             parts.append(checkpoint(self._part, tokens, visible, after.shape[1], temperature, use_reentrant=False))
         return torch.cat(parts), mask
+
+    def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """As `Policy.logits`."""
+        after, mask = pad(completions, self._end, left=False, device=self._device())
+        before, seen = pad([self._prompt(prompt) for prompt in prompts], self._end, left=True, device=self._device())
+        tokens, visible = torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]
+        length = after.shape[1]
+        keep = {"logits_to_keep": length} if self._keeps else {}
+        made = self.module(input_ids=tokens, attention_mask=visible.long(), position_ids=_places(visible), use_cache=False, **keep)
+        found: Tensor = made.logits[:, -length:]
+        return found, mask
 
     def _part(self, tokens: Tensor, visible: Tensor, length: int, temperature: float) -> Tensor:
         """(b, length): log-probabilities of the last ``length`` of ``tokens``."""

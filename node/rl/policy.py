@@ -6,7 +6,7 @@ tokenizer is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from swarm.errors import ShoalError
 from swarm.rollout_record import Finish
+
+Choose = Callable[[Tensor], Tensor]
+"""From the logits (B, V) of one step to the token of each row, int64 (B,)."""
 
 
 class PolicyError(ShoalError):
@@ -45,6 +48,8 @@ class Policy(Protocol):
     """The one of ``optim.sapo.LOSSES`` that suits it."""
     max_tokens: int
     """How long completions of this policy usually need to be."""
+    vocabulary: int
+    """Token ids are below it."""
 
     @property
     def module(self) -> nn.Module:
@@ -52,12 +57,18 @@ class Policy(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int
+        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
     ) -> list[list[Completion]]:
         """``count`` completions of each prompt, at most ``max_tokens`` tokens long; greedy if ``temperature`` is 0.
 
-        The same arguments and weights give the same completions on the same machine (CPU).
+        The same arguments and weights give the same completions on the same machine (CPU). ``choose`` takes the place of the draw
+        with ``seed`` and is called once for each step, also for rows that have ended; of 16 prompts or fewer with the ``count`` 1
+        it is given all at once, in their order if they are equal.
         """
+        ...
+
+    def ends(self, token: int) -> bool:
+        """Whether a completion ends with this token."""
         ...
 
     def encode(self, completion: str, ended: bool) -> list[int]:
@@ -68,6 +79,13 @@ class Policy(Protocol):
         """Log-probability of each token of each completion given its prompt, float (B, T) with gradient; and bool (B, T), its mask.
 
         Prompt number i belongs to completion number i. T is the length of the longest completion, the others are padded.
+        """
+        ...
+
+    def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """What each token of each completion was drawn from, floating (B, T, V), before the temperature; and bool (B, T), its mask.
+
+        All in one call of the module, of which they are the last T positions; ``log_probs`` says the rest.
         """
         ...
 
@@ -84,13 +102,15 @@ def pad(rows: Sequence[Sequence[int]], filler: int, *, left: bool, device: torch
     return tokens.to(device), mask.to(device)
 
 
-def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, temperature: float, generator: torch.Generator, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
     """A token of each row of logits (B, V) and its log-probability, both (B,); the most likely one if ``temperature`` is 0.
 
-    Drawn on the CPU, where the same seed gives the same numbers whatever the device is.
+    Drawn on the CPU, where the same seed gives the same numbers whatever the device is; or by ``choose``.
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    if temperature == 0:
+    if choose is not None:
+        chosen = choose(logits).to(logits.device)
+    elif temperature == 0:
         chosen = logs.argmax(-1)
     else:
         chosen = torch.multinomial(logs.exp().cpu(), 1, generator=generator)[:, 0].to(logits.device)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from node.rl.environment import Environment
-from node.rl.policy import Completion, PolicyError, draw, pad
+from node.rl.policy import Choose, Completion, PolicyError, draw, pad
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 END, OTHER = 0, 1  # token ids; those of the alphabet follow
@@ -104,6 +104,7 @@ class Tiny:
     # A model this small unlearns more by pushing down what it would never have written than it learns (docs/benchmarks.md).
     loss = "positive"
     max_tokens = 12
+    vocabulary = VOCABULARY
     tokenizer = hashlib.sha256(f"tiny/1:{ALPHABET}".encode()).hexdigest()
 
     def __init__(
@@ -124,13 +125,17 @@ class Tiny:
         """One token a character; those outside of printable ASCII are all the same one."""
         return [_token(character) for character in completion] + ([END] if ended else [])
 
+    def ends(self, token: int) -> bool:
+        """As `Policy.ends`."""
+        return token == END
+
     def _prompt(self, prompt: str) -> list[int]:
         # The line's end says that the answer begins; a prompt is never empty with it.
         return [*self.encode(prompt[-LONGEST_PROMPT:], False), OTHER]
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int
+        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
     ) -> list[list[Completion]]:
         """As `Policy.generate`; each prompt is read once for all of its completions."""
         most = min(max_tokens, CONTEXT - LONGEST_PROMPT - 1)
@@ -143,7 +148,7 @@ class Tiny:
         ids, logs = [], []
         going = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
         for _ in range(most):
-            chosen, log = draw(logits, temperature, generator)
+            chosen, log = draw(logits, temperature, generator, choose)
             ids.append(chosen)
             logs.append(log)
             going = going & (chosen != END)
@@ -158,12 +163,22 @@ class Tiny:
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
         """As `Policy.log_probs`."""
+        logits, after, mask = self._pass(prompts, completions)
+        logs = (logits / (temperature or 1.0)).log_softmax(-1)
+        return logs.gather(-1, after[..., None])[..., 0], mask
+
+    def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """As `Policy.logits`."""
+        logits, _, mask = self._pass(prompts, completions)
+        return logits, mask
+
+    def _pass(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (B, T, V), and the completions' tokens and mask, (B, T)."""
         most = CONTEXT - LONGEST_PROMPT - 1
         before, seen = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
         after, mask = pad([row[:most] for row in completions], END, left=False, device=self._device())
         logits, _ = self.module(torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1])
-        logs = (logits[:, before.shape[1] - 1 :] / (temperature or 1.0)).log_softmax(-1)
-        return logs.gather(-1, after[..., None])[..., 0], mask
+        return logits[:, before.shape[1] - 1 :], after, mask
 
     def _warm_up(self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -117,18 +117,19 @@ class GroupPeer:
     def __init__(self, network, **options):
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
-        self.sees, self.rounds, self.looked, self.issued = None, {}, 0, {}
+        self.sees, self.rounds, self.looked, self.issued, self.banned = None, {}, 0, {}, set()
         settings = {"wait": 20.0, "chunk_timeout": 5.0, "exchange_timeout": 20.0} | options
         self.exchange = GroupExchange(
-            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look, **settings
-        )
+            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look,
+            barred=lambda peer: peer in self.banned, **settings,
+        )  # fmt: skip
 
     def look(self):
         self.looked += 1
 
     def members(self):
         ids = list(self.network.hosts) if self.sees is None else self.sees
-        records = {peer: self.network.member(peer, self.rounds.get(peer, 0)) for peer in ids}
+        records = {peer: self.network.member(peer, self.rounds.get(peer, 0)) for peer in ids if peer not in self.banned}
         return {peer: record.model_copy(update={"issued": self.issued.get(peer, 1.0)}) for peer, record in records.items()}
 
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), fragment=0, weight=1.0):

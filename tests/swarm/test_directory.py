@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from concurrent.futures import Future
 
 import msgpack
 import pytest
@@ -231,6 +232,41 @@ def test_hostile_bytes_never_raise(me):
         raw = bytes(data[: rng.randrange(len(data) + 1)])
         assert raw == good or open_record(raw) is None
         assert not validator.validate(DHTRecord(b"", raw[:5], raw, 0.0))
+
+
+# -- who is barred, without a network ----------------------------------------------------------------------------------------
+
+
+class Quiet:
+    """A board on which nothing is ever written."""
+
+    def addresses(self):
+        return ()
+
+    def submit(self, coroutine):
+        coroutine.close()
+        return Future()
+
+
+def test_who_is_barred_is_no_member_but_can_be_found():
+    me, good, bad, gone = (Identity.ephemeral() for _ in range(4))
+    barred = set()
+    directory = Directory(Quiet(), me, SWARM, barred=barred.__contains__)
+    directory.announce(**ABOUT)
+    directory._seen = {who.peer_id: member(who) for who in (good, bad)} | {gone.peer_id: member(gone, state="done")}
+    here, everybody = {me.peer_id, good.peer_id}, {me.peer_id, good.peer_id, bad.peer_id}
+    assert set(directory.members()) == set(directory.everyone()) == everybody
+    barred |= {bad.peer_id, gone.peer_id, me.peer_id}
+    assert set(directory.members()) == here  # a node does not leave itself out
+    assert set(directory.everyone()) == everybody
+    assert directory.departed() == {}
+    assert not directory.wait_for(3, 0.0)
+    assert [directory.is_barred(who.peer_id) for who in (me, good, bad)] == [False, False, True]
+    barred.clear()
+    assert set(directory.members()) == everybody
+    assert set(directory.departed()) == {gone.peer_id}
+    directory.barred = lambda peer: True  # set later, as by what knows of bans
+    assert set(directory.members()) == {me.peer_id}
 
 
 # -- real hosts ------------------------------------------------------------------------------------------------------------

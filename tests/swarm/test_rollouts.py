@@ -177,6 +177,22 @@ def test_unknown_environments_are_refused_also_when_the_question_fails():
     assert pool.counts["held"] == 1
 
 
+def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
+    pool, gossip, _ = pool_of()
+    barred = set()
+    pool.barred = barred.__contains__
+    other = Identity.ephemeral()
+    early, theirs, late = record(), record(other), record()
+    assert [gossip.deliver(item) for item in (early, theirs)] == [None, None]
+    barred.add(OTHER.peer_id)
+    assert gossip.deliver(late) == "banned"
+    assert pool.drain() == [theirs]
+    assert (pool.counts["banned"], pool.counts["held"]) == (1, 0)
+    barred.clear()
+    assert gossip.deliver(late) is None  # a ban is over some day, and the record had not been counted as seen
+    assert pool.drain() == [late]
+
+
 # -- over the network ----------------------------------------------------------------------------------------------------
 
 
@@ -313,4 +329,4 @@ def test_a_flood_has_its_counter(pair):
 def test_every_reason_has_a_row_from_the_start():
     pool, _, _ = pool_of()
     assert pool.counts["rejected"] == dict.fromkeys(REASONS, 0)
-    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest"} == set(REASONS)
+    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest", "banned"} == set(REASONS)

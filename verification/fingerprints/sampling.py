@@ -76,7 +76,12 @@ def _mix(words: Tensor) -> Tensor:
 
 def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:
     """The token at ``position`` from ``logits`` (V,). Equal scores are won by the smaller token."""
-    return int(torch.argmax(_scores(logits.unsqueeze(0), seed, position, temperature)))
+    return int(draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)[0])
+
+
+def draw_each(logits: Tensor, seed: bytes, positions: range, temperature: float = 1.0) -> Tensor:
+    """``draw`` for rows of ``logits`` (n, V), the position of each of which stands in ``positions``: (n,) int64."""
+    return torch.argmax(_scores(logits, seed, positions, temperature), dim=1)
 
 
 def margins(drawn: Drawn) -> Tensor:
@@ -91,15 +96,17 @@ def margins(drawn: Drawn) -> Tensor:
         raise ValueError(f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}")
     found, at, many = [], 0, max(1, MOST_VOCABULARY // logits.shape[1])
     for rows in torch.split(logits, many):
-        scores = _scores(rows, drawn.seed, drawn.first + at, drawn.temperature)
+        scores = _scores(rows, drawn.seed, range(drawn.first + at, drawn.first + at + len(rows)), drawn.temperature)
         chosen = scores.gather(1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)).squeeze(1)
         found.append((scores.amax(dim=1) - chosen).clamp_max(FARTHEST))
         at += many
     return torch.cat(found).cpu()
 
 
-def _scores(logits: Tensor, seed: bytes, first: int, temperature: float) -> Tensor:
-    """What competes at each position from ``first`` on, (n, V) float64."""
+def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -> Tensor:
+    """What competes at each of the positions, (n, V) float64."""
+    if len(positions) != len(logits):
+        raise ValueError(f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}")
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
     rows = logits.detach().double()
@@ -108,7 +115,7 @@ def _scores(logits: Tensor, seed: bytes, first: int, temperature: float) -> Tens
     # The noise has full weight and the logits are divided, so margins of all temperatures are in the same unit.
     if temperature == 0:
         return rows
-    return rows / temperature + _noise(seed, range(first, first + len(rows)), rows.shape[1], rows.device)
+    return rows / temperature + _noise(seed, positions, rows.shape[1], rows.device)
 
 
 class SeededSampling:
@@ -135,6 +142,10 @@ class SeededSampling:
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of sampling has {_FORMAT.size}")
         if proof != self._head(output):
             return Evidence(self.features, fault="the tokens were drawn with other settings than was agreed")
+        return self.measured(found)
+
+    def measured(self, found: Tensor) -> Evidence:
+        """The evidence in ``margins`` (n,), where they are of several completions that were drawn apart."""
         windows = torch.split(found, WINDOW)
         values = tuple((float((part > 0).double().mean()), float(part.mean())) for part in windows)
         return Evidence(self.features, values, tuple(len(part) / WINDOW for part in windows))

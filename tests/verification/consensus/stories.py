@@ -8,7 +8,7 @@ from verification.draw import Electorate
 from verification.plants import BEHIND, Chain, must_plant
 from verification.rulings import Rules, first_draws, second_draw
 
-RULES = Rules(planted=0.25)
+RULES = Rules(planted=0.25, claims=2**16, life=64)
 BEHAVIOURS = ("valid", "invalid", "absent", "withheld", "unfit", "twice")
 
 

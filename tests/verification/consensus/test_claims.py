@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from verification.claims import LIMIT, MAX_SEATS, Claim, Commitment, Dispute, Entry, Opening, Reveal, Verdict, decode, hide
+from verification.claims import LIMIT, MAX_SEATS, Claim, Commitment, Dispute, Entry, Opening, Reveal, Verdict, View, decode, hide
 
 HASH = st.binary(min_size=32, max_size=32)
 NAME = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=64)
@@ -37,6 +37,7 @@ RECORDS = st.one_of(
     ),
     st.builds(Dispute, peer=NAME, round=COUNT, claim=HASH, attempt=ATTEMPT),
     st.builds(Opening, peer=NAME, round=COUNT, claim=HASH, attempt=ATTEMPT, link=HASH),
+    st.builds(View, peer=NAME, run=NAME, round=COUNT, root=HASH, table=HASH),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from verification.consensus import REASONS, Consensus, Limits, Refused
 from verification.draw import Electorate
 from verification.member import Checked, Member
 from verification.plants import BEHIND, Chain, must_plant
-from verification.simulation import toy_signer, toy_verify
+from verification.simulated_peers import toy_signer, toy_verify
 
 PEERS = tuple(f"p{number:02}" for number in range(16))
 TIMES = Times(commit_s=10.0, skew_s=2.0, reveal_s=5.0)
@@ -328,7 +328,7 @@ class Silent:
 
 def member(scene, peer, check):
     board = Silent()
-    return Member(peer, scene.consensus, board, toy_signer(peer), check, lambda: digest("salt", peer)), board
+    return Member(peer, scene.consensus, board.publish, toy_signer(peer), check, lambda: digest("salt", peer)), board
 
 
 def test_a_member_commits_reveals_and_states():

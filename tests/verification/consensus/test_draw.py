@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import digest
 
-from verification.draw import LEAST, Electorate, is_audited, next_beacon, seats
+from verification.draw import LEAST, Electorate, beacon, is_audited, seats
 from verification.plants import Chain, belongs, must_plant
 
 PEERS = st.dictionaries(
@@ -51,15 +51,15 @@ def test_a_beacon_has_32_bytes():
 
 
 @given(st.lists(st.binary(min_size=32, max_size=32), max_size=6), st.randoms())
-def test_the_beacon_does_not_depend_on_order_or_copies_and_on_every_salt(salts, shuffler):
-    beacon = next_beacon(digest(0), salts)
+def test_the_beacon_depends_on_run_round_and_every_salt_and_not_on_order_or_copies(salts, shuffler):
+    found = beacon("run", 7, salts)
     mixed = salts + salts
     shuffler.shuffle(mixed)
-    assert next_beacon(digest(0), mixed) == beacon
-    assert next_beacon(digest(1), salts) != beacon
+    assert beacon("run", 7, mixed) == found
+    assert len({beacon("run", 8, salts), beacon("other", 7, salts), found}) == 3
     if salts:
         fewer = [salt for salt in salts if salt != salts[0]]
-        assert next_beacon(digest(0), fewer) != beacon
+        assert beacon("run", 7, fewer) != found
 
 
 def test_audits_are_a_share():

@@ -1,0 +1,77 @@
+"""A small policy, what its honest claims look like, and claims of it: honest ones and others."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from node.rl.environment import Env, canonical
+from node.rl.policy import Policy
+from node.rl.strings import Strings
+from node.rl.tiny import Tiny, Warm
+from node.verify.calibrate import self_calibrate
+from node.verify.checker import Checker
+from node.verify.material import DTYPES, Agreed, Coordinates, seed_of
+from node.verify.prover import make_claim, prove
+from node.verify.snapshot import digest, snapshot
+from verification.calibration import Calibration
+
+RUN, ROUND, PEER, SLOT = "run", 7, "peer", 1
+HONEST = 60
+
+
+@dataclass
+class World:
+    """One policy and all that its claims need."""
+
+    env: Env
+    policy: Policy
+    agreed: Agreed
+    calibration: Calibration
+    snapshot: bytes
+
+    def question(self, index):
+        return Coordinates.of(self.env, 99, index)
+
+    def proven(self, index=0, policy=None, seed=None, dtype="float32", **options):
+        """A group by ``policy``, whoever it says it is by."""
+        by = copy.deepcopy(policy or self.policy)
+        by.module.to(DTYPES[dtype])
+        at = self.question(index)
+        drawn = seed_of(RUN, ROUND, PEER, SLOT, at.hash) if seed is None else seed
+        return prove(by, self.env, at, self.agreed, drawn, policy_name="tiny", snapshot_bytes=len(self.snapshot), **options)
+
+    def claim(self, proven, **fields):
+        said = {"run": RUN, "round": ROUND, "peer": PEER, "slot": SLOT, "model": digest(self.snapshot)}
+        return make_claim(proven, **{**said, **fields})
+
+    def checker(self, dtype="float32", **options):
+        width = self.policy.module.head.in_features
+        return Checker(
+            lambda: Tiny(self.env.made, seed=8, width=width, warm=Warm(steps=0)), self.env, self.agreed, self.calibration, "tiny",
+            DTYPES[dtype], **options,
+        )  # fmt: skip
+
+    def check(self, proven, checker=None, snapshot=None):
+        return (checker or self.checker()).check(self.claim(proven), proven.material, snapshot or self.snapshot)
+
+    def changed(self, change):
+        """The policy with ``change(weight)`` in place of every matrix of its blocks."""
+        other = copy.deepcopy(self.policy)
+        with torch.no_grad():
+            for weight in other.module.blocks.parameters():
+                if weight.dim() == 2:
+                    weight.copy_(change(weight))
+        return other
+
+
+@pytest.fixture(scope="session")
+def world():
+    torch.set_num_threads(1)
+    env = Env("strings", canonical({}), Strings())
+    # Little warm, so that it does not end at once.
+    policy = Tiny(env.made, seed=1, warm=Warm(steps=40, batch=32))
+    agreed = Agreed(1.0, 12, 8)
+    calibration = self_calibrate(policy, env, agreed, policy_name="tiny", claims=HONEST, dtypes=("float32", "bfloat16"))
+    return World(env, policy, agreed, calibration, snapshot(policy))
