@@ -55,6 +55,8 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--device", help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]"),
         click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001."),
         click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port."),
+        click.option("--bootstrap", multiple=True, metavar="MULTIADDR", help="A seed (or member) to get in through."),
+        click.option("--relay", metavar="auto|only|off", help="Be reached through a seed or the link's peers.  [default: auto]"),
         click.option("--data", help="Files or folders of text to train on, for the built-in task."),
         click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
         click.option("--folder", type=click.Path(path_type=Path), help="Where checkpoints and metrics go.  [default: runs/NAME]"),
@@ -213,6 +215,25 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
     return int(ExitCode.OK)
 
 
+@cli.command()
+@click.option("--relay", is_flag=True, help="Also forward for nodes that nobody can reach.")
+@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]")
+@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port.")
+@click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool, verbose: bool) -> int:
+    """Help the nodes of any swarm to find each other, without training.
+
+    Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
+    """
+    _log_to_stderr(verbose)
+    from node.seed import run_seed
+
+    run_seed(path, listen=listen, announce=announce, relay=relay, as_json=as_json)
+    return int(ExitCode.OK)
+
+
 @cli.group("id")
 def identity() -> None:
     """The key of this node, which is its name on the network."""
@@ -294,11 +315,12 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as dotted settings; those not given are None or empty and change nothing."""
-    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "slow_on_device")
+    names = ("name", "device", "relay", "data", "shard", "folder", "identity", "threads", "resume", "slow_on_device")
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,
         "node.announce": list(flags["announce"]) or None,
+        "node.bootstrap": list(flags["bootstrap"]) or None,
         "task.hooks": flags["hooks"],
         "train.steps": flags["steps"],
         "outer.every": flags.get("every"),

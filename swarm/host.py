@@ -176,6 +176,10 @@ class Host:
         """Addresses of peers by which to find the swarm again after the daemon has died."""
         self._uplink.known.remember(addresses)
 
+    def entry(self) -> tuple[str, ...]:
+        """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
+        return self._uplink.entry[:16]
+
     def seeds(self) -> dict[str, tuple[str, ...]]:
         """Peer id -> addresses of the bootstrap peers that are seeds."""
         return dict(self._uplink.seeds)
@@ -252,6 +256,10 @@ class Host:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).") from None
         except asyncio.TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.") from None
+
+    async def find_seeds(self) -> None:
+        """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""
+        await self._uplink.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to those of these peers that answer, and let the DHT know them. NetworkError."""

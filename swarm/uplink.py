@@ -34,6 +34,7 @@ Incoming = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 DAEMON_GONE = (P2PDaemonError, OSError, EOFError)  # what hivemind's calls raise when the daemon is dead, or refuses
 ASKED = 16  # connected peers whose addresses are looked up at each look around
 SEED_S = 5.0  # seconds that asking the seeds may take
+SEED_AGAIN = 2.0  # seconds between two questions to a seed that named nobody we can reach
 ALONE = 10.0  # seconds between two searches for others while nobody is connected
 LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is connected; the last repeats
 BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt to restart the daemon; the last repeats
@@ -73,6 +74,8 @@ class Uplink:
         self._swarm = swarm
         self._must_join = must_join
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
+        self.entry: tuple[str, ...] = ()
+        self._classed: set[str] = set()  # bootstrap peers of which we know whether they are seeds
         self._asked: dict[str, int] = {}  # connected peer -> the look at which its addresses were looked up last
         self._handlers: dict[str, Incoming] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,7 +150,7 @@ class Uplink:
             raise boot.unreachable(told, tried_besides=len(known))
         for address, reason in told.items():
             log.warning("bootstrap peer %s %s", address, reason)
-        members, dht = await self._join(daemon, reached)
+        members, dht = await self._join(daemon, reached, end)
         if self._bootstrap and self._must_join and not met(dht):
             if self.seeds and not members:
                 raise StartupError(
@@ -160,12 +163,19 @@ class Uplink:
             )
         return dht
 
-    async def _join(self, daemon: Daemon, reached: Sequence[str]) -> tuple[list[str], DHTNode]:
+    async def _join(self, daemon: Daemon, reached: Sequence[str], end: float) -> tuple[list[str], DHTNode]:
         """The members among ``reached`` and whom the seeds among them name, all connected to; and a DHT node met with them."""
-        named = await self._ask_seeds(daemon, reached) if self._swarm is not None else []
-        more = [a for a in named if a.rpartition("/p2p/")[2] not in (*reached, self._identity.peer_id)]
-        found, _ = await boot.connect_any(daemon, more, 10.0)
+        found: list[str] = []
+        while self._swarm is not None:
+            named = await self._ask_seeds(daemon, reached)
+            more = [a for a in named if a.rpartition("/p2p/")[2] not in (*reached, self._identity.peer_id)]
+            found, _ = await boot.connect_any(daemon, more, 10.0)
+            only_seeds = bool(self.seeds) and not set(reached) - set(self.seeds)
+            if found or not only_seeds or not self._must_join or asyncio.get_running_loop().time() + SEED_S > end:
+                break
+            await asyncio.sleep(SEED_AGAIN)  # a member that nobody can reach needs some 20 s until it has a relay
         members = [peer for peer in (*reached, *found) if peer not in self.seeds]
+        self.entry = tuple(members)
         return members, await join_dht(daemon, members, self._validator, self._light)
 
     async def _ask_seeds(self, daemon: Daemon, reached: Sequence[str]) -> list[str]:
@@ -174,20 +184,36 @@ class Uplink:
         swarm = self._swarm
 
         async def one(peer: str) -> list[str]:
-            stream = Stream(peer, *await daemon.open(peer, SEED_PROTOCOL), Traffic())
             try:
+                stream = Stream(peer, *await daemon.open(peer, SEED_PROTOCOL), Traffic())
+            except P2PDaemonError as error:
+                if "protocols not supported" in str(error):
+                    self._classed.add(peer)
+                raise
+            try:
+                self._classed.add(peer)
                 self.seeds[peer] = tuple(a for a in self._bootstrap if a.endswith(f"/p2p/{peer}"))
                 return seed_client.addresses_of(await seed_client.ask(stream, swarm))
             finally:
                 stream.close()
 
-        likely = {address.rpartition("/p2p/")[2] for address in self._bootstrap}
-        asked = [asyncio.wait_for(one(peer), SEED_S) for peer in reached if peer in likely]
+        asked = [asyncio.wait_for(one(peer), SEED_S) for peer in reached if peer in self._first_peers()]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 log.debug("no seed, or it did not answer: %r", answer)
         return [address for answer in answers if isinstance(answer, list) for address in answer]
+
+    def _first_peers(self) -> set[str]:
+        return {address.rpartition("/p2p/")[2] for address in self._bootstrap}
+
+    async def find_seeds(self) -> None:
+        """Try those bootstrap peers again that did not answer so far: a seed may have been down. NetworkError."""
+        missing = [address for address in self._bootstrap if address.rpartition("/p2p/")[2] not in self._classed]
+        if missing and self._swarm is not None:
+            daemon = self.running()
+            reached, _ = await self.unless_down(boot.connect_any(daemon, missing, 5.0), 6.0)
+            await self.unless_down(self._ask_seeds(daemon, reached), SEED_S + 1.0)
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to peers by full multiaddrs, and make those the DHT node does not know yet known to it. NetworkError."""
@@ -256,7 +282,7 @@ class Uplink:
             reached, _ = await boot.connect_any(daemon, find, 5.0)
             if find and not reached:
                 log.warning("none of the %d known addresses answers after the restart; waiting to be found", len(find))
-            _, dht = await self._join(daemon, reached)
+            _, dht = await self._join(daemon, reached, 0.0)
             await self._settle(daemon, dht)
         except BaseException:
             self.daemon = None
