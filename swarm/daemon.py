@@ -30,7 +30,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.daemon_process import Relay, check_binary, daemon_path, follow, is_loopback, options, run_folder, start_guarded
 from swarm.errors import StartupError
-from swarm.identity import Identity
+from swarm.identity import Identity, b58decode
 
 log = logging.getLogger(__name__)
 
@@ -165,12 +165,14 @@ class Daemon(P2P):  # type: ignore[misc]
         bare, wrong = [], ""
         for address in addresses:
             try:
-                bare.append(Multiaddr(_without_peer(address)))
+                bare.append(binary(_without_peer(address)))
             except ValueError as error:
                 wrong = str(error)
         if not bare:
             raise ValueError(wrong or "no address")
-        await self._client.connect(PeerID.from_base58(peer_id), bare)
+        ask = p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer_id).to_bytes(), addrs=bare)
+        _, writer, _ = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=ask))
+        writer.close()
 
     async def request(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
         """Send a `p2pd_pb2.Request` over a connection of its own, which is then the caller's; and its answer.
@@ -247,6 +249,24 @@ async def join_dht(daemon: Daemon, peers: Sequence[str], validator: Any, light: 
 def met(node: DHTNode) -> int:
     """How many other DHT nodes this one knows."""
     return len(node.protocol.routing_table.uid_to_peer_id)
+
+
+def binary(address: str) -> bytes:
+    """A multiaddr in its binary form. ValueError if it is none.
+
+    hivemind writes the peer id of a relay within an address as a CID, which libp2p's Go code does not read.
+    """
+    head, *rest = address.split("/p2p/")
+    data = bytes(Multiaddr(head).to_bytes())
+    for part in rest:
+        peer, slash, more = part.partition("/")
+        raw = b58decode(peer) if len(peer) <= 64 else b""
+        if not raw:
+            raise ValueError(f"{peer[:80]!r} is no peer id")
+        data += b"\xa5\x03" + bytes([len(raw)]) + raw  # 421, "p2p", as a varint
+        if slash:
+            data += bytes(Multiaddr(slash + more).to_bytes())
+    return data
 
 
 def _without_peer(address: str) -> str:

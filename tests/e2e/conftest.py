@@ -35,14 +35,14 @@ def until(condition, seconds, what="it"):
 class Process:
     """One ``shoal`` command; its output is collected while it runs."""
 
-    def __init__(self, arguments, env, errors, cwd):
+    def __init__(self, arguments, env, errors, cwd, before=()):
         self.errors = errors
         self.lines = []
         self._news = threading.Condition()
         self._ended = False
         with errors.open("w") as stderr:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "node", *map(str, arguments)],
+                [*before, sys.executable, "-m", "node", *map(str, arguments)],
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -114,17 +114,17 @@ class Shoal:
             shuffled = [words[(number * i * i + i) % len(words)] for i in range(120)]
             (self.text / f"{number}.txt").write_text(" ".join(shuffled))
 
-    def start(self, *arguments):
-        """Start a command."""
-        process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home)
+    def start(self, *arguments, before=()):
+        """Start a command; ``before``: what stands in front of it."""
+        process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home, before)
         self.processes.append(process)
         return process
 
-    def node(self, verb, what, name, *arguments):
+    def node(self, verb, what, name, *arguments, before=()):
         """Start ``shoal up`` or ``join`` on loopback with a key, a folder and a little text of its own."""
         return self.start(
             verb, what, "--name", name, "--folder", self.home / name, "--identity", self.home / f"{name}.key",
-            "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments,
+            "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments, before=before,
         )  # fmt: skip
 
     def toml(self, *, options=None, **tables):

@@ -294,3 +294,16 @@ def test_loopback_addresses_are_known():
     assert not daemon_process.is_loopback("/dns4/example.org/tcp/1")
     assert not daemon_process.is_loopback("junk")
     assert Path(daemon.daemon_path()).name == "p2pd"
+
+
+def test_the_address_of_a_relayed_peer_is_written_as_libp2p_reads_it():
+    relay = Identity.ephemeral()
+    raw = daemon.b58decode(relay.peer_id)
+    plain = daemon.binary("/ip4/1.2.3.4/tcp/1")
+    assert plain == bytes.fromhex("0401020304060001")
+    assert daemon.binary(f"/ip4/1.2.3.4/tcp/1/p2p/{relay.peer_id}/p2p-circuit") == (
+        plain + bytes.fromhex("a50326") + raw + bytes.fromhex("a202")
+    )
+    for wrong in ("junk", *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, ""))):
+        with pytest.raises(ValueError, match=r"."):
+            daemon.binary(wrong)
