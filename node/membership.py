@@ -48,11 +48,11 @@ class Membership:
     presence: Presence
 
     def link(self) -> Link:
-        """The link by which others join: through this node's addresses and its seeds', who are told of it first."""
+        """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
         self.presence.report(SEED_S)
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
-        return Link(self.swarm, (*own[: MAX_ADDRESSES - len(seeds)], *seeds))
+        return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
 
     def close(self) -> None:
         """Leave the network."""

@@ -124,13 +124,13 @@ def options(
 ) -> list[str]:
     """The command line of p2pd.
 
-    ``relays``: full multiaddrs of peers that may forward connections to us when nobody can reach us. ``relay`` says when: ``auto``
-    once peers found that out, ``only`` from the start, ``off`` never; it also says whether we forward for others. ``public``: we
-    know that we can be reached, so nobody needs to find out, and what we forward is not cut off after some KB.
+    ``relays``: full multiaddrs, one of each peer, of those that may forward connections to us when nobody can reach us. ``relay``
+    says when: ``auto`` once peers found that out, ``only`` from the start, ``off`` never; it also says whether we forward for
+    others. ``public``: we know that we can be reached, so nobody needs to find out, and what we forward is not cut off.
     """
     beyond = not all(is_loopback(address) for address in listen)
     # Found in the background (p2pd's -relayDiscovery) they are asked for a place after three minutes only; these at once.
-    helpers = [a for a in relays if "/p2p-circuit" not in a] if beyond and relay != "off" and not public else []
+    helpers = relays if beyond and relay != "off" and not public else ()
     chosen = {
         "listen": control,
         "id": key,

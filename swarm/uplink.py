@@ -23,6 +23,7 @@ from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
 from swarm.known_peers import KnownPeers
 from swarm.listen import check_free, fixed_ports
+from swarm.relays import answering
 from swarm.seed_messages import SEED_PROTOCOL
 from swarm.stream import Stream, Traffic
 
@@ -225,11 +226,15 @@ class Uplink:
                     await self.unless_down(dht.protocol.call_ping(PeerID.from_base58(peer)), 5.0)
 
     async def _launch(self, timeout: float) -> Daemon:
+        beyond = not all(map(is_loopback, self._listen))
+        relays = await answering(self._bootstrap) if beyond and self._relay != "off" else []
+        if self._relay == "only" and not relays:
+            log.warning("no seed or bootstrap peer can forward to this node now, so nobody behind a NAT reaches it")
         return await Daemon.launch(
             self._identity,
             listen=self._listen,
             announce=self._announce,
-            relays=self._bootstrap,
+            relays=relays,
             relay=self._relay,
             public=bool(self._announce) and self._relay == "auto",  # who says where it is reached is reached there
             light=self._light,
