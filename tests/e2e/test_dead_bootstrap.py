@@ -3,13 +3,11 @@
 import json
 import signal
 
-STEPS = {"steps": 0}
+SMALL = {"layers": 1, "width": 16, "context": 16}
 
 
 def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
-    settings = shoal.toml(
-        swarm={"start_when": 3}, outer={"every": 5, "wait_s": 3.0}, train=STEPS, options={"layers": 1, "width": 16, "context": 16}
-    )
+    settings = shoal.toml(swarm={"start_when": 3}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
     creator = shoal.node("up", settings, "anna")
     link = creator.line()
     shoal.node("join", link, "bert")
@@ -39,7 +37,7 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
 
 
 def test_a_newcomer_is_told_that_all_are_dead(shoal):
-    settings = shoal.toml(swarm={"start_when": 1}, outer={"every": 5}, train=STEPS, options={"layers": 1, "width": 16, "context": 16})
+    settings = shoal.toml(swarm={"start_when": 1}, outer={"every": 5}, options=SMALL)
     creator = shoal.node("up", settings, "anna")
     link = creator.line()
     creator.signal(signal.SIGKILL)
