@@ -96,6 +96,8 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
+        click.option("--verify", metavar="none|activations", help="rl: claim completions, and check others'.  [default: none]"),
+        click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
         _set_option,
     ]
     for option in reversed(options):
@@ -103,11 +105,15 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+OUTER_OPTIONS = ("method", "length", "codec", "finish", "verify", "audit_rate", "assigned")
+
+
 def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """What the options of ``_outer_options`` say, as dotted settings."""
     from node.config import assignment
 
     named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "finish")} | {"outer.round": flags.get("length")}
+    named |= {"verify.kind": flags.get("verify"), "verify.audit_rate": flags.get("audit_rate")}
     return {**dict(map(assignment, flags.get("assigned", ()))), **{key: value for key, value in named.items() if value is not None}}
 
 
@@ -161,7 +167,7 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     _log_to_stderr(verbose)
     outer = _outer_overrides(options)
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
-    own = {name: value for name, value in options.items() if name not in ("method", "length", "codec", "finish", "assigned")}
+    own = {name: value for name, value in options.items() if name not in OUTER_OPTIONS}
     if own["hooks"] == "rl":
         from node.rl import demo as rl_demo
 
@@ -190,6 +196,23 @@ def status(link: str, as_json: bool, verbose: bool) -> int:
 
     report = read_status(parsed)
     click.echo(json.dumps(report) if as_json else table(report))
+    return int(ExitCode.OK)
+
+
+@cli.command()
+@click.argument("link")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def peers(link: str, as_json: bool, verbose: bool) -> int:
+    """Show what the peers of the swarm of LINK are worth: reputation, claims, votes, and who is banned until when."""
+    from swarm.link import Link
+
+    parsed = Link.parse(link)
+    _log_to_stderr(verbose)
+    from node.verify.peers import read_peers, summary
+
+    report = read_peers(parsed)
+    click.echo(json.dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)
 
 

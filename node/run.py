@@ -37,6 +37,8 @@ from node.rl.task import RLTask
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
+from node.verify.session import Verification
+from node.verify.terms import check_terms, make_terms
 from optim import FLOAT32, Alone, RoundInfo
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
@@ -84,6 +86,8 @@ class Result:
     interrupted: bool = False
     rl: dict[str, Any] | None = None
     """What reinforcement learning came to, where that is the task (node/rl/session.py)."""
+    verify: dict[str, Any] | None = None
+    """What was claimed, checked and found, where nodes verify each other (node/verify/session.py)."""
 
 
 class NodeRun:
@@ -139,7 +143,8 @@ class NodeRun:
             self._make_trainer()
         else:
             self._make_trainer()
-            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params))
+            terms = make_terms(self.settings, self.trainer.task)
+            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params), terms)
         return create(self.settings, identity, sealed)
 
     def _task(self) -> Task:
@@ -183,8 +188,12 @@ class NodeRun:
         self.state_server = StateServer(self.host, swarm, model, shapes)
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
         self.session: Session | None = None
+        self.verification: Verification | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
+            if (terms := membership.manifest.terms) is not None:
+                check_terms(terms, settings, trainer.task)
+                self.verification = Verification(settings, membership, terms, trainer.task, self.session.gossip)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -202,6 +211,8 @@ class NodeRun:
             return self._train(shard)
         finally:
             self.display.close()
+            if self.verification is not None:
+                self.verification.close()
             if self.session is not None:
                 self.session.close()
             self.metrics.close()
@@ -267,6 +278,8 @@ class NodeRun:
                 result.interrupted = self.stopper.requested
         if self.session is not None:
             result.rl = self.session.report(result.loss_first, result.loss_last)
+        if self.verification is not None:
+            result.verify = self.verification.report()
         self.metrics.write("end", **asdict(result))
         _write_json(self.folder / RESULT, asdict(result))
         return result
@@ -292,6 +305,8 @@ class NodeRun:
             self.exchange.next_round = opt.round
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
+        if self.verification is not None:
+            self.verification.tell(self.display.message, self.metrics.write)
         if self._save_due:  # not in the middle of the step: scheduler and gradients must fit
             self._save_due = False
             self._save()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -13,13 +15,15 @@ from swarm.directory import Directory
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.link import Link
+from swarm.manifest import Manifest
 from swarm.messages import Member
 from swarm.records import MemberValidator
 from swarm.welcome import fetch_manifest
 
 
-def read_status(link: Link) -> dict[str, Any]:
-    """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
+@contextlib.contextmanager
+def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
+    """A look into the swarm of ``link``: a host that is no member, the manifest, the members. StartupError and others."""
     host = Host.start(
         Identity.ephemeral(), bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm
     )
@@ -28,11 +32,17 @@ def read_status(link: Link) -> dict[str, Any]:
         directory = Directory(host, Identity.ephemeral(), link.swarm)
         try:
             directory.refresh(15.0)
-            members = directory.members()
+            yield host, manifest, directory.members()
         finally:
             directory.close()
     finally:
         host.close()
+
+
+def read_status(link: Link) -> dict[str, Any]:
+    """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
+    with visited(link) as (_, manifest, members):
+        pass
     now = time.time()
     return {
         "swarm": link.swarm,

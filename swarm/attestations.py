@@ -2,6 +2,9 @@
 
 The message that carries a record is sealed like every gossiped one; that signature is the transport's and ends with it. The one in
 it is the record's own, over the record's bytes alone, and goes into every peer's log. What a record says is not judged here.
+
+Gossip is no log: a daemon whose node reads nothing for some seconds drops what comes then, and who joins later hears nothing of
+what was. What is missing is fetched by swarm/log_sync.py.
 """
 
 from __future__ import annotations

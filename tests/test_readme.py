@@ -112,9 +112,10 @@ def check_command(words):
     """Parse a command as the real one does, without running it. UsageError if it does not exist so."""
     command = cli
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        found = command.get_command(click.Context(command), words[0])
-        assert found is not None, f"there is no command {words[0]}"
-        command, words = found, words[1:]
+        # As click does it: `shoal verify CLAIM` is `shoal verify check CLAIM`, for instance.
+        _, found, words = command.resolve_command(click.Context(command), list(words))
+        assert found is not None
+        command = found
     if words != ["--help"]:
         command.make_context(command.name, list(words))
 

@@ -4,7 +4,7 @@ of its own.
     consensus.advance(round)          a new round has begun: claims of it are taken from now on
     consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
     consensus.take(signed)            a record came; Refused says why not, and is counted
-    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for what this peer states
+    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for marks
     consensus.duties(peer)            what ``peer`` has to do now (see `member`)
     consensus.ruling(claim)           what a quorum has settled
 
@@ -15,7 +15,7 @@ quorum stated (`rulings`), so records of drawn peers that come late are kept too
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -98,6 +98,7 @@ class Consensus:
         self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
         self._strange: set[bytes] = set()  # those of them whose authors are strangers
         self._cases: dict[bytes, Case] = {}
+        self._seated: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)  # who has something to do
 
     def advance(self, round: int, since: float | None = None) -> None:
         """``round`` has begun, at ``since`` (now if None); cases that nobody can appeal against any more are forgotten. Raises
@@ -111,7 +112,7 @@ class Consensus:
                 del self._cases[key]
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
-        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. The first draws begin at ``begin``, by default
+        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by default
         ``skew_s`` from now: no vote is seen while any peer might still take claims of the round that this case's salts draw for.
         Raises ValueError if that is too early, or was done.
         """
@@ -125,8 +126,8 @@ class Consensus:
             self._start(item, self.now() + self.times.skew_s if begin is None else begin)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
-        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as ``accepted``,
-        another under its reason.
+        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as
+        ``accepted``, another under its reason.
         """
         self._at = at
         try:
@@ -141,8 +142,8 @@ class Consensus:
         self.counts["accepted"] += 1
 
     def learn(self, signed: Signed) -> bool:
-        """Add a record that another peer has kept; False if it was there, or is none of ours. What could not be refused for its time
-        is refused here as in `take`; it makes no marks, and duties only if the draw for it is still to come.
+        """Add a record that another peer has kept; False if it was there, or is none of ours. Its time does not matter, bounds do.
+        It makes no marks, and duties only if the draw for it is still to come.
         """
         record = signed.record
         if record.id in self.ledger or not self._may_keep(record) or not self._is_signed(signed):
@@ -157,31 +158,36 @@ class Consensus:
 
     def forget(self, before: int) -> None:
         """Drop what was published in rounds before ``before``, and electorates that nothing depends on any more."""
-        self.ledger.forget(before, self.rules.life + BEHIND)
-        self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
+        self.keep(self.ledger.newer(before, self.rules.life + BEHIND))
         for round in [round for round in self.electorates if round < before - BEHIND]:
             del self.electorates[round]
+
+    def keep(self, ledger: Ledger) -> None:
+        """Go on with ``ledger``, a part of the present one."""
+        self.ledger = ledger
+        self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
         for key in [key for key in self._cases if key not in self.ledger]:
             del self._cases[key]
 
     def duties(self, peer: str) -> list[Duty]:
         """What ``peer`` has to do now, by case."""
         now, found = self.now(), []
-        for case in self._cases.values():
-            if not any(peer in draw.seats for draw in case.draws):
+        for key, (case, attempt) in list(self._seated[peer].items()):
+            draw, current = case.draws[attempt], case.current(now)
+            stated = bool(self.ledger.ballots(Verdict, key, attempt, peer))
+            if stated or key not in self._cases or (attempt > current and case.is_over(now)):
+                del self._seated[peer][key]
                 continue
-            for attempt, draw in enumerate(case.draws[: case.current(now) + 1]):
-                if peer not in draw.seats or not draw.watched:
-                    continue
-                if self.ledger.ballots(Verdict, case.key, attempt, peer):
-                    continue
-                committed = peer in draw.commitments
-                if not committed and now >= draw.starts and draw.takes_commitments(now):
-                    found.append(Duty("check", case.key, attempt, case.claim, until=draw.starts + draw.times.commit_s))
-                elif committed and peer not in draw.reveals and draw.is_revealing(now):
-                    found.append(Duty("reveal", case.key, attempt, case.claim))
-                elif draw.is_over(now):
-                    found.append(Duty("state", case.key, attempt, case.claim, draw.marks()))
+            if attempt > current:
+                continue
+            committed = peer in draw.commitments
+            if not committed and now >= draw.starts and draw.takes_commitments(now):
+                until = draw.starts + draw.times.commit_s
+                found.append(Duty("check", key, attempt, case.claim, until=until))
+            elif committed and peer not in draw.reveals and draw.is_revealing(now):
+                found.append(Duty("reveal", key, attempt, case.claim))
+            elif draw.is_over(now):
+                found.append(Duty("state", key, attempt, case.claim, draw.marks()))
         return found
 
     def ruling(self, claim: bytes) -> Ruling | None:
@@ -270,8 +276,8 @@ class Consensus:
             return record.slot < self.rules.claims and sum(other.slot == record.slot for other in others) < TWICE
         if isinstance(record, Dispute | Opening):
             claim = self.ledger.get(record.claim)
-            known = self.ledger.appeals(record.claim)
-            return isinstance(claim, Claim) and record.round <= self.round + 1 and not any(a.peer == record.peer for a in known)
+            appealed = any(appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim))
+            return isinstance(claim, Claim) and record.round <= self.round + 1 and not appealed
         if isinstance(record, Commitment | Reveal | Verdict):
             ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
             return self.ledger.stamp(record) is not None and len(ballots) < MOST
@@ -372,6 +378,9 @@ class Consensus:
             self._make_room()
             case = Case.at(begin, claim, appeal, drawn, self.times, self.now())
             self._cases[case.key] = case
+            for attempt, draw in enumerate(case.draws):
+                for peer in draw.seats if draw.watched else ():
+                    self._seated[peer][case.key] = case, attempt
 
     def _is_appealed(self, claim: Claim) -> bool:
         now = self.now()

@@ -48,8 +48,9 @@ class Electorate:
 
 
 def beacon(run: str, round: int, salts: Iterable[bytes]) -> bytes:
-    """The beacon of ``round`` from the salts of the votes that count on claims of the round before, in any order; copies count once."""
-    mixed = hashlib.sha256(b"shoal/verification/1/beacon\x00" + len(run).to_bytes(4, "big") + run.encode() + round.to_bytes(8, "big"))
+    """The beacon of ``round`` from the salts of votes that count on claims of the round before, in any order, once each."""
+    place = len(run).to_bytes(4, "big") + run.encode() + round.to_bytes(8, "big")
+    mixed = hashlib.sha256(b"shoal/verification/1/beacon\x00" + place)
     for salt in sorted(set(salts)):
         mixed.update(hashlib.sha256(salt).digest())
     return mixed.digest()

@@ -1,7 +1,7 @@
-"""Who can be drawn for a round, and for which claims: what all peers of a run have to agree on (`agreement`), from the records alone.
+"""Who can be drawn for a round, and for which claims: what all peers of a run have to agree on (`agreement`). From records alone.
 
-Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown with claims of their own that
-they work (`Rules.least`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
+Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they work
+(`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import hashlib
 
 import msgpack
 
-from verification.claims import Claim
 from verification.draw import OPENS, Electorate, beacon, is_audited, rank
 from verification.ledger import Ledger
 from verification.reputation import Table
-from verification.rulings import Electorates, Rules, anchored, salts
+from verification.rulings import Electorates, Rules, anchored, is_single, salts
 
 
 def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table) -> Electorate:
@@ -27,14 +26,14 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
         entry = ledger.entry(peer, round + 1, rules.life)
         if entry is not None and not table.is_banned(peer, begins):
             entered[peer] = entry.operator
-    proven = {peer: operator for peer, operator in entered.items() if table.score(peer) >= rules.least}
+    proven = {peer: operator for peer, operator in entered.items() if table.valid(peer) >= rules.proven}
     voters = proven if len(proven) > rules.verifiers else entered
     seed = beacon(run, round, salts(round - 1, ledger, electorates, rules))
     claims = [
         claim
         for claim in ledger.claims()
         if claim.round == round
-        and _is_single(claim, ledger)
+        and is_single(claim, ledger)
         and anchored(ledger, claim.peer, round, rules) is not None
         and not table.is_banned(claim.peer, begins)
         and is_audited(seed, claim.id, rules.audit)
@@ -54,7 +53,3 @@ def root(electorate: Electorate) -> bytes:
     claims = None if electorate.claims is None else sorted(electorate.claims)
     parts = [electorate.round, electorate.beacon, sorted(electorate.operators.items()), claims]
     return hashlib.sha256(b"shoal/verification/1/electorate\x00" + bytes(msgpack.packb(parts))).digest()
-
-
-def _is_single(claim: Claim, ledger: Ledger) -> bool:
-    return sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) == 1

@@ -20,9 +20,6 @@ class Ledger:
     """Any order, any number of times: the same records make the same ledger."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self._replace(records)
-
-    def _replace(self, records: Iterable[Record]) -> None:
         self._records: dict[bytes, Record] = {}
         self._ballots: defaultdict[Place, list[Record]] = defaultdict(list)
         self._appeals: defaultdict[bytes, list[Dispute | Opening]] = defaultdict(list)
@@ -102,8 +99,8 @@ class Ledger:
         return sorted(found, key=lambda item: item.id)
 
     def stamp(self, record: Record) -> int | None:
-        """The round to which ``record`` belongs: a claim's or an entry's own, an appeal's or a ballot's that of the claim in question;
-        None if that claim is not known.
+        """The round to which ``record`` belongs: a claim's or an entry's own, an appeal's or a ballot's that of the claim that it
+        is about; None if that claim is not known.
         """
         if isinstance(record, Claim | Entry):
             return record.round
@@ -113,15 +110,13 @@ class Ledger:
         claim = self._records.get(record.claim) if isinstance(record, Dispute | Opening) else None
         return claim.round if isinstance(claim, Claim) else None
 
-    def forget(self, before: int, life: int) -> None:
-        """Drop claims of rounds before ``before`` with all that was said about them, and entries that were ``life`` rounds old then.
+    def newer(self, before: int, life: int) -> Ledger:
+        """Without claims of rounds before ``before``, all that was said about them, and entries ``life`` rounds older than that.
 
         Their consequences have to live on in a base (`reputation.reckon`).
         """
-        kept = []
-        for record in self._records.values():
-            stamp = self.stamp(record)
-            if stamp is not None and stamp >= (before - life if isinstance(record, Entry) else before):
-                kept.append(record)
-        if len(kept) < len(self._records):
-            self._replace(kept)
+        return Ledger(record for record in self if self._is_newer(record, before, before - life))
+
+    def _is_newer(self, record: Record, before: int, entered: int) -> bool:
+        stamp = self.stamp(record)
+        return stamp is not None and stamp >= (entered if isinstance(record, Entry) else before)

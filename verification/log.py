@@ -1,7 +1,7 @@
 """What a peer hands to one that missed something: the base, the electorates and the signed records of the last rounds, as bytes.
 
-A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so that nothing is built that is larger than
-a frame before it is checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
+A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built
+before it is checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
 
     ["base", round]  ["standing", peer, 14 integers]*
     (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*      all: claims is None
@@ -26,7 +26,10 @@ MOST_FRAMES = 1 << 18
 MOST_FRAME = LIMIT + 512
 MOST_SIGNATURE = 256
 IDS = 64  # claims in a frame
-_peer, _round, _hash = TypeAdapter(Peer), TypeAdapter(Round), TypeAdapter(Hash)
+_peer: TypeAdapter[str] = TypeAdapter(Peer)
+_round: TypeAdapter[int] = TypeAdapter(Round)
+_hash: TypeAdapter[bytes] = TypeAdapter(Hash)
+_numbers: TypeAdapter[tuple[int | None, ...]] = TypeAdapter(tuple[int | None, ...])
 _NONE = Table(-1, {}, {})
 
 
@@ -42,10 +45,10 @@ class Log:
 
 
 def encode(log: Log) -> bytes:
-    """At most 8 MiB: what does not fit of the records, from the end, is left out. Raises ValueError if the rest alone is too large."""
+    """At most 8 MiB: records that do not fit are left out from the end. Raises ValueError if the rest alone is too large."""
     data = bytearray()
-    for frame in _head(log):
-        data += _framed(frame)
+    for head in _head(log):
+        data += _framed(head)
     if len(data) > MOST_BYTES:
         raise ValueError(f"base and electorates take {len(data)} bytes, above {MOST_BYTES}")
     for signed in log.records:
@@ -65,15 +68,17 @@ def decode_log(data: bytes) -> Log:
     try:
         for kind, *parts in _frames(data):
             if kind == "base":
-                (base,) = parts
-                if base != -1:
-                    _round.validate_python(base, strict=True)
+                (stated,) = parts
+                base = -1 if stated == -1 else _round.validate_python(stated, strict=True)
             elif kind == "standing":
-                standings[_peer.validate_python(parts[0], strict=True)] = Standing.of(parts[1:])
+                standings[_peer.validate_python(parts[0], strict=True)] = Standing.of(
+                    _numbers.validate_python(tuple(parts[1:]), strict=True)
+                )
             elif kind == "electorate":
                 round, beacon, everything = parts
-                _round.validate_python(round, strict=True)
-                electorates.append((round, _hash.validate_python(beacon, strict=True), bool(everything)))
+                electorates.append(
+                    (_round.validate_python(round, strict=True), _hash.validate_python(beacon, strict=True), bool(everything))
+                )
                 voters.append({})
                 claims.append(set())
             elif kind == "voter":

@@ -50,7 +50,7 @@ class Member:
         self._publish(signed)
 
     def work(self, most: int = 1) -> int:
-        """Do what is due, first what others wait for; at most ``most`` claims are checked, which is what costs. Returns how many."""
+        """Do what is due, first what others wait for; at most ``most`` claims are checked, which costs. Returns how many."""
         if len(self._left) > MAX_VOTES:
             self._left.clear()
         self._publish_due()

@@ -1,12 +1,12 @@
-"""All that one peer does in the consensus: entering, claiming, planting, drawing, voting, reckoning; no I/O and no clock of its own.
+"""All that one peer does in the consensus: entering, claiming, planting, voting, reckoning; no I/O and no clock of its own.
 
     participant.tick()            whatever is due; may take as long as a check takes
     participant.take(signed)      a record came by gossip
     participant.slots()           claims to be made now; participant.claim(claim) publishes one
-    participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) hands out the own
+    participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) gives the own
     participant.table             what everybody's claims and votes were worth; whoever is banned by it is left out
 
-Rounds are Unix time over ``round_s``, so nobody leads and a clock that is off shows. When what happens is in `draw` and `agreement`.
+Rounds are Unix time over ``round_s``, so nobody leads and a clock that is off shows. What happens when is in `draw`, `agreement`.
 Records of rounds that nobody can appeal against any more are forgotten; their consequences live on in a base table.
 """
 
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from verification.agreement import Agreement
 from verification.cases import Times
-from verification.claims import Claim, Entry, Opening, Record, Sign, Signed, Verify, View
+from verification.claims import Claim, Dispute, Entry, Opening, Record, Sign, Signed, Verify, View
 from verification.consensus import Consensus, Limits, Refused
 from verification.draw import OPENS, SETTLED, Electorate
 from verification.electorate import electorate, root, void
+from verification.ledger import Ledger
 from verification.log import Log
 from verification.member import Check, Member
 from verification.plants import BEHIND, Chain, must_plant
@@ -72,6 +73,7 @@ class Participant:
         self._agreements: dict[int, Agreement] = {}
         self._chains: list[Chain] = []
         self._planted: list[Claim] = []
+        self._meant: list[Claim] = []  # those that were to be right
         self._pulled = 0
         self._started = False
         self.consensus.advance(self.round, self.round * round_s)
@@ -117,8 +119,7 @@ class Participant:
         if planted is None:
             raise Refused("A claim was not made: its round is over, or its slot is not free.", "late")
         self.member.publish(claim)
-        if planted:
-            self._planted.append(claim)
+        (self._planted if planted else self._meant).append(claim)
 
     @property
     def wanted(self) -> Wanted | None:
@@ -132,17 +133,15 @@ class Participant:
         return Wanted(peers[at:] + peers[:at], self._oldest()) if peers else None
 
     def learn(self, log: Log) -> int:
-        """Take in another peer's log; returns how many records were new. Electorates and base of it count only if they are what more
-        than half of the electorate stated, or give the table that it stated; else only the signed records do.
+        """Take in another peer's log; returns how many records were new. Its electorates and base count only if they are
+        what counts by the views, or give the table that does; else only the signed records are of use.
         """
         self._pulled += 1
         agreement = self._agreements.get(self.round - OPENS)
         new = 0
         for signed in log.records:
-            stamp = signed.record.round if isinstance(signed.record, Entry) else None
-            if (self._oldest() if stamp is None else self._oldest() - self.rules.life - BEHIND) <= (
-                self._stamp(signed.record) if stamp is None else stamp
-            ):
+            spare = self.rules.life + BEHIND if isinstance(signed.record, Entry) else 0
+            if self._stamp(signed.record) >= self._oldest() - spare:
                 new += self.consensus.learn(signed)
         if agreement is not None:
             for other in log.electorates:
@@ -186,11 +185,12 @@ class Participant:
             del self._agreements[old]
         self._enter()
         self._open_plants()
+        self._dispute()
 
     def _enter(self) -> None:
         entries = self.consensus.ledger.entries_of(self.peer)
-        newest = max((entry.round for entry in entries), default=None)
-        if newest is not None and self.round - newest < self.rules.life // 2 or self.table.is_banned(self.peer, self.round):
+        fresh = any(self.round - entry.round < self.rules.life // 2 for entry in entries)
+        if fresh or self.table.is_banned(self.peer, self.round):
             return
         chain = Chain(self._salt(), self.round, self.rules.life + BEHIND)
         if self._say(Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=chain.anchor)):
@@ -211,6 +211,14 @@ class Participant:
                     self._say(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
                 self._planted.remove(claim)
 
+    def _dispute(self) -> None:
+        """Ask for a second draw where claims that were meant to be right are rejected, as by colluders that sat together."""
+        for claim in [claim for claim in self._meant if self.round - claim.round >= SETTLED - 1]:
+            self._meant.remove(claim)
+            ruling = self.consensus.ruling(claim.id)
+            if ruling is not None and ruling.outcome == "invalid" and ruling.appeal is None:
+                self._say(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=len(ruling.trials) - 1))
+
     def _state(self) -> None:
         """Reckon, and say how this peer sees the electorate that is due."""
         self._stated = self.round
@@ -218,7 +226,7 @@ class Participant:
         if round < 0:
             return
         self._forget()
-        self.table = self._reckon(self.base, known.electorates)
+        self.table = self._reckon(known.ledger, self.base, known.electorates)
         own = electorate(self.run, round, known.ledger, known.electorates, self.rules, self.table)
         view = View(peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest)
         agreement = self._agreements.setdefault(round, Agreement(round))
@@ -233,9 +241,9 @@ class Participant:
             self.base = reckon(known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base).base()
             known.forget(before)
 
-    def _reckon(self, base: Table, electorates: dict[int, Electorate]) -> Table:
+    def _reckon(self, ledger: Ledger, base: Table, electorates: dict[int, Electorate]) -> Table:
         settled = max(self.round - SETTLED, base.round)
-        return reckon(self.consensus.ledger, electorates, self.rules, self.prices, settled, base)
+        return reckon(ledger, electorates, self.rules, self.prices, settled, base)
 
     def _open(self, final: bool) -> None:
         """Draw as was agreed. Who has to learn what that is does so late; nobody is drawn if nothing is."""
@@ -260,22 +268,31 @@ class Participant:
         return -1 if stamp is None else stamp
 
     def _adopt(self, log: Log, agreement: Agreement) -> None:
-        """Take over the history of another peer if, with all records that are here now, it gives the table that counts."""
-        known = self.consensus
-        mine = self._reckon(self.base, known.electorates)
+        """Take over the history of another peer if it gives the table that counts: its electorates and its base; and if need be
+        without records that it does not have, as those who came too late for most.
+        """
+        known, settled = self.consensus, max(self.round - SETTLED, -1)
+        mine = self._reckon(known.ledger, self.base, known.electorates)
         if agreement.table in (None, mine.digest):
             self.table = mine
             return
         before = self._oldest() - BEHIND - 1
         history = {other.round: other for other in log.electorates if before <= other.round < agreement.round}
-        for base in (self.base, log.base):
-            if base.round != self.base.round and self.base.standings:
-                continue
-            table = self._reckon(base, {**known.electorates, **history})
-            if table.digest == agreement.table:
-                known.electorates.update(history)
-                self.base, self.table = base, table
-                return
+        theirs = {signed.record.id for signed in log.records}
+        late = {id(record) for record in known.ledger if record.id not in theirs and self._stamp(record) <= settled}
+        without = Ledger(record for record in known.ledger if id(record) not in late)
+        bases = [self.base]
+        if log.base.round == self.base.round or not self.base.standings:
+            bases.append(log.base)
+        for ledger in (known.ledger, without):
+            for base in bases:
+                table = self._reckon(ledger, base, {**known.electorates, **history})
+                if table.digest == agreement.table:
+                    known.electorates.update(history)
+                    self.base, self.table = base, table
+                    if ledger is not known.ledger:
+                        known.keep(ledger)
+                    return
 
     def _say(self, record: Record) -> bool:
         """Publish, unless the own view refuses it, which counts that."""

@@ -128,11 +128,9 @@ class Table:
         until = self.banned_until(peer)
         return until is not None and (self.round + 1 if round is None else round) <= until
 
-    def may_verify(self, peer: str, least: int = 0) -> bool:
-        """Whether ``peer`` can be drawn: not banned, and its score is at least ``least``. With ``least`` above 0 fresh keys
-        have to be proven by claims first.
-        """
-        return not self.is_banned(peer) and self.score(peer) >= least
+    def valid(self, peer: str) -> int:
+        """How many claims of ``peer`` were found valid: what fresh keys have to show first."""
+        return self.standings[peer].claims["valid"] if peer in self.standings else 0
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -145,11 +143,9 @@ class Table:
         return Table(self.round, {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}, {})
 
 
-def reckon(
-    ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int, base: Table | None = None
-) -> Table:
-    """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round, those
-    up to that round count through it, and their records are not needed any more.
+def reckon(ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int, base: Table | None = None) -> Table:
+    """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round,
+    those up to that round count through it, and their records are not needed any more.
     """
     standings: defaultdict[str, Standing] = defaultdict(Standing)
     standings.update(base.base().standings if base else {})

@@ -46,8 +46,8 @@ class Rules:
     """Claims of a round, of all who cannot be drawn themselves together, that verifiers are drawn for: fresh keys cost nothing."""
     life: int = 8
     """Rounds that an entry holds; it is renewed every half of them."""
-    least: int = 100
-    """Score, in thousandths of a point, from which a peer can be drawn, once more peers than sit in a draw have it."""
+    proven: int = 2
+    """Claims of a peer that were found valid before it can be drawn, once more peers than sit in a draw have as many."""
 
     def __post_init__(self) -> None:
         for name in ("verifiers", "appeal"):
@@ -57,8 +57,8 @@ class Rules:
             raise ValueError(f"audit must be from 0 to 1, and planted from 0 to below 1, not {self.audit} and {self.planted}")
         if not SETTLED <= self.appeal_rounds <= 4096 or not 4 <= self.life <= 4096 or not 1 <= self.claims <= 2**16:
             raise ValueError(f"appeal_rounds must be from {SETTLED} to 4096, life from 4 to 4096, and claims from 1 to {2**16}")
-        if self.strangers < 0:
-            raise ValueError(f"strangers must not be negative, as {self.strangers} is")
+        if min(self.strangers, self.proven) < 0:
+            raise ValueError(f"strangers and proven must not be negative, as {min(self.strangers, self.proven)} is")
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,19 @@ def anchored(ledger: Ledger, peer: str, round: int, rules: Rules) -> Entry | Non
     return ledger.entry(peer, round - BEHIND + 1, rules.life)
 
 
+def is_single(claim: Claim, ledger: Ledger) -> bool:
+    """Whether its author used the slot once."""
+    return sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) == 1
+
+
 def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules) -> bool:
     """Whether the lottery told the author of ``claim`` to plant it: its chain was anchored before, and the slot was used once."""
     entry, before = anchored(ledger, claim.peer, claim.round, rules), electorates.get(claim.round - BEHIND)
     if opening.peer != claim.peer or entry is None or before is None or not before.operators:
         return False  # also if no electorate was agreed on (`electorate.void`): its beacon could be known when the chain was made
-    if sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) != 1:
+    # Where it was agreed on for which claims verifiers are drawn, none is that shares its slot.
+    then = electorates.get(claim.round)
+    if (then is None or then.claims is None) and not is_single(claim, ledger):
         return False
     drawn = must_plant(opening.link, before.beacon, claim.slot, rules.planted)
     return drawn and belongs(opening.link, entry.anchor, claim.round - entry.round)

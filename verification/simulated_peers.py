@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from verification.claims import Claim, Commitment, Reveal, Sign, Signed, hide
-from verification.consensus import Refused
+from verification.consensus import Limits, Refused
 from verification.log import decode_log, encode
 from verification.member import Checked
 from verification.participant import Participant, Slot, Wanted
-
-if TYPE_CHECKING:
-    from verification.simulation import Swarm
+from verification.reputation import Prices
+from verification.rulings import Rules
 
 KINDS = (
     "honest", "liar", "lazy", "copier", "colluder", "absent", "thief", "withholder", "flooder", "farmer", "replayer", "twofaced",
 )  # fmt: skip
-"""Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy, thieves copy commitments, colluders
-lie and vote for each other against everybody else, absent ones never verify, withholders show their votes to half of the others,
-flooders send 10,000 claims a minute, farmers are honest for a while and then lie, replayers send what others sent again and claim
-what they claimed before, two-faced ones claim different things to different peers.
+"""Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy, thieves copy commitments,
+colluders lie and vote for each other against everybody else, absent ones never verify, withholders show their votes to half of
+the others, flooders send 10,000 claims a minute, farmers are honest for a while and then lie, replayers send what others sent
+again and claim what they claimed before, two-faced ones claim different things to different peers.
 """
 
 
@@ -50,10 +51,54 @@ def prompt_of(peer: str, round: int, slot: int) -> bytes:
     return digest("prompt", peer, round, slot)
 
 
+@dataclass(frozen=True)
+class World:
+    """What is simulated. ``delay``: seconds that a record travels at most; with a tick it must be below the skew, 4 % of a round.
+
+    By peer: ``joins``, the round in which it comes; ``clocks``, by how many seconds its clock is ahead.
+    """
+
+    rules: Rules = field(default_factory=lambda: Rules(planted=0.2))
+    prices: Prices = field(default_factory=Prices)
+    limits: Limits = field(default_factory=Limits)
+    round_s: float = 90.0
+    delay: float = 2.0
+    loss: float = 0.0
+    """Probability that a record does not reach a peer."""
+    joins: Mapping[str, int] = field(default_factory=dict)
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    defects: int = 12
+    """The round in which farmers begin to lie and flooders flood."""
+    check_s: float = 0.0
+    """That a check takes, of simulated time; others go on meanwhile."""
+    seed: int = 0
+
+
+class Place(Protocol):
+    """Where simulated peers are: `simulation.Swarm`."""
+
+    world: World
+    now: float
+    round: int
+    pulled: int
+    kinds: dict[str, str]
+    names: list[str]
+
+    @property
+    def peers(self) -> Sequence[Peer]:
+        """Those that are there."""
+
+    def spread(self, author: Peer, signed: Signed, to: Collection[str] | None = None) -> None:
+        """Send it to all others, or to those in ``to``."""
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Do ``action`` after what a message takes."""
+
+
 class Peer:
     """One simulated peer."""
 
-    def __init__(self, name: str, kind: str, swarm: Swarm) -> None:
+    def __init__(self, name: str, kind: str, swarm: Place) -> None:
         self.name, self.kind, self.swarm = name, kind, swarm
         world = swarm.world
         self.random = random.Random(f"{world.seed}:{name}")
@@ -131,12 +176,12 @@ class Peer:
         return Checked("valid" if right else "invalid")
 
     def _claim(self, slot: Slot) -> None:
-        lies = self.kind in ("liar", "colluder") or (self.kind == "farmer" and slot.round >= self.swarm.world.defects)
+        lies = self.kind in ("liar", "colluder") or (self.kind == "farmer" and self.swarm.round >= self.swarm.world.defects)
         prompt = prompt_of(self.name, slot.round if self.kind != "replayer" else 0, slot.slot)
         claim = Claim(
             peer=self.name, run="run", round=slot.round, slot=slot.slot, model=digest("model"), prompt=prompt,
-            sampling=digest("sampling"), seed=slot.slot, tokens=64, output=digest("wrong" if slot.planted or lies else "output", prompt),
-            fingerprint=digest("proof", prompt),
+            sampling=digest("sampling"), seed=slot.slot, tokens=64,
+            output=digest("wrong" if slot.planted or lies else "output", prompt), fingerprint=digest("proof", prompt),
         )  # fmt: skip
         self.participant.claim(claim)
 
@@ -161,7 +206,7 @@ class Peer:
         """10,000 claims a minute, in all slots, many for each."""
         for _ in range(167):
             junk = Claim(
-                peer=self.name, run="run", round=self.swarm.round, slot=self.random.randrange(64), model=digest("model"),
+                peer=self.name, run="run", round=self.participant.round, slot=self.random.randrange(64), model=digest("model"),
                 prompt=self.random.randbytes(32), sampling=digest("sampling"), seed=0, tokens=64,
                 output=self.random.randbytes(32), fingerprint=digest("proof"),
             )  # fmt: skip

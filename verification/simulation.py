@@ -13,38 +13,12 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
 from verification.claims import Signed
-from verification.consensus import Limits
-from verification.reputation import Prices
-from verification.rulings import Rules
-from verification.simulated_peers import KINDS, Peer, is_right
+from verification.simulated_peers import KINDS, Peer, World, is_right
 
 TICK = 1.0  # seconds
-
-
-@dataclass(frozen=True)
-class World:
-    """What is simulated. ``delay``: seconds that a record travels at most; with a tick it must be below the skew, 4 % of a round.
-
-    By peer: ``joins``, the round in which it comes; ``clocks``, by how many seconds its clock is ahead.
-    """
-
-    rules: Rules = field(default_factory=lambda: Rules(planted=0.2))
-    prices: Prices = field(default_factory=Prices)
-    limits: Limits = field(default_factory=Limits)
-    round_s: float = 90.0
-    delay: float = 2.0
-    loss: float = 0.0
-    """Probability that a record does not reach a peer."""
-    joins: Mapping[str, int] = field(default_factory=dict)
-    clocks: Mapping[str, float] = field(default_factory=dict)
-    defects: int = 12
-    """The round in which farmers begin to lie and flooders flood."""
-    check_s: float = 0.0
-    """That a check takes, of simulated time; others go on meanwhile."""
-    seed: int = 0
+START = 4  # the round by Unix time in which a simulation begins; its own count is from 0
 
 
 class Swarm:
@@ -52,7 +26,7 @@ class Swarm:
 
     def __init__(self, kinds: Mapping[str, str], world: World | None = None) -> None:
         self.world, self.kinds, self.names = world or World(), dict(kinds), sorted(kinds)
-        self.now, self.sent, self.lost, self.pulled = 0.0, 0, 0, 0
+        self.now, self.sent, self.lost, self.pulled = START * self.world.round_s, 0, 0, 0
         self.round = 0
         self._random = random.Random(self.world.seed)
         self._mail: list[tuple[float, int, Callable[[], None]]] = []
@@ -83,7 +57,7 @@ class Swarm:
             for name in self.names:
                 if self.world.joins.get(name, 0) == self.round:
                     self.peers.append(Peer(name, self.kinds[name], self))
-            while self.now < (self.round + 1) * self.world.round_s:
+            while self.now < (START + self.round + 1) * self.world.round_s:
                 self._deliver()
                 for peer in self.peers:
                     peer.work()

@@ -60,9 +60,9 @@ class Session:
             member = directory.members().get(peer)
             return () if member is None else tuple(member.addresses)
 
-        self._gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=addresses)
+        self.gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=addresses)
         env: Env = task.env
-        self._pool = RolloutPool(self._gossip, env.knows, limits=Limits(max_age=ANY_ROUND, ttl=TTL_S))
+        self._pool = RolloutPool(self.gossip, env.knows, limits=Limits(max_age=ANY_ROUND, ttl=TTL_S), barred=directory.is_barred)
         self._metered = Metered(self._pool)
         task.connect(self._metered, membership.host.peer_id, self._on_round)
 
@@ -105,4 +105,4 @@ class Session:
     def close(self) -> None:
         """Share no more."""
         self._pool.close()
-        self._gossip.close()
+        self.gossip.close()

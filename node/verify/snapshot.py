@@ -44,7 +44,7 @@ def snapshot(policy: Policy) -> bytes:
 
 
 def base(module: nn.Module) -> str:
-    """Hex SHA-256 of what is not trained, and so not in a snapshot, as it is in memory: equal for peers that can check each other."""
+    """Hex SHA-256 of what is not trained, and so not in a snapshot: equal for peers that can check each other."""
     found = hashlib.sha256(b"shoal policy base 1\0")
     own, state = trained(module), module.state_dict()
     for name in sorted(state.keys() - own.keys()):

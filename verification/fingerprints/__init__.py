@@ -1,7 +1,8 @@
 """Fingerprints of generated outputs: short proofs, and how far one is from what another peer computes for the same input.
 
 ``ExactTokens`` and ``SeededSampling`` say what was written and drawn, ``ActivationProof`` which model saw it; ``SimHash``,
-``MinHashText`` and ``ImageHash`` find near-duplicates. All follow ``Fingerprint``.
+``MinHashText`` and ``ImageHash`` find near-duplicates; ``WeightProjection`` is of what training has changed.
+All follow ``Fingerprint``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from verification.fingerprints.image import ImageHash
 from verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, gumbel, margins
 from verification.fingerprints.text import MinHashText, SimHash
 from verification.fingerprints.tokens import Completion, ExactTokens
+from verification.fingerprints.weights import WeightProjection
 
 if TYPE_CHECKING:  # each keeps the protocol
     _KINDS: tuple[
@@ -38,6 +40,7 @@ __all__ = [
     "SeededSampling",
     "SimHash",
     "Toploc",
+    "WeightProjection",
     "draw",
     "draw_each",
     "gumbel",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verification.fingerprints.fingerprint import Evidence, Feature
+from verification.fingerprints.mixing import GOLDEN, mix, signed
 
 WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
@@ -57,21 +58,9 @@ def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device 
     digests = (hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions)
     keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
-    mixed = _mix(_mix(numbers * _signed(0x9E3779B97F4A7C15) + keys[:, :1]) ^ keys[:, 1:])
+    mixed = mix(mix(numbers * signed(GOLDEN) + keys[:, :1]) ^ keys[:, 1:])
     uniform = ((mixed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52  # in (0, 1), both ends excluded
     return -torch.log(-torch.log(uniform))
-
-
-def _signed(word: int) -> int:
-    """64 bits as torch's int64 has them."""
-    return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def _mix(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64; products wrap around. A shift must not bring in the sign."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
-    return words ^ (words >> 31 & (1 << 33) - 1)
 
 
 def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:

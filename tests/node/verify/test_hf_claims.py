@@ -112,7 +112,7 @@ def real_model():
 def test_claims_of_a_real_model(monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    made, agreed = load_hf(str(real_model())), Agreed(1.0, 16, 4)
+    made, agreed = load_hf(str(real_model())), Agreed(1.0, 16, 2)
     table = self_calibrate(made, ENV, agreed, policy_name="hf:model", claims=20)
     checker = Checker(lambda: made, ENV, agreed, table, "hf:model")
     data, other = snapshot(made), changed(made, 2)

@@ -105,7 +105,6 @@ def test_a_ban_ends_and_the_next_is_longer():
     prices = Prices(ban=8, longest=12)
     assert not table(story, 5, prices).is_banned(PEERS[0])
     assert table(story, 6, prices).banned_until(PEERS[0]) == 14
-    assert not table(story, 6, prices).may_verify(PEERS[0])
     assert table(story, 13, prices).is_banned(PEERS[0])
     assert not table(story, 14, prices).is_banned(PEERS[0])
     # On probation the first lie is one too many, and its length is bounded.
@@ -165,8 +164,7 @@ def test_strangers_and_fresh_keys():
     found = table(Story(PEERS))
     assert found.score("stranger") == 0
     assert not found.is_banned("stranger")
-    assert found.may_verify("stranger")
-    assert not found.may_verify("stranger", least=1)
+    assert found.valid("stranger") == 0
     assert SETTLED > 2
 
 

@@ -1,0 +1,110 @@
+"""Checking one claim of another peer: fetch what it was made of, repeat it, vote; within a budget of time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from node.verify.budget import Budget
+from node.verify.checker import Checker
+from node.verify.errors import NotCheckable
+from node.verify.finding import Finding
+from node.verify.material import Material
+from swarm.errors import MessageError, NetworkError
+from verification.claims import Claim, Vote
+from verification.member import Checked
+
+log = logging.getLogger(__name__)
+
+MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
+
+
+class Bodies(Protocol):
+    """As much of `swarm.evidence.Evidence` as checking needs."""
+
+    def put(self, body: bytes) -> bytes:
+        """Hand it out, too; returns its SHA-256."""
+        ...
+
+    def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
+        """The body with that hash. NetworkError or MessageError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A claim that was checked here, for people."""
+
+    claim: Claim
+    accepted: bool
+    reason: str
+    material: bytes | None
+    snapshot: bytes | None
+
+
+class Auditor:
+    """``others``: peers that may have fetched the same already; ``told``: is given each audit."""
+
+    def __init__(
+        self,
+        checker: Checker,
+        bodies: Bodies,
+        budget: Budget,
+        others: Callable[[], Sequence[str]],
+        told: Callable[[Audit], None],
+        fetch_s: float,
+    ) -> None:
+        self._checker, self._bodies, self._budget, self._others, self._told = checker, bodies, budget, others, told
+        self._fetch_s = fetch_s
+        self.counts: Counter[str] = Counter()
+
+    def check(self, claim: Claim) -> Checked | None:
+        """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason is logged)."""
+        if not self._budget.is_open:
+            self.counts["skipped"] += 1
+            return None
+        began = time.thread_time()
+        try:
+            found, material, snapshot = self._examine(claim)
+        except NotCheckable as error:
+            log.warning("a claim was not checked: %s", error)
+            self.counts["uncheckable"] += 1
+            return None
+        finally:
+            self._budget.spend(time.thread_time() - began)
+        vote: Vote = "valid" if found.accepted else "invalid"
+        self.counts["checked"] += 1
+        self.counts[vote] += 1
+        self._told(Audit(claim, found.accepted, found.reason, material, snapshot))
+        return Checked(vote, found.evidence)
+
+    def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
+        material = self._fetch(claim, claim.fingerprint, Material.LIMIT)
+        if material is None:
+            return _withheld("what it was made of"), None, None
+        snapshot = None
+        if not self._checker.knows(claim.model):
+            snapshot = self._fetch(claim, claim.model, self._checker.most_snapshot_bytes)
+            if snapshot is None:
+                return _withheld("the weights that made it"), material, None
+        return self._checker.check(claim, material, snapshot), material, snapshot
+
+    def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
+        """From the author or, if it has chosen whom to answer, from somebody whom it did."""
+        for peer in (claim.peer, *self._others()[:MOST_ASKED]):
+            try:
+                body = self._bodies.get(peer, sha256, most, self._fetch_s)
+            except (NetworkError, MessageError) as error:
+                log.debug("no evidence from %s: %s", peer, error)
+                continue
+            self._bodies.put(body)
+            return body
+        return None
+
+
+def _withheld(what: str) -> Finding:
+    return Finding(False, f"The author of the claim does not hand out {what}.")

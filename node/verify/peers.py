@@ -1,0 +1,140 @@
+"""``shoal peers``: what the members of a swarm are worth to each other, looked up without being one of them.
+
+The standings are not believed but computed: from the signed records that several members hand out. Which draws counted, only the
+members know; so where their logs give different tables, the one that most of them give is shown, and how many do.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from node.status import visited
+from swarm.attestations import verify_record
+from swarm.errors import MessageError, NetworkError
+from swarm.host import Host
+from swarm.link import Link
+from swarm.log_sync import fetch_log
+from swarm.manifest import Manifest
+from swarm.messages import Member
+from verification.draw import SETTLED
+from verification.ledger import Ledger
+from verification.log import Log, decode_log
+from verification.reputation import Prices, Standing, Table, reckon
+from verification.rulings import Rules
+
+ASKED = 5  # members whose logs are compared
+LOG_S = 10.0
+
+
+def rules_of(manifest: Manifest) -> Rules:
+    """What all peers of the swarm reckon by."""
+    verify = manifest.verify
+    return Rules(verifiers=verify.verifiers, audit=verify.audit_rate, planted=verify.planted, claims=verify.claims)
+
+
+def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
+    """The standings at the end of ``round`` by the signed records in ``log``; what is not signed does not count."""
+    records = [
+        signed.record
+        for signed in log.records
+        if verify_record(signed.record.peer, signed.record.encoded, signed.signature)
+        and getattr(signed.record, "run", swarm) == swarm
+    ]
+    electorates = {electorate.round: electorate for electorate in log.electorates}
+    return reckon(Ledger(records), electorates, rules, Prices(), max(round, log.base.round), log.base)
+
+
+def read_peers(link: Link) -> dict[str, Any]:
+    """Of each member its standing. StartupError, NetworkError or MessageError."""
+    with visited(link) as (host, manifest, members):
+        tables = _tables(host, link.swarm, manifest, members) if manifest.terms is not None else {}
+    now, round_s = time.time(), manifest.verify.round_s
+    digests = Counter(table.digest for table in tables.values())
+    common = digests.most_common(1)[0][0] if digests else None
+    table = next((table for table in tables.values() if table.digest == common), Table(-1, {}, {}))
+    peers = {**{peer: member.name for peer, member in members.items()}, **{p: "" for p in table.standings if p not in members}}
+    return {
+        "swarm": link.swarm,
+        "name": manifest.name,
+        "verify": manifest.verify.kind,
+        "round": table.round,
+        "asked": len(tables),
+        "agree": digests[common] if common is not None else 0,
+        "peers": [
+            {"name": name, "peer": peer, "here": peer in members, **_standing(table, peer, round_s, now)}
+            for peer, name in sorted(peers.items(), key=lambda item: (item[1], item[0]))
+        ],
+    }
+
+
+def _tables(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]) -> dict[str, Table]:
+    """By peer, of those who answered."""
+    round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest)
+    found: dict[str, Table] = {}
+    for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED, len(members))):
+        try:
+            log = decode_log(fetch_log(host, peer, members[peer].addresses, swarm, 0, LOG_S))
+        except (NetworkError, MessageError, ValueError):
+            continue
+        found[peer] = table_of(log, swarm, rules, round)
+    if members and not found:
+        raise NetworkError("No member of the swarm handed out its log of verification: try again in a minute.")
+    return found
+
+
+def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, Any]:
+    standing, until = table.standings.get(peer, Standing()), table.banned_until(peer)
+    ends = None if until is None else (until + 1) * round_s
+    return {
+        "score": standing.score / 1000,
+        "claims": standing.claims,
+        "votes": standing.seats,
+        "disputes": standing.appeals,
+        "bans": standing.bans,
+        "banned_until": ends if ends is not None and ends > now else None,
+        "why": reasons(standing),
+    }
+
+
+def reasons(standing: Standing) -> str:
+    """What cost a peer its reputation, in a few words; empty if nothing did."""
+    counts = {
+        "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.seats["against"],
+        "planted claims approved": standing.seats["missed"], "votes not revealed": standing.seats["withheld"],
+        "seats left empty": standing.seats["absent"], "disputes lost": standing.appeals["lost"],
+    }  # fmt: skip
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    if report["verify"] == "none":
+        return f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
+    title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"
+    grid = Grid(title=Text(title))
+    for column in ("name", "peer", "score", "claims valid/invalid/unverified", "votes with/against", "banned until", "because of"):
+        grid.add_column(column, justify="left" if column in ("name", "peer", "because of") else "right")
+    for one in report["peers"]:
+        claims, votes, until = one["claims"], one["votes"], one["banned_until"]
+        cells = [
+            one["name"] or "(away)",
+            "…" + one["peer"][-8:],
+            f"{one['score']:.2f}",
+            f"{claims['valid'] + claims['planted']}/{claims['invalid']}/{claims['unverified']}",
+            f"{votes['agreed']}/{votes['against'] + votes['missed']}",
+            "-" if until is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until)),
+            one["why"] or "-",
+        ]
+        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(grid)
+    return capture.get().rstrip()

@@ -1,0 +1,62 @@
+"""A node that cheats: `python cheat.py KIND up|join ...`, the rest as for `python -m node`.
+
+    quantised   generates with weights of 4 bits, and claims that the policy it hands out did
+    copier      does not check: takes another verifier's commitment, and later its vote, for its own
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from node import cli  # noqa: E402
+from node.verify import claiming  # noqa: E402
+from verification.claims import Commitment, Reveal  # noqa: E402
+from verification.member import Member  # noqa: E402
+
+
+def quantised(policy, bits=4):
+    """A copy whose weights were rounded, each row to ``bits`` bits."""
+    rounded = copy.deepcopy(policy)
+    with torch.no_grad():
+        for weight in rounded.module.parameters():
+            if weight.ndim == 2:
+                step = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / (2 ** (bits - 1) - 1)
+                weight.copy_((weight / step).round() * step)
+    return rounded
+
+
+def cheat_by_quantising():
+    prove = claiming.prove
+    claiming.prove = lambda policy, *arguments, **named: prove(quantised(policy), *arguments, **named)
+
+
+def cheat_by_copying():
+    copied = {}
+
+    def others(member, kind, case, attempt):
+        found = [record for record in member.consensus.ledger if isinstance(record, kind) and record.peer != member.peer]
+        return [record for record in found if (record.case, record.attempt) == (case, attempt)]
+
+    def work(member, most=1):
+        for duty in member.consensus.duties(member.peer):
+            key = (duty.case, duty.attempt)
+            if duty.what == "check" and key not in copied:
+                for seen in others(member, Commitment, *key)[:1]:
+                    copied[key] = seen.peer
+                    member._try(Commitment(peer=member.peer, case=seen.case, attempt=seen.attempt, digest=seen.digest))
+            elif duty.what == "reveal" and key in copied:
+                for seen in (r for r in others(member, Reveal, *key) if r.peer == copied[key]):
+                    member._try(Reveal(**{**seen.model_dump(), "peer": member.peer}))
+        member._publish_due()
+        return 0
+
+    Member.work = work
+
+
+if __name__ == "__main__":
+    {"quantised": cheat_by_quantising, "copier": cheat_by_copying}[sys.argv.pop(1)]()
+    cli.main()

@@ -1,0 +1,74 @@
+"""Seven real nodes that verify each other, two of which cheat (cheat.py)."""
+
+import itertools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from node.verify.store import load
+
+CHEAT = Path(__file__).parent / "cheat.py"
+HONEST = [f"honest{number}" for number in range(5)]
+ROUND_S = 20.0
+
+
+def of(shoal, name, event):
+    return [found for found in shoal.metrics(name) if found["event"] == event]
+
+
+def banned(shoal, name):
+    """Who is banned in the newest table of a node."""
+    events = of(shoal, name, "verify")
+    return set(events[-1]["banned"]) if events else set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventually):
+    settings = shoal.toml(
+        task={"hooks": "rl"}, rl={"warm": 60, "held_out": 50, "group": 8, "max_tokens": 12}, swarm={"start_when": 7},
+        verify={"kind": "activations", "audit_rate": 1.0, "claims": 1, "round_s": ROUND_S, "planted": 0.0},
+        options={"families": "last"},
+    )  # fmt: skip
+    own = ("--local", "1", "--external", "1", "--set", "rl.warm=60", "--set", "rl.held_out=50", "--set", "node.verify_seconds=30")
+    nodes = {HONEST[0]: shoal.node("up", settings, HONEST[0], *own)}
+    link = nodes[HONEST[0]].line(0, 120)
+    for name in HONEST[1:]:
+        nodes[name] = shoal.node("join", link, name, *own)
+    for kind in ("quantised", "copier"):
+        nodes[kind] = shoal.node("join", link, kind, *own, program=(CHEAT, kind))
+    peers = {name: eventually(lambda name=name: of(shoal, name, "start"), 240, f"the start of {name}")[0]["peer"] for name in nodes}
+    guilty = {peers["quantised"], peers["copier"]}
+    eventually(lambda: all(banned(shoal, name) >= guilty for name in HONEST), 500, "the bans")
+    seen = shoal.start("peers", link, "--json").json(90)
+    assert {one["peer"] for one in seen["peers"] if one["banned_until"] is not None} == guilty
+    assert seen["agree"] == seen["asked"] == 5
+    for name in nodes:
+        nodes[name].signal(signal.SIGINT)
+    for name in nodes:
+        assert nodes[name].wait(60) == 130, nodes[name].said()
+    results = {name: shoal.result(name)["verify"] for name in HONEST}
+    names = {peer: name for name, peer in peers.items()}
+    stalls = {
+        name: max(after["time"] - before["time"] for before, after in itertools.pairwise(of(shoal, name, "rl")))
+        for name in HONEST
+    }
+    standings = {names[peer]: found for peer, found in results[HONEST[0]]["standings"].items()}
+    print(json.dumps({"standings": standings, "longest_round_s": stalls}))
+    print(json.dumps({name: {key: value for key, value in found.items() if key != "standings"} for name, found in results.items()}))
+    for found in results.values():
+        assert {peer for peer, standing in found["standings"].items() if standing["banned_until"] is not None} == guilty
+    claims = {name: sum(standing["claims"].values()) for name, standing in standings.items()}
+    assert claims["quantised"] <= 30
+    assert sum(standings["copier"]["seats"].values()) <= 30
+    assert max(stalls.values()) < 5.0, stalls
+    kept = [load(path) for path in (shoal.home / HONEST[0] / "claims").glob("*.claim")]
+    for peer, code in ((peers["quantised"], 4), (peers[HONEST[0]], 0)):
+        claim = next(one.claim for one in kept if one.claim.peer == peer)
+        check = shoal.start("verify", claim.id.hex()[:16], "--folder", shoal.home / HONEST[0], "--json")
+        assert check.wait(120) == code, check.said()
+        (line,) = check.lines
+        assert ("does not compute these activations" in json.loads(line)["reason"]) == (code == 4)
+    assert shoal.left() == []
