@@ -95,6 +95,7 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--round", "length", metavar="LENGTH", help="Of a round: steps, tokens:N, seconds:S or seconds:auto.  [default: steps]"
         ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
+        click.option("--robust", metavar="RULE", help="Against hostile peers: clipped-gossip or centered-clip.  [default: none]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
         click.option("--verify", metavar="none|activations", help="rl: claim completions, and check others'.  [default: none]"),
         click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
@@ -112,7 +113,8 @@ def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """What the options of ``_outer_options`` say, as dotted settings."""
     from node.config import assignment
 
-    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "finish")} | {"outer.round": flags.get("length")}
+    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "robust", "finish")}
+    named["outer.round"] = flags.get("length")
     named |= {"verify.kind": flags.get("verify"), "verify.audit_rate": flags.get("audit_rate")}
     return {**dict(map(assignment, flags.get("assigned", ()))), **{key: value for key, value in named.items() if value is not None}}
 

@@ -42,6 +42,8 @@ class RoundRecord:
     """Mean training loss of the round's inner steps, nats."""
     weights: str | None
     """A digest of the fragment's slow weights, where all nodes of a group should hold the same."""
+    suspicious: int = 0
+    """Contributions that were refused since the last round because they lay too far away."""
 
 
 def _plain(value: Value) -> Value:

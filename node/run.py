@@ -17,7 +17,7 @@ from node import checkpoint
 from node.anchor import Anchor
 from node.config import Settings, resolve_device
 from node.display import Display
-from node.exchange import make_exchange
+from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
 from node.membership import (
     RL,
@@ -77,6 +77,8 @@ class Result:
     """Rounds in which a partner's contribution was committed."""
     pairs_none: int = 0
     """Rounds in which nobody answered."""
+    suspicious: int = 0
+    """Contributions that this node refused because they lay too far away (node/defence.py)."""
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0
@@ -182,8 +184,9 @@ class NodeRun:
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
         state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
+        self.watch = make_watch(settings.outer)
         self.exchange = make_exchange(
-            membership, settings.outer, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
+            membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
         self.state_server = StateServer(self.host, swarm, model, shapes)
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
@@ -324,7 +327,9 @@ class NodeRun:
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1
         result.exchanges += partner is not None
-        result.pairs_none += partner is None and self.settings.outer.method != "none"
+        suspicious = self._say_whom_it_suspects()
+        result.suspicious += suspicious
+        result.pairs_none += partner is None and not suspicious and self.settings.outer.method != "none"
         record = RoundRecord(
             round=info.key.round,
             step=info.step,
@@ -336,6 +341,7 @@ class NodeRun:
             wait_s=self.exchange.waited - self._waited,
             loss=self.trainer.round_loss(),
             weights=self._digest(info.key.fragment),
+            suspicious=suspicious,
         )
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
@@ -345,6 +351,15 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self._save_due = every > 0 and result.rounds % every == 0
+
+    def _say_whom_it_suspects(self) -> int:
+        members, found = self.directory.members(), self.watch.suspicions()
+        for suspicion in found:
+            name = members[suspicion.peer].name if suspicion.peer in members else "…" + suspicion.peer[-8:]
+            self.display.message(
+                f"refused what {name} sent in round {suspicion.key.round}: {suspicion}; if you trust all peers, set outer.suspect=0"
+            )
+        return len(found)
 
     def _digest(self, fragment: int) -> str | None:
         opt = self.trainer.opt
