@@ -6,17 +6,20 @@ For bench/verification.py and the tests of verification/.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verification.fingerprints import LastHidden, draw
+from bench import _verification_world as world
+from bench._verification_world import Change, noisy, rounded
+from verification.fingerprints import LastHidden, draw, draw_rows
+
+__all__ = ["Tiny", "TinyGPT", "changed", "generate", "noisy", "prompt", "rounded", "without_layer"]
 
 WORDS, WIDTH, HEADS, CONTEXT = 96, 64, 4, 256
-Change = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Block(nn.Module):
@@ -88,35 +91,56 @@ def generate(
     return torch.tensor(tokens), hidden.states()[0]
 
 
+def generate_rows(
+    model: TinyGPT, asked: Tensor, count: int, seeds: Sequence[bytes], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """``generate`` for prompts (B, p) at once, each with its seed: tokens (B, count) and states (B, count, width)."""
+    caches: list[dict[str, Tensor]] = [{} for _ in model.blocks]
+    tokens: list[Tensor] = []
+    shown = asked
+    with torch.no_grad(), LastHidden(model) as hidden:
+        for position in range(count):
+            tokens.append(draw_rows(model(shown, caches)[:, -1], seeds, position, temperature))
+            shown = tokens[-1].unsqueeze(1)
+    return torch.stack(tokens, dim=1), hidden.states()
+
+
+def prefill_rows(model: TinyGPT, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """``prefill_states`` for rows (B, n): states (B, n, width) and logits (B, n, V)."""
+    with torch.no_grad(), LastHidden(model, every=True) as hidden:
+        logits = model(torch.cat((asked, tokens[:, :-1]), dim=1))
+    first = asked.shape[1] - 1
+    return hidden.states()[:, first:], logits[:, first:]
+
+
+class Tiny:
+    """The world of ``TinyGPT`` (``_verification_world.World``)."""
+
+    name, rows = "tiny", 64
+
+    def model(self, dtype: torch.dtype) -> TinyGPT:
+        return TinyGPT().to(dtype)
+
+    def stranger(self, model: nn.Module) -> TinyGPT:
+        return TinyGPT(seed=1).to(next(model.parameters()).dtype)
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        return cast(TinyGPT, model).blocks
+
+    def prompts(self, claims: Iterable[int]) -> Tensor:
+        return torch.stack([prompt(claim) for claim in claims])
+
+    def write(
+        self, model: nn.Module, asked: Tensor, count: int, seeds: Sequence[bytes], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return generate_rows(cast(TinyGPT, model), asked, count, seeds, temperature)
+
+    def read(self, model: nn.Module, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return prefill_rows(cast(TinyGPT, model), asked, tokens)
+
+
 def changed(model: TinyGPT, change: Change) -> TinyGPT:
-    """A copy with ``change(weight, generator)`` in place of every matrix of the blocks."""
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in other.blocks.parameters():
-            if weight.dim() == 2:
-                weight.copy_(change(weight, generator).to(weight.dtype))
-    return other
-
-
-def rounded(bits: int) -> Change:
-    """Symmetric quantisation, one scale for each row."""
-
-    def change(weight: Tensor, generator: torch.Generator) -> Tensor:
-        top = 2 ** (bits - 1) - 1
-        scale: Tensor = weight.abs().amax(dim=1, keepdim=True) / top
-        return torch.round(weight / scale) * scale
-
-    return change
-
-
-def noisy(share: float) -> Change:
-    """Normal noise of this share of the weights' standard deviation."""
-
-    def change(weight: Tensor, generator: torch.Generator) -> Tensor:
-        noise: Tensor = torch.randn(weight.shape, generator=generator) * weight.std()
-        return torch.add(weight, noise, alpha=share)
-
-    return change
+    return cast(TinyGPT, world.changed(Tiny(), model, change))
 
 
 def without_layer(model: TinyGPT, at: int) -> TinyGPT:

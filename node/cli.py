@@ -6,8 +6,6 @@ Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --he
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +15,8 @@ from typing import Any
 import click
 
 from node.exit_codes import ExitCode, epilogue
+from node.logs import log_to_stderr
+from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
 
@@ -63,6 +63,12 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
         click.option("--threads", type=int, help="Threads for computing on the CPU.  [default: half of the processors]"),
         click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+        click.option(
+            "--resume-from",
+            type=click.Path(path_type=Path),
+            metavar="CHECKPOINT",
+            help="Go on from a checkpoint, or a node's newest one, in another swarm.",
+        ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
         _task_option(None),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
@@ -126,6 +132,7 @@ def cli() -> None:
 
 
 cli.add_command(verify)
+cli.add_command(seed)
 
 
 @cli.command()
@@ -166,7 +173,7 @@ def join(link: str, **flags: Any) -> int:
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
 def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     """Start a swarm of real nodes on this machine, train, and compare with training alone."""
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     outer = _outer_overrides(options)
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
     own = {name: value for name, value in options.items() if name not in OUTER_OPTIONS}
@@ -193,7 +200,7 @@ def status(link: str, as_json: bool, verbose: bool) -> int:
     from swarm.link import Link
 
     parsed = Link.parse(link)
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     from node.status import read_status, table
 
     report = read_status(parsed)
@@ -210,7 +217,7 @@ def peers(link: str, as_json: bool, verbose: bool) -> int:
     from swarm.link import Link
 
     parsed = Link.parse(link)
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     from node.verify.peers import read_peers, summary
 
     report = read_peers(parsed)
@@ -237,25 +244,6 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
     report = average(checkpoints, out, weights=shares, slow=slow, force=force)
     text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
     click.echo(json.dumps(report) if as_json else text)
-    return int(ExitCode.OK)
-
-
-@cli.command()
-@click.option("--relay", is_flag=True, help="Also forward for nodes that nobody can reach.")
-@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]")
-@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port.")
-@click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool, verbose: bool) -> int:
-    """Help the nodes of any swarm to find each other, without training.
-
-    Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
-    """
-    _log_to_stderr(verbose)
-    from node.seed import run_seed
-
-    run_seed(path, listen=listen, announce=announce, relay=relay, as_json=as_json)
     return int(ExitCode.OK)
 
 
@@ -316,7 +304,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         from swarm.link import Link
 
         parsed = Link.parse(link)
-    _log_to_stderr(flags["verbose"])
+    log_to_stderr(flags["verbose"])
     from node.display import make_display
     from node.run import NodeRun
 
@@ -335,12 +323,16 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         from dataclasses import asdict
 
         click.echo(json.dumps(asdict(result)))
+    if result.not_saved is not None:
+        from node.checkpoint import CheckpointError
+
+        raise CheckpointError(result.not_saved)
     return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)
 
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as dotted settings; those not given are None or empty and change nothing."""
-    names = ("name", "device", "relay", "data", "shard", "folder", "identity", "threads", "resume", "slow_on_device")
+    names = ("name", "device", "relay", "data", "shard", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,
@@ -352,15 +344,6 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
         **_outer_overrides(flags),
     }
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    # Warnings of ours are for the user; the rest, and all that libraries say, only with --verbose.
-    level = logging.WARNING if verbose else logging.ERROR
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
-    for name in ("node", "swarm", "optim"):
-        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")
 
 
 def main() -> None:

@@ -1,38 +1,125 @@
 """The benchmark of verification runs, says what it promises, and sees the coarse cheats even with few claims."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from bench import _verification_images as images
+from bench import _verification_tiny as tiny
+from bench._verification_claims import ACTIVATIONS, SAMPLING, examined
+from bench._verification_figure import curve
+from bench._verification_table import BEGIN, END
+from bench._verification_world import CHEATS, honest, seed_of
+from bench.verification import voted
+from verification.fingerprints import Drawn, prefill_states
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def bench(*options):
     command = [sys.executable, str(ROOT / "bench" / "verification.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    environment = {name: value for name, value in os.environ.items() if name != "SHOAL_SLOW"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
 
 
-def test_json_has_every_row():
-    done = bench("--claims", "2", "--calibrate", "20", "--tokens", "32", "--json")
+def test_json_has_every_row(tmp_path):
+    sizes = ("--claims", "2", "--calibrate", "20", "--tokens", "32", "--images", "20", "--votes", "2000")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nobsolete\n{END}\nafter\n")
+    options = (*sizes, "--dtypes", "fp32,bf16", "--keep", str(tmp_path), "--into", str(page), "--json")
+    done = bench(*options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["proof_bytes_per_token"] == 258 / 32
     assert result["proof_cost"] > 0
     assert result["verify_cost"] > 0
-    assert list(result["pairs"]) == ["fp32 -> fp32", "bf16 -> bf16", "bf16 -> fp32", "fp32 -> bf16", "fp16 -> fp32"]
+    assert result["honest_false_positive_rate"] == 0
+    assert result["honest_claims"] == 8  # two claims of each of four pairs
+    assert result["honest_interval"][1] > 0.3
+    assert set(result["detection"]) == set(CHEATS)
+    titles = [f"{p} -> {v}" for p in ("fp32", "bf16") for v in ("fp32", "bf16", "vote")]
+    assert list(result["pairs"]) == [f"{title}, temperature {heat}" for heat in (1, 0) for title in titles]
+    coarse = ("int4 weights", "a layer dropped", "another prompt", "another model", "its text, prefilled", "truncated, then filler")
     for row in result["pairs"].values():
-        assert row["honest_false_positive_rate"] == 0
-        assert row["interval"][1] > 0.5  # of two claims
+        assert row["honest"]["rate"] == 0
         assert "20 honest claims cannot show" in row["warning"]
-        assert len(row["detection"]) == 8
-        assert all(row["detection"][name] == 1 for name in ("int4 weights", "a layer dropped", "another prompt", "another model"))
+        assert all(row["detection"][name] == 1 for name in coarse)
+    assert result["images"]["accepted"]["another image"]["of"] == 80
+    assert len(result["vote"]) == 15
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "obsolete" not in text
+    assert "| another model | 100 % (63.1 to 100 %) | 100 % (63.1 to 100 %) |" in text
+    again = bench(*options)  # from the scores that were kept
+    assert {**json.loads(again.stdout), **COSTS} == {**result, **COSTS}
 
 
-@pytest.mark.parametrize("options", [["--claims", "0"], ["--calibrate", "19"], ["--tokens", "241"], ["--rate", "0.6"]])
+COSTS = {"proof_cost": 0, "verify_cost": 0}
+
+
+def test_claims_in_rows_are_those_of_claims_alone():
+    world, model = tiny.Tiny(), tiny.TinyGPT()
+    tokens, states = honest(world, model, 40)(range(3), 1.0)
+    for claim in range(3):
+        alone, own = tiny.generate(model, tiny.prompt(claim), 40, seed_of(claim))
+        assert torch.equal(tokens[claim], alone)
+        torch.testing.assert_close(states[claim], own, rtol=1e-4, atol=1e-4)
+    read, logits = world.read(model, world.prompts(range(3)), tokens)
+    torch.testing.assert_close(read, states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[1], prefill_states(model, tiny.prompt(1), tokens[1])[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [64, 40])
+def test_evidence_of_claims_together_is_that_of_each(length):
+    world, model, other = tiny.Tiny(), tiny.TinyGPT(), tiny.TinyGPT().bfloat16()
+    write = honest(world, model, length)
+    found = examined(world, write, [other], range(3), 1.0)[0]
+    tokens, states = write(range(3), 1.0)
+    own, logits = world.read(other, world.prompts(range(3)), tokens)
+    for claim, (activations, sampling) in enumerate(found):
+        assert activations == ACTIVATIONS.compare(ACTIVATIONS.make(states[claim]), own[claim])
+        drawn = Drawn(tokens[claim], logits[claim], seed_of(claim))
+        assert sampling == SAMPLING.compare(SAMPLING.make(drawn), drawn)
+
+
+def test_a_vote_refuses_what_two_of_three_refuse():
+    assert [score > 0 for score in voted({"a": [1.0, 1.0], "b": [-1.0, 2.0], "c": [-2.0, -1.0]})] == [False, True]
+
+
+def test_a_curve_counts_what_is_above_each_threshold():
+    alarms, found = curve([float(n) for n in range(100)], [98.5, 50.0, -1.0, 200.0])
+    assert (alarms[0], found[0]) == (0.01, 0.25)  # above 99
+    assert (alarms[-1], found[-1]) == (1.0, 0.75)  # above 0
+    assert found == sorted(found)
+
+
+def test_images_of_one_seed_are_one_and_of_others_are_not():
+    assert torch.equal(images.picture(1), images.picture(1))
+    result = images.compared(30)["accepted"]
+    assert result["another image"]["rate"] < 0.05
+    assert all(result[f"same, {name}"]["rate"] > 0.9 for name in images.CHANGES)
+    image = images.picture(1)
+    assert images.distance(images.HASHES.make(image), images.HASHES.make(images.picture(2))) == images.HASHES.compare(
+        images.HASHES.make(image), images.picture(2)
+    )
+
+
+def test_a_real_model_is_opt_in():
+    done = bench("--policy", "somewhere")
+    assert done.returncode == 2
+    assert "SHOAL_SLOW=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--claims", "0"], ["--calibrate", "19"], ["--tokens", "241"], ["--rate", "0.6"], ["--dtypes", "fp64"]]
+)
 def test_a_wrong_option_is_named(options):
     done = bench(*options)
     assert done.returncode == 2

@@ -66,6 +66,16 @@ def test_many_windows_at_once_are_the_same_as_one_by_one():
     assert torch.equal(evaluate(together, xs), ys)
 
 
+@pytest.mark.parametrize("count", [1, 2, 127, 129, 1000, 1024])
+def test_the_largest_values_are_exact(count):
+    xs = torch.stack((torch.arange(PRIME - count, PRIME), torch.arange(count)))
+    ys = torch.full((2, count), PRIME - 1)
+    ys[1, ::2] = 0
+    found = interpolate(xs, ys)
+    assert torch.equal(evaluate(found, xs), ys)
+    assert found[0].tolist() == [PRIME - 1] + [0] * (count - 1)  # a constant
+
+
 def test_modulus():
     assert injective_modulus(torch.tensor([0, 1, 2])) == PRIME
     assert injective_modulus(torch.tensor([0, PRIME])) == PRIME - 1

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verification.fingerprints import Drawn, SeededSampling, draw, gumbel, margins
+from verification.fingerprints import Drawn, SeededSampling, draw, draw_rows, gumbel, margins
 from verification.fingerprints.sampling import FARTHEST
 
 CHECK = SeededSampling()
@@ -120,3 +120,16 @@ def test_settings_are_part_of_the_proof():
 def test_outputs_that_do_not_fit_together(output, says):
     with pytest.raises(ValueError, match=says):
         CHECK.make(output)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_rows_are_drawn_as_each_alone(temperature):
+    rows, seeds = logits(5), [b"%d" % row for row in range(5)]
+    alone = [draw(row, seed, 3, temperature) for row, seed in zip(rows, seeds, strict=True)]
+    assert draw_rows(rows, seeds, 3, temperature).tolist() == alone
+
+
+@pytest.mark.parametrize(("seeds", "position"), [([b"a"], 0), ([b"a", b"b"], -1), ([b"a", b"b" * 65], 0)])
+def test_rows_that_do_not_fit_are_refused(seeds, position):
+    with pytest.raises(ValueError, match="a seed of at most 64 bytes each"):
+        draw_rows(logits(2), seeds, position)

@@ -15,7 +15,7 @@ from verification.fingerprints.activations import ActivationProof, Toploc
 from verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
 from verification.fingerprints.hidden import LastHidden, output_head, prefill_states
 from verification.fingerprints.image import ImageHash
-from verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, gumbel, margins
+from verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, draw_rows, gumbel, margins
 from verification.fingerprints.text import MinHashText, SimHash
 from verification.fingerprints.tokens import Completion, ExactTokens
 from verification.fingerprints.weights import WeightProjection
@@ -43,6 +43,7 @@ __all__ = [
     "WeightProjection",
     "draw",
     "draw_each",
+    "draw_rows",
     "gumbel",
     "margins",
     "output_head",

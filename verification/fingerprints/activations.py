@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,10 +61,9 @@ class ActivationProof:
     def make(self, states: Tensor) -> bytes:
         """8.06 bytes a token. Raises ``ValueError`` if ``states`` are not as above."""
         return b"".join(
-            bytes(row)
+            encode(*largest(part, top)).numpy().tobytes()
             for group, top in self._windows(states)
             for part in torch.split(group, BATCH)
-            for row in encode(*largest(part, top)).tolist()
         )
 
     def proof_bytes(self, tokens: int, width: int) -> int:
@@ -74,17 +74,21 @@ class ActivationProof:
     def compare(self, proof: bytes, states: Tensor) -> Evidence:
         """How far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
         try:
-            rows = [(row, points) for row, points, _ in self._pairs(proof, states)]
+            pairs = self._pairs(proof, states)
         except ProofError as error:
             return Evidence(self.features, fault=str(error))
-        whole = self._top(self.window, states.shape[1])
-        return Evidence(self.features, tuple(row for row, _ in rows), tuple(points / whole for _, points in rows))
+        width = states.shape[1]
+        whole = self._top(self.window, width)
+        rows = [row for theirs, own, places in pairs for row in _measure(theirs, own, places % width, width).tolist()]
+        sizes = [own.shape[1] / whole for _, own, _ in pairs for _ in own]
+        return Evidence(self.features, tuple(map(tuple, rows)), tuple(sizes))
 
     def toploc(self, proof: bytes, states: Tensor) -> list[Toploc]:
         """The paper's figures for each window. Raises ``ProofError`` if ``proof`` is not one of so many tokens."""
-        return [figures for _, _, figures in self._pairs(proof, states)]
+        return [figures for theirs, own, _ in self._pairs(proof, states) for figures in _toploc(theirs, own)]
 
-    def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[tuple[float, ...], int, Toploc]]:
+    def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Bits in the proof, own bits and places, (W, K) each, of some windows at a time."""
         groups = self._windows(states)
         tokens, width = states.shape
         expected = self.proof_bytes(tokens, width)
@@ -98,9 +102,7 @@ class ActivationProof:
                 moduli, coefficients = decode(data[at : at + size].view(len(part), 2 + 2 * top))
                 at += size
                 places, own = largest(part, top)
-                theirs = evaluate(coefficients, places % moduli.unsqueeze(1))
-                measured = _measure(theirs, own, places % width, width)
-                found += [(tuple(row), top, figures) for row, figures in zip(measured.tolist(), _toploc(theirs, own), strict=True)]
+                found.append((evaluate(coefficients, places % moduli.unsqueeze(1)), own, places))
         return found
 
     def _top(self, tokens: int, width: int) -> int:
@@ -142,7 +144,7 @@ def encode(places: Tensor, bits: Tensor) -> Tensor:
     """Windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
     moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64).unsqueeze(1)
     numbers = torch.cat((moduli, interpolate(places % moduli, bits)), dim=1)
-    return torch.stack((numbers >> 8, numbers & 0xFF), dim=2).flatten(1).to(torch.uint8)
+    return torch.from_numpy(numbers.numpy().astype(">u2").view(np.uint8))
 
 
 def decode(rows: Tensor) -> tuple[Tensor, Tensor]:

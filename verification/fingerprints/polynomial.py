@@ -3,22 +3,27 @@
 K points (x, y) are the values of one polynomial of degree K - 1 over the integers modulo 65,497, so K coefficients of 16 bits hold
 them all, without the x. Whoever knows an x evaluates the polynomial there and gets its y; at any other x it gets noise.
 
-The interpolation is Lagrange's, written with power sums so that it is a few matrix products for many windows at once. With
+The interpolation is Lagrange's, written with power sums so that it is a few products for many windows at once. With
 M(x) = prod (x - x_i) = sum_j m_j x^j, w_i = y_i / M'(x_i) and S_t = sum_i w_i x_i^t, the coefficients are
-c_l = sum_{j > l} m_j S_{j-1-l}. Everything is float64, exactly: factors are below 2^16, and sums of at most
-1,024 of their products below 2^42.
+c_l = sum_{j > l} m_j S_{j-1-l}. Everything is float64, exactly: factors are below 2^16, and sums of at most 1,024 of their
+products below 2^42. Of powers only two short ladders are made (Paterson and Stockmeyer 1973): all of them would be 128 KB a window.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 PRIME = 65497
 SMALLEST_MODULUS = 2**15
 MOST_POINTS = 1024
+Floats = npt.NDArray[np.float64]
+"""Here in numpy: the arrays are small, and each of its calls costs a third of one of torch's."""
 
 
 def injective_modulus(indices: Tensor) -> int:
@@ -27,7 +32,7 @@ def injective_modulus(indices: Tensor) -> int:
     Raises ``ValueError`` if there is none above 32,768; with 128 of 262,144 places it is the first or second nearly always.
     """
     for modulus in range(PRIME, SMALLEST_MODULUS, -1):
-        if len(torch.unique(indices % modulus)) == len(indices):
+        if len(set((indices % modulus).tolist())) == len(indices):
             return modulus
     raise ValueError("no modulus keeps the indices apart: are there duplicates among them?")
 
@@ -44,26 +49,30 @@ def interpolate(x: Tensor, y: Tensor) -> Tensor:
     _check_range(x, "x")
     _check_range(y, "y")
     count = x.shape[1]
-    places = x.double()
-    master = _product_of_roots(places)  # (W, K + 1), constant first
-    powers = _powers(places, count)  # (W, K, K): [w, i, t] = x_i^t
-    slope = master[:, 1:] * torch.arange(1, count + 1, dtype=torch.float64) % PRIME  # of M, (W, K)
-    at_roots = (powers @ slope.unsqueeze(2)).squeeze(2) % PRIME
-    if bool((at_roots == 0).any()):
+    places = _floats(x)
+    master = _product_of_roots(places)  # (W, K), constant first, without the leading 1
+    slope = np.ones_like(master)
+    slope[:, :-1] = master[:, 1:]
+    slope *= np.arange(1, count + 1)  # of M'
+    ladders = _ladders(places, count)
+    at_roots = _at(_reduced(slope), ladders).astype(np.int64)
+    if not at_roots.all():
         raise ValueError("two points of one polynomial have the same x")
-    weights = y.double() * _inverses()[at_roots.long()] % PRIME  # w_i, (W, K)
-    sums = (weights.unsqueeze(1) @ powers).squeeze(1) % PRIME  # S_t, (W, K)
-    # Row l of the Hankel matrix is m_{l+1}, m_{l+2}, ...; beyond m_K there is nothing.
-    hankel = torch.nn.functional.pad(master[:, 1:], (0, count - 1)).unfold(1, count, 1)  # (W, K, K)
-    return ((hankel @ sums.unsqueeze(2)).squeeze(2) % PRIME).long()
+    weights = _reduced(_floats(y) * _inverses()[at_roots])  # w_i, (W, K)
+    small, large = ladders
+    sums = _reduced(_reduced(large * weights[:, None]) @ small.transpose(0, 2, 1)).reshape(len(x), -1)[:, :count]  # S_t
+    # In each term of c_l the index of m is larger by l + 1: terms of one product, once the sums are turned round.
+    turned = sums[:, ::-1]
+    found = _product(master, turned)[:, count:] + turned  # the last is for m_K, which is 1
+    return torch.from_numpy(_reduced(found).astype(np.int64))
 
 
 def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
     """Values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
     _check_range(coefficients, "coefficients")
     _check_range(x, "x")
-    powers = _powers(x.double(), coefficients.shape[1])
-    return ((powers @ coefficients.double().unsqueeze(2)).squeeze(2) % PRIME).long()
+    found = _at(_floats(coefficients), _ladders(_floats(x), coefficients.shape[1]))
+    return torch.from_numpy(found.astype(np.int64))
 
 
 def _check_range(values: Tensor, name: str) -> None:
@@ -71,41 +80,99 @@ def _check_range(values: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be whole numbers from 0 to {PRIME - 1}")
 
 
-def _powers(x: Tensor, count: int) -> Tensor:
-    """x^0 ... x^(count-1) modulo the prime, (W, P) to (W, P, count), by doubling."""
-    powers = torch.ones((*x.shape, 1), dtype=torch.float64)
-    step = x.unsqueeze(2)  # x^(number of powers so far)
-    while powers.shape[2] < count:
-        powers = torch.cat((powers, powers * step % PRIME), dim=2)
-        step = step * step % PRIME
-    return powers[:, :, :count]
+def _floats(values: Tensor) -> Floats:
+    return values.numpy(force=True).astype(np.float64)
 
 
-def _product_of_roots(x: Tensor) -> Tensor:
-    """Coefficients of prod (t - x_i), (W, K) to (W, K + 1), multiplying neighbours until one is left."""
+def _reduced(values: Floats) -> Floats:
+    """``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the remainder.
+
+    A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next whole number: its floor is right.
+    """
+    quotients = values / PRIME
+    np.floor(quotients, out=quotients)
+    quotients *= PRIME
+    values -= quotients
+    return values
+
+
+def _powers(x: Floats, count: int) -> Floats:
+    """x^0 ... x^(count-1) modulo the prime, (W, P) to (W, count, P), by doubling."""
+    powers = np.ones((x.shape[0], count, x.shape[1]))
+    step, done = x[:, None], 1  # step: x^done
+    while done < count:
+        more = min(done, count - done)
+        powers[:, done : done + more] = _reduced(powers[:, :more] * step)
+        step, done = _reduced(step * step), done + more
+    return powers
+
+
+def _ladders(x: Floats, count: int) -> tuple[Floats, Floats]:
+    """Of ``x`` (W, P) the powers below a, (W, a, P), and every a-th one, (W, b, P): a b >= ``count``, each about its root.
+
+    Products of the two are all powers below ``count``, which need not be stored.
+    """
+    rungs = math.isqrt(count - 1) + 1
+    small = _powers(x, rungs)
+    return small, _powers(_reduced(small[:, -1] * x), -(-count // rungs))
+
+
+def _at(coefficients: Floats, ladders: tuple[Floats, Floats]) -> Floats:
+    """Values (W, P) of the polynomials ``coefficients`` (W, K) at the points of these ladders."""
+    small, large = ladders
+    rungs, steps = small.shape[1], large.shape[1]
+    padded = np.zeros((len(coefficients), rungs * steps))
+    padded[:, : coefficients.shape[1]] = coefficients
+    parts = _reduced(padded.reshape(-1, steps, rungs) @ small)  # (W, steps, P)
+    parts *= large
+    return _reduced(parts.sum(axis=1))
+
+
+def _product(left: Floats, right: Floats) -> Floats:
+    """The product of polynomials (..., n) as (..., 2 n), the last one 0, by FFT. Not reduced.
+
+    Exact for whole numbers in [0, ``PRIME``) and n <= 1,024: sums below 2^42 have errors of about 2^-8 in float64.
+    """
+    size = 2 * left.shape[-1]
+    made: Floats = np.rint(np.fft.irfft(np.fft.rfft(left, size) * np.fft.rfft(right, size), size))
+    return made
+
+
+def _product_of_roots(x: Floats) -> Floats:
+    """Coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1: one half times the other until one is left."""
     count = x.shape[1]
-    factors = torch.stack((-x % PRIME, torch.ones_like(x)), dim=2)  # (W, K, 2)
+    # Factors of t make their number a power of two; they move all coefficients up, and are taken away in the end.
+    missing = (1 << (count - 1).bit_length()) - count
+    factors = np.zeros((len(x), 1, count + missing))  # (W, size, how many): long rows while factors are short
+    factors[:, 0, :count] = _reduced(PRIME - x)
+    while factors.shape[2] > 1 and factors.shape[1] <= 4:
+        size, half = factors.shape[1], factors.shape[2] // 2
+        left, right = factors[:, :, :half], factors[:, :, half:]
+        made = np.zeros((len(x), 2 * size, half))
+        for at in range(size):
+            made[:, at : at + size] += left[:, at : at + 1] * right
+        made[:, size:] += left  # the leading 1 of each times the other
+        made[:, size:] += right
+        factors = _reduced(made)
+    factors = np.ascontiguousarray(factors.transpose(0, 2, 1))  # (W, how many, size)
     while factors.shape[1] > 1:
-        windows, many, size = factors.shape
-        if many % 2:
-            one = torch.zeros((windows, 1, size), dtype=torch.float64)
-            one[:, :, 0] = 1
-            factors = torch.cat((factors, one), dim=1)
-        left, right = factors[:, 0::2], factors[:, 1::2]
-        shifted = torch.nn.functional.pad(right, (size - 1, size - 1)).unfold(2, size, 1)  # (W, ., 2 size - 1, size)
-        factors = (shifted @ left.flip(2).unsqueeze(3)).squeeze(3) % PRIME
-    return factors[:, 0, : count + 1]
+        size, half = factors.shape[2], factors.shape[1] // 2
+        made = _product(factors[:, :half], factors[:, half:])
+        made[:, :, size:] += factors[:, :half]
+        made[:, :, size:] += factors[:, half:]
+        factors = _reduced(made)
+    return factors[:, 0, missing:]
 
 
 @cache
-def _inverses() -> Tensor:
-    """The inverse of every number modulo the prime, (PRIME,) float64, by Fermat: a^(p-2). That of 0 is 0 and is not asked for."""
-    base = torch.arange(PRIME, dtype=torch.float64)
-    inverse = torch.ones_like(base)
+def _inverses() -> Floats:
+    """The inverse of every number modulo the prime, (PRIME,), by Fermat: a^(p-2). That of 0 is 0 and is not asked for."""
+    base = np.arange(PRIME, dtype=np.float64)
+    inverse = np.ones_like(base)
     exponent = PRIME - 2
     while exponent:
         if exponent & 1:
-            inverse = inverse * base % PRIME
-        base = base * base % PRIME
+            inverse = _reduced(inverse * base)
+        base = _reduced(base * base)
         exponent >>= 1
     return inverse

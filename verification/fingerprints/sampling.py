@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from verification.fingerprints.mixing import GOLDEN, mix, signed
 
 WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
+AT_ONCE = 1 << 18  # scores: 2 MB, which stay in the cache; with eight times as many the noise takes three times as long
 FARTHEST = 10.0  # nats; a token that is further from winning than this tells no more
 _FORMAT = struct.Struct(">d32sII")  # temperature, SHA-256 of the seed, tokens, vocabulary
 
@@ -55,7 +57,14 @@ def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device 
     """``gumbel`` for several positions, (positions, vocabulary)."""
     if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
         raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
-    digests = (hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions)
+    return _noise_of_keys([_key(seed, position) for position in positions], vocabulary, device)
+
+
+def _key(seed: bytes, position: int) -> bytes:
+    return hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest()
+
+
+def _noise_of_keys(digests: Sequence[bytes], vocabulary: int, device: torch.device | str) -> Tensor:
     keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
     mixed = mix(mix(numbers * signed(GOLDEN) + keys[:, :1]) ^ keys[:, 1:])
@@ -73,6 +82,17 @@ def draw_each(logits: Tensor, seed: bytes, positions: range, temperature: float 
     return torch.argmax(_scores(logits, seed, positions, temperature), dim=1)
 
 
+def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature: float = 1.0) -> Tensor:
+    """``draw`` for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), a seed for each."""
+    fits = logits.dim() == 2 and len(seeds) == len(logits) and 1 <= logits.shape[1] <= MOST_VOCABULARY
+    if not fits or not 0 <= position < 1 << 62 or any(len(seed) > MOST_SEED for seed in seeds):
+        raise ValueError(f"rows of logits need a seed of at most {MOST_SEED} bytes each, and a position >= 0")
+    scores = _tempered(logits, temperature)
+    if temperature:
+        scores = scores + _noise_of_keys([_key(seed, position) for seed in seeds], logits.shape[1], logits.device)
+    return torch.argmax(scores, dim=1)
+
+
 def margins(drawn: Drawn) -> Tensor:
     """How far each token was from winning, (n,) float64, in units of logits over temperature; 0 for the winner, at most 10.
 
@@ -83,7 +103,7 @@ def margins(drawn: Drawn) -> Tensor:
         raise ValueError("logits must be floating numbers of shape (tokens, vocabulary), one row for each token")
     if not 1 <= len(tokens) <= MOST_TOKENS or int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[1]:
         raise ValueError(f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}")
-    found, at, many = [], 0, max(1, MOST_VOCABULARY // logits.shape[1])
+    found, at, many = [], 0, max(1, AT_ONCE // logits.shape[1])
     for rows in torch.split(logits, many):
         scores = _scores(rows, drawn.seed, range(drawn.first + at, drawn.first + at + len(rows)), drawn.temperature)
         chosen = scores.gather(1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)).squeeze(1)
@@ -96,15 +116,18 @@ def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -
     """What competes at each of the positions, (n, V) float64."""
     if len(positions) != len(logits):
         raise ValueError(f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}")
+    rows = _tempered(logits, temperature)
+    return rows + _noise(seed, positions, rows.shape[1], rows.device) if temperature else rows
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Float64 over the temperature. The noise has full weight, so margins of all temperatures are in the same unit."""
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
     rows = logits.detach().double()
     if bool(torch.isnan(rows).any()) or not bool(torch.isfinite(rows.amax(dim=1)).all()):
         raise ValueError("the logits of a position are not numbers, or allow no token")
-    # The noise has full weight and the logits are divided, so margins of all temperatures are in the same unit.
-    if temperature == 0:
-        return rows
-    return rows / temperature + _noise(seed, positions, rows.shape[1], rows.device)
+    return rows / temperature if temperature else rows
 
 
 class SeededSampling:
