@@ -38,6 +38,7 @@ from node.saver import Saver
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
+from node.verify.network import SwarmNetwork
 from node.verify.session import Verification
 from node.verify.terms import check_terms, make_terms
 from optim import FLOAT32, Alone, RoundInfo
@@ -160,7 +161,9 @@ class NodeRun:
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
             if (terms := membership.manifest.terms) is not None:
                 check_terms(terms, settings, trainer.task)
-                self.verification = Verification(settings, membership, terms, trainer.task, self.session.gossip)
+                network = SwarmNetwork(membership, self.session.gossip)
+                self.verification = Verification(settings, terms, trainer.task, network)
+                self.verification.start()
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -347,9 +350,7 @@ class NodeRun:
     def _train_alone(self, shard: Shard) -> float | None:
         """Held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
         self.display.message("training the same once more without any exchange, to compare")
-        alone = Trainer(
-            self._task(), OuterSettings(method="none"), self.settings.train, device=self.device
-        )
+        alone = Trainer(self._task(), OuterSettings(method="none"), self.settings.train, device=self.device)
         alone.connect(Alone(), "alone", shard)
         alone.run(stop=lambda: self.stopper.requested)
         return None if self.stopper.requested else alone.evaluate()
