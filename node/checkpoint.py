@@ -2,7 +2,8 @@
 
 ``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and of the tensor file.
 Both are written in a temporary folder and synced to the disk, and only then does one rename make them the checkpoint:
-a process killed at any moment leaves the older checkpoints as they were. Nothing is pickled.
+a process killed at any moment leaves the older checkpoints as they were. Nothing is pickled. That a run need not wait for the
+disk is the affair of node/saver.py.
 """
 
 from __future__ import annotations
@@ -15,28 +16,48 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from node.tensor_file import kind, write_tensors
 from swarm.errors import ShoalError
 
 FORMAT = 1
-KEEP = 2
+KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
 SAVING = ".saving-"
+POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
+"""Moments of a save, in order, at each of which a process may die: the temporary folder is there; a block of the tensor file is
+written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if there is one, was moved aside;
+the new one has its name; old ones are gone."""
 # `.old-` marks a checkpoint that is just being replaced by another of the same step.
 _NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
 
 
 class CheckpointError(ShoalError):
     """There is no checkpoint, or it is damaged, or it cannot be written."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Nested state taken apart: ``tree`` for JSON, and the tensors by the names that stand for them in it."""
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+
+def pack(state: Any) -> Packed:
+    """Take ``state`` apart; the tensors are not copied. TypeError if a checkpoint cannot hold it."""
+    tensors: dict[str, Tensor] = {}
+    tree = _pack(state, tensors)
+    return Packed(tree, tensors)
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -47,6 +68,7 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
         # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no others.
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, Tensor):
+        kind(value)  # a TypeError now rather than when it is written
         name = str(len(tensors))
         tensors[name] = value.detach()
         return {"tensor": name}
@@ -74,20 +96,6 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dict":
         return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
     raise ValueError(f"unknown kind {kind!r}")
-
-
-def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors of which no two share memory, as safetensors wants them."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        copy = tensor.to("cpu").contiguous()
-        storage = copy.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != copy.nbytes:
-            copy = copy.clone(memory_format=torch.contiguous_format)
-        seen.add(copy.untyped_storage().data_ptr())
-        result[name] = copy
-    return result
 
 
 def _sha256(path: Path) -> str:
@@ -145,39 +153,61 @@ def _temporary(folder: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def save(folder: Path, step: int, state: Any) -> Path:
-    """Write ``state`` as the checkpoint of ``step`` and return its path; the newest two are kept.
+class _Hashed:
+    """A file that hashes what is written, so that it need not be read again."""
+
+    def __init__(self, file: BinaryIO, wrote: Callable[[], None]) -> None:
+        self._file, self._wrote, self.digest = file, wrote, hashlib.sha256()
+
+    def write(self, data: Any) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+        self._wrote()
+
+
+def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[[str], None] = lambda point: None) -> Path:
+    """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are kept.
 
     ``state`` nests dicts, lists and tuples of None, bool, int, float, str and tensors (any dtype that safetensors
     knows, any device, any strides). Subclasses of dict come back as dict, tensors on the CPU without gradient.
+    It may also be ``Packed`` already. ``at`` is told each of the ``POINTS`` that is reached.
 
     Raises:
         CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
         TypeError: ``state`` holds something else.
     """
-    tensors: dict[str, Tensor] = {}
-    tree = _pack(state, tensors)
+    packed = state if isinstance(state, Packed) else pack(state)
+    kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
     final = folder / f"step-{step:08d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _temporary(folder) as temporary:
-            save_file(_separate(tensors), temporary / TENSORS)
-            body = {"format": FORMAT, "step": step, "tensors_sha256": _sha256(temporary / TENSORS), "state": tree}
+            at("begun")
+            with (temporary / TENSORS).open("wb") as file:
+                hashed = _Hashed(file, lambda: at("block"))
+                write_tensors(hashed, kinds, packed.tensors.__getitem__)
+            at("tensors")
+            body = {"format": FORMAT, "step": step, "tensors_sha256": hashed.digest.hexdigest(), "state": packed.tree}
             text = json.dumps(body)
             digest = hashlib.sha256(text.encode()).hexdigest()
             (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
+            at("state")
             for path in (temporary / TENSORS, temporary / STATE, temporary):
                 sync(path)
+            at("synced")
             if final.exists():
                 old = folder / f".old-{final.name}"
                 shutil.rmtree(old, ignore_errors=True)
                 os.rename(final, old)
+                at("aside")
             os.rename(temporary, final)
             sync(folder)
+        at("renamed")
         # The one just written is kept even where another run left higher steps.
         others = [path for _, path in _found(folder) if path != final]
-        for path in [p for p in others if p.name == f".old-{final.name}"] + others[KEEP - 1 :]:
+        for path in [p for p in others if p.name == f".old-{final.name}"] + others[keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
+        at("pruned")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
@@ -252,13 +282,13 @@ def outline(path: Path) -> tuple[Path, Any]:
 
 
 def load(folder: Path) -> tuple[int, Any]:
-    """Return (step, state) of the newest checkpoint in ``folder``: the whole state, or an error.
+    """Return (step, state) of the newest checkpoint in ``folder``, or of that one if it is one: the whole state, or an error.
 
     Raises:
         CheckpointError: there is none, or it is damaged; the sentence says how to fall back to an older one.
     """
     try:
-        found = _found(folder)
+        found = [(0, folder)] if (folder / STATE).exists() else _found(folder)
         if not found:
             raise CheckpointError(f"There is no checkpoint in {str(folder)!r}: start without --resume.")
         return _load_one(found[0][1])

@@ -61,6 +61,12 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
         click.option("--threads", type=int, help="Threads for computing on the CPU.  [default: half of the processors]"),
         click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+        click.option(
+            "--resume-from",
+            type=click.Path(path_type=Path),
+            metavar="CHECKPOINT",
+            help="Go on from a checkpoint, or a node's newest one, in another swarm.",
+        ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
         _task_option(None),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
@@ -93,6 +99,7 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--round", "length", metavar="LENGTH", help="Of a round: steps, tokens:N, seconds:S or seconds:auto.  [default: steps]"
         ),
         click.option("--codec", metavar="CODEC", help="Numbers on the wire: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
+        click.option("--robust", metavar="RULE", help="Against hostile peers: clipped-gossip or centered-clip.  [default: none]"),
         click.option("--finish", metavar="average|none", help="At the end, average the slow weights once more.  [default: none]"),
         click.option("--verify", metavar="none|activations", help="rl: claim completions, and check others'.  [default: none]"),
         click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
@@ -110,7 +117,8 @@ def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """What the options of ``_outer_options`` say, as dotted settings."""
     from node.config import assignment
 
-    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "finish")} | {"outer.round": flags.get("length")}
+    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "robust", "finish")}
+    named["outer.round"] = flags.get("length")
     named |= {"verify.kind": flags.get("verify"), "verify.audit_rate": flags.get("audit_rate")}
     return {**dict(map(assignment, flags.get("assigned", ()))), **{key: value for key, value in named.items() if value is not None}}
 
@@ -312,12 +320,16 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         from dataclasses import asdict
 
         click.echo(json.dumps(asdict(result)))
+    if result.not_saved is not None:
+        from node.checkpoint import CheckpointError
+
+        raise CheckpointError(result.not_saved)
     return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)
 
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as dotted settings; those not given are None or empty and change nothing."""
-    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "slow_on_device")
+    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,

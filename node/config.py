@@ -110,9 +110,14 @@ class NodeSettings(_Table):
         default=None, description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one."
     )
     resume: bool = Field(default=False, description="Continue from the newest checkpoint in the folder.")
+    resume_from: PathSetting | None = Field(
+        default=None,
+        description="Go on from this checkpoint, or the newest one in this folder, in another swarm, whatever its method.",
+    )
     checkpoint_every_rounds: int = Field(
         default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."
     )
+    keep_checkpoints: int = Field(default=3, ge=1, le=10_000, description="Number of checkpoints that are kept, the newest ones.")
     operator: Name | None = Field(
         default=None,
         description="Who runs this node, where one runs several: they never sit together in a vote. By default nobody else.",
@@ -157,6 +162,11 @@ class NodeSettings(_Table):
     def run_folder(self) -> Path:
         """Where checkpoints and metrics go."""
         return Path(os.path.expanduser(self.folder)) if self.folder else Path("runs") / self.name
+
+    @property
+    def resume_from_path(self) -> Path | None:
+        """``resume_from`` with ~ expanded."""
+        return Path(os.path.expanduser(self.resume_from)) if self.resume_from else None
 
     @property
     def identity_path(self) -> Path:

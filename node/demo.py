@@ -25,7 +25,8 @@ from node.display import Display, make_display
 from node.exit_codes import ExitCode
 from node.hooks import load_task
 from node.membership import task_label
-from node.run import METRICS, RESULT, ROUNDS
+from node.result import RESULT
+from node.run import METRICS, ROUNDS
 from swarm.errors import ShoalError
 
 LINK_S = 60.0  # seconds for the first node to print its link

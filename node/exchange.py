@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from node.defence import Watch
 from node.membership import Membership
 from optim import method_named
 from swarm.exchange import SwarmExchange
@@ -9,10 +10,23 @@ from swarm.group import GroupExchange
 from swarm.manifest import OuterSettings
 
 
+def make_watch(outer: OuterSettings) -> Watch:
+    """How a node defends itself against what others send."""
+    method = method_named(outer.method)
+    # Methods with one partner divide whole weights by what the peer counts.
+    return Watch(
+        robust=outer.robust,
+        suspect=outer.suspect,
+        times=outer.radius,
+        sends=method.sends,
+        measured=outer.weighing == "equal" or method.group != "pair",
+    )
+
+
 def make_exchange(
-    membership: Membership, outer: OuterSettings, *, seed: int, model: str, fragments: int = 1
+    membership: Membership, outer: OuterSettings, watch: Watch, *, seed: int, model: str, fragments: int = 1
 ) -> SwarmExchange | GroupExchange:
-    """The exchange of the swarm's method. ``fragments``: that its optimizer sends in turn."""
+    """The exchange of the swarm's method, which asks ``watch`` what to refuse. ``fragments``: that its optimizer sends in turn."""
     if method_named(outer.method).group == "everyone":
         return GroupExchange(
             membership.host,
@@ -32,6 +46,7 @@ def make_exchange(
             wait=outer.wait_s,
             chunk_timeout=outer.chunk_timeout_s,
             exchange_timeout=outer.exchange_timeout_s,
+            defence=watch,
         )
     return SwarmExchange(
         membership.host,
@@ -46,4 +61,5 @@ def make_exchange(
         wait=outer.wait_s,
         chunk_timeout=outer.chunk_timeout_s,
         exchange_timeout=outer.exchange_timeout_s,
+        defence=watch,
     )

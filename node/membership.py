@@ -187,7 +187,8 @@ def catch_up(
     others = [m for peer, m in membership.directory.members().items() if peer != membership.identity.peer_id]
     fits = model == membership.manifest.model
     if fits:
-        others = [m for m in others if m.model == model and m.state == "training" and m.round > 0]
+        # Who waits in a later round than 0 has resumed, and is about to train.
+        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and m.round > 0]
     # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
     givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
     state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)

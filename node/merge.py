@@ -7,7 +7,6 @@ the first checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,9 +22,8 @@ from torch import Tensor
 
 from node import checkpoint
 from node.checkpoint import CheckpointError, TensorName
+from node.tensor_file import Kind, write_tensors
 from swarm.errors import ShoalError
-
-Kind = tuple[str, tuple[int, ...]]  # dtype as safetensors names it, and shape
 
 
 class MergeError(ShoalError):
@@ -172,12 +170,12 @@ def _mean(tensors: Iterator[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _write(out: Path, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> int:
-    """The safetensors format, by hand because the library wants all tensors at once. Returns the bytes. MergeError."""
+    """Returns the bytes. MergeError."""
     try:
         temporary = out.with_name(f".{out.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:
-                size = _write_tensors(file, kinds, mean)
+                size = write_tensors(file, kinds, mean)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, out)
@@ -189,28 +187,3 @@ def _write(out: Path, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> 
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise MergeError(f"Cannot write {str(out)!r} ({why}): check the folder and its space.") from error
-
-
-def _write_tensors(file: BinaryIO, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> int:
-    sizes: dict[str, int] = {}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # The widest types first, so that each tensor is aligned, as the library does; its size follows from the type's name.
-    offset = 0
-    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])):
-        sizes[name] = math.prod(shape) * _width(dtype)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + sizes[name]]}
-        offset += sizes[name]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name, size in sizes.items():
-        content = mean(name).contiguous().reshape(-1).view(torch.uint8).numpy()
-        if content.nbytes != size:
-            raise SafetensorError(f"{name!r} has {content.nbytes} bytes where {size} were announced")
-        file.write(content.data)
-    return 8 + len(text) + offset
-
-
-def _width(dtype: str) -> int:
-    """Bytes of a value of that type: F32 has 4, F8_E4M3 has 1, BOOL has 1."""
-    return {"BOOL": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8

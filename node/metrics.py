@@ -6,11 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from swarm.errors import ShoalError
 
@@ -42,6 +42,8 @@ class RoundRecord:
     """Mean training loss of the round's inner steps, nats."""
     weights: str | None
     """A digest of the fragment's slow weights, where all nodes of a group should hold the same."""
+    suspicious: int = 0
+    """Contributions that were refused since the last round because they lay too far away."""
 
 
 def _plain(value: Value) -> Value:
@@ -58,17 +60,20 @@ def _plain(value: Value) -> Value:
 class Metrics:
     """Appends events to a file; each line has left the process when the call returns, so a kill loses none.
 
+    ``say``: told, in one sentence, that lines cannot be written any more (a full disk), and that they can again; those in between
+    are lost, and the run goes on. Without it that is an error.
+
     Raises:
         MetricsError: the file cannot be opened or written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
+        self._path, self._say = path, say
+        self._failing = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = path.open("a", encoding="utf-8")
-            if _ends_in_mid_line(path):  # left by a process that was killed; do not spoil the next line too
-                self._file.write("\n")
+            self._file: FileIO = path.open("ab", buffering=0)
+            self._in_mid_line = _ends_in_mid_line(path)  # left by a process that was killed; do not spoil the next line too
         except OSError as error:
             raise self._error(error) from error
 
@@ -79,12 +84,25 @@ class Metrics:
 
     def write(self, event: str, **fields: Value) -> None:
         """Append one line: ``event``, ``time`` (Unix seconds) and the fields."""
-        line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False)
+        line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False) + "\n"
         try:
-            self._file.write(line + "\n")
-            self._file.flush()
+            self._append((b"\n" if self._in_mid_line else b"") + line.encode())
         except OSError as error:
-            raise self._error(error) from error
+            if self._say is None:
+                raise self._error(error) from error
+            if not self._failing:
+                self._say(f"{str(self._error(error)).rstrip('.')}; training goes on without them.")
+            self._failing = True
+            return
+        if self._failing and self._say is not None:
+            self._say("Metrics can be written again.")
+        self._failing = False
+
+    def _append(self, data: bytes) -> None:
+        while data:
+            done = self._file.write(data) or 0
+            self._in_mid_line = data[:done][-1:] not in (b"\n", b"")
+            data = data[done:]
 
     def round(self, info: RoundRecord) -> None:
         """Append one round."""
@@ -92,10 +110,7 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        try:
-            self._file.close()
-        except OSError as error:
-            raise self._error(error) from error
+        self._file.close()
 
     def __enter__(self) -> Metrics:
         return self

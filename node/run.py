@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from node import checkpoint
+from node import beginning, checkpoint
 from node.anchor import Anchor
+from node.beginning import Saved
 from node.config import Settings, resolve_device
 from node.display import Display
-from node.exchange import make_exchange
+from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
 from node.membership import (
     RL,
@@ -32,11 +31,14 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
 from node.rl.task import RLTask
+from node.saver import Saver
 from node.stopper import Stopper
 from node.task import Shard, Task
 from node.trainer import Progress, Trainer
+from node.verify.network import SwarmNetwork
 from node.verify.session import Verification
 from node.verify.terms import check_terms, make_terms
 from optim import FLOAT32, Alone, RoundInfo
@@ -45,49 +47,14 @@ from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
 from swarm.identity import Identity
 from swarm.link import Link
-from swarm.manifest import OuterSettings, open_manifest
+from swarm.manifest import OuterSettings
 from swarm.welcome import State, StateServer
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
 WAITING_S = 10.0  # seconds between two reminders that peers are missing
-RESULT = "result.json"
 METRICS = "metrics.jsonl"
 ROUNDS = "rounds"
-
-
-@dataclass
-class Result:
-    """What a node's run came to; written to ``result.json`` in its folder and printed by --json."""
-
-    name: str
-    peer: str
-    swarm: str
-    method: str
-    device: str
-    shard: str
-    params: int
-    steps: int = 0
-    rounds: int = 0
-    loss_first: float | None = None
-    loss_last: float | None = None
-    loss_local: float | None = None
-    """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
-    exchanges: int = 0
-    """Rounds in which a partner's contribution was committed."""
-    pairs_none: int = 0
-    """Rounds in which nobody answered."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    wait_s: float = 0.0
-    wall_s: float = 0.0
-    restarts: int = 0
-    """How often the network daemon had to be started again."""
-    interrupted: bool = False
-    rl: dict[str, Any] | None = None
-    """What reinforcement learning came to, where that is the task (node/rl/session.py)."""
-    verify: dict[str, Any] | None = None
-    """What was claimed, checked and found, where nodes verify each other (node/verify/session.py)."""
 
 
 class NodeRun:
@@ -107,12 +74,12 @@ class NodeRun:
         self.settings, self.link, self.display, self.stopper = settings, link, display, stopper
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
-        self._save_due = False
+        self.saver = Saver(self.folder, keep=settings.node.keep_checkpoints, state=self._state, say=display.message)
 
     def run(self) -> Result:
         """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""
         checkpoint.check_writable(self.folder)
-        saved = self._saved()
+        saved = beginning.find(self.settings.node)
         identity = Identity.load_or_create(self.settings.node.identity_path)
         self.device = resolve_device(self.settings.node.device)
         # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
@@ -125,23 +92,14 @@ class NodeRun:
         finally:
             membership.close()
 
-    def _saved(self) -> dict[str, Any] | None:
-        if self.settings.node.resume:
-            _, state = checkpoint.load(self.folder)
-            return dict(state)
-        if checkpoint.steps(self.folder):
-            raise checkpoint.CheckpointError(
-                f"The folder {str(self.folder)!r} holds checkpoints of another run: say --resume to continue it, "
-                "or choose another --name or --folder."
-            )
-        return None
-
-    def _create(self, identity: Identity, saved: dict[str, Any] | None) -> Membership:
-        if saved is not None:
-            sealed = bytes.fromhex(saved["manifest"])
-            self.settings = swarm_settings(self.settings, open_manifest(sealed))
+    def _create(self, identity: Identity, saved: Saved | None) -> Membership:
+        if saved is not None and self.settings.node.resume:
+            beginning.check_same_outer(self.settings.outer, saved)
+            self.settings, sealed = swarm_settings(self.settings, saved.manifest), saved.sealed
             self._make_trainer()
         else:
+            if saved is not None:
+                self.settings = beginning.with_its_task(self.settings, saved)
             self._make_trainer()
             terms = make_terms(self.settings, self.trainer.task)
             sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params), terms)
@@ -167,7 +125,7 @@ class NodeRun:
         """Inner steps a second of all members, as they say."""
         return [member.steps_per_s for member in self.directory.members().values()]
 
-    def _in_swarm(self, saved: dict[str, Any] | None) -> Result:
+    def _in_swarm(self, saved: Saved | None) -> Result:
         membership = self.membership
         if self.link is not None:
             self.settings = swarm_settings(self.settings, membership.manifest)
@@ -178,12 +136,22 @@ class NodeRun:
         shapes = [tuple(parameter.shape) for parameter in trainer.params]
         if self.link is not None:
             self.directory.refresh(10.0)
-        shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
+        own = beginning.own_run(saved, swarm, settings.node)
+        if own is not None and settings.node.shard is None:
+            shard = own.shard
+        else:
+            shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
         state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
+        if saved is not None and own is None and state is None and not alone:
+            raise checkpoint.CheckpointError(
+                "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
+                "begins from the checkpoint (shoal up --resume-from), or join this one later."
+            )
+        self.watch = make_watch(settings.outer)
         self.exchange = make_exchange(
-            membership, settings.outer, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
+            membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
         self.state_server = StateServer(self.host, swarm, model, shapes)
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
@@ -193,7 +161,9 @@ class NodeRun:
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
             if (terms := membership.manifest.terms) is not None:
                 check_terms(terms, settings, trainer.task)
-                self.verification = Verification(settings, membership, terms, trainer.task, self.session.gossip)
+                network = SwarmNetwork(membership, self.session.gossip)
+                self.verification = Verification(settings, terms, trainer.task, network)
+                self.verification.start()
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -206,7 +176,7 @@ class NodeRun:
             shard=f"{shard.index}/{shard.of}",
             params=sum(parameter.numel() for parameter in trainer.params),
         )
-        self.metrics = Metrics(self.folder / METRICS)
+        self.metrics = Metrics(self.folder / METRICS, self.display.message)
         try:
             return self._train(shard)
         finally:
@@ -217,18 +187,14 @@ class NodeRun:
                 self.session.close()
             self.metrics.close()
 
-    def _begin_from(self, state: State | None, saved: dict[str, Any] | None) -> None:
+    def _begin_from(self, state: State | None, saved: Saved | None) -> None:
         opt = self.trainer.opt
         if saved is not None:
-            if saved["swarm"] != self.membership.swarm:
-                raise checkpoint.CheckpointError(
-                    f"The checkpoint in {str(self.folder)!r} is of swarm {saved['swarm']}, not of {self.membership.swarm}: "
-                    "start without --resume in another folder."
-                )
-            self.trainer.resume(saved["trainer"])
-            if state is not None:
-                opt.round = max(opt.round, state.round)
-        elif state is not None:
+            for line in beginning.restore(self.trainer, saved, self.membership.swarm):
+                self.display.message(line)
+            if saved.swarm == self.membership.swarm and state is not None and state.round <= opt.round:
+                state = None  # the checkpoint is the newer one
+        if state is not None:
             opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
             self.anchor.joined(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")
@@ -270,7 +236,9 @@ class NodeRun:
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
-        self._save()
+        result.not_saved = self.saver.last(result.steps)
+        if result.not_saved is not None:
+            self.display.message(result.not_saved)
         if not result.interrupted:
             result.loss_last = trainer.evaluate()
             if self.baseline:
@@ -281,7 +249,10 @@ class NodeRun:
         if self.verification is not None:
             result.verify = self.verification.report()
         self.metrics.write("end", **asdict(result))
-        _write_json(self.folder / RESULT, asdict(result))
+        try:
+            write_json(self.folder / RESULT, asdict(result))
+        except OSError as error:
+            self.display.message(f"Cannot write {str(self.folder / RESULT)!r} ({error.strerror}): free some space.")
         return result
 
     def _wait_for_peers(self) -> None:
@@ -307,9 +278,7 @@ class NodeRun:
         self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
         if self.verification is not None:
             self.verification.tell(self.display.message, self.metrics.write)
-        if self._save_due:  # not in the middle of the step: scheduler and gradients must fit
-            self._save_due = False
-            self._save()
+        self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
             self.metrics.write("evaluation", step=opt.steps, loss=self.trainer.evaluate())
 
@@ -324,7 +293,9 @@ class NodeRun:
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1
         result.exchanges += partner is not None
-        result.pairs_none += partner is None and self.settings.outer.method != "none"
+        suspicious = self._say_whom_it_suspects()
+        result.suspicious += suspicious
+        result.pairs_none += partner is None and not suspicious and self.settings.outer.method != "none"
         record = RoundRecord(
             round=info.key.round,
             step=info.step,
@@ -336,6 +307,7 @@ class NodeRun:
             wait_s=self.exchange.waited - self._waited,
             loss=self.trainer.round_loss(),
             weights=self._digest(info.key.fragment),
+            suspicious=suspicious,
         )
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
@@ -344,7 +316,16 @@ class NodeRun:
         if self.keep_rounds:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
-        self._save_due = every > 0 and result.rounds % every == 0
+        self.saver.due |= every > 0 and result.rounds % every == 0
+
+    def _say_whom_it_suspects(self) -> int:
+        members, found = self.directory.members(), self.watch.suspicions()
+        for suspicion in found:
+            name = members[suspicion.peer].name if suspicion.peer in members else "…" + suspicion.peer[-8:]
+            self.display.message(
+                f"refused what {name} sent in round {suspicion.key.round}: {suspicion}; if you trust all peers, set outer.suspect=0"
+            )
+        return len(found)
 
     def _digest(self, fragment: int) -> str | None:
         opt = self.trainer.opt
@@ -357,9 +338,9 @@ class NodeRun:
         folder.mkdir(exist_ok=True)
         save_file({str(i): tensor.cpu() for i, tensor in enumerate(self.trainer.opt.slow)}, folder / f"{number:06d}.safetensors")
 
-    def _save(self) -> None:
-        state = {"swarm": self.membership.swarm, "manifest": self.membership.sealed.hex(), "trainer": self.trainer.state()}
-        checkpoint.save(self.folder, self.trainer.opt.steps, state)
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"swarm": self.membership.swarm, "manifest": self.membership.sealed.hex(), "trainer": self.trainer.state()}
 
     def _leave(self) -> None:
         """Tell the others, so that nobody waits for this node; without an answer its record expires."""
@@ -369,16 +350,7 @@ class NodeRun:
     def _train_alone(self, shard: Shard) -> float | None:
         """Held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
         self.display.message("training the same once more without any exchange, to compare")
-        alone = Trainer(
-            self._task(), OuterSettings(method="none"), self.settings.train, device=self.device
-        )
+        alone = Trainer(self._task(), OuterSettings(method="none"), self.settings.train, device=self.device)
         alone.connect(Alone(), "alone", shard)
         alone.run(stop=lambda: self.stopper.requested)
         return None if self.stopper.requested else alone.evaluate()
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)

@@ -179,13 +179,14 @@ class Trainer:
         return loss
 
     def state(self) -> dict[str, Any]:
-        """Everything that ``resume`` needs to go on bit-identically."""
+        """Everything that ``resume`` needs to go on bit-identically. Its tensors are those that training changes: copy them."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.opt.state_dict(),
+            "optimizer": self.opt.state_dict(copy=False),
             "parameters": self._names(),
-            "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
             "rng": torch.get_rng_state(),
+            "rng_device": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
         }
 
@@ -204,6 +205,18 @@ class Trainer:
                 f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard.index}/{self.shard.of}: "
                 f"say --shard {index}/{of}, or start without --resume."
             )
+        self.check_model(state)
+        try:
+            self.opt.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
+        self.model.load_state_dict(state["model"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.draw_from(self.opt.steps, state)
+
+    def check_model(self, state: dict[str, Any]) -> None:
+        """TrainingError unless ``state`` is of a model with the same tensors."""
         mine = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         saved = {name: tensor.shape for name, tensor in state["model"].items()}
         different = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
@@ -211,12 +224,13 @@ class Trainer:
             raise TrainingError(
                 f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
             )
-        self.opt.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(state["model"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self._batches = self.task.batches_from(self.shard, self.opt.steps)
+
+    def draw_from(self, step: int, state: dict[str, Any]) -> None:
+        """Go on with the batch after ``step`` ones of this shard, and with the random numbers of ``state``."""
+        self._batches = self.task.batches_from(self.shard, step)
         torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and state.get("rng_device") is not None:
+            torch.cuda.set_rng_state(state["rng_device"], self.device)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -230,10 +244,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A scheduler's state without what a checkpoint cannot hold: functions, which the task makes anew."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if not callable(item)}
+        return {key: plain(item) for key, item in value.items() if not callable(item)}
     if isinstance(value, list | tuple):
-        return type(value)(_plain(item) for item in value if not callable(item))
+        return type(value)(plain(item) for item in value if not callable(item))
     return value

@@ -42,6 +42,7 @@ from optim.rules_diloco import DecoupledRule, DiLoCoRule, rda
 from optim.schedule import Apply, Delayed, Every, Schedule, Send, Streaming
 from optim.simulation import Faults, Simulation
 from optim.sparta import SpartaRule
+from optim.universal import carry_over
 from optim.weights import by_rate, by_steps, by_tokens, equal
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "by_steps",
     "by_tokens",
     "candidates",
+    "carry_over",
     "codec_named",
     "equal",
     "float_buffers",

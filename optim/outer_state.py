@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from optim.codec import Codec, Shape
 from optim.flight import Flight
 from optim.length import RoundLength
-from optim.rule import START, Anchored, Rule, State, assign
+from optim.rule import START, Anchored, Rule, State, assign, kind_of, same_memory
 from optim.saved import Stateful, check_shapes, codec_state, fresh, in_place
+from optim.schedule import Schedule
 from optim.shards import local, reshard
 
 
@@ -22,6 +23,7 @@ class OuterState(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     rule: Rule
+    schedule: Schedule
     codec: Codec
     length: RoundLength
     slow: list[Tensor]
@@ -70,20 +72,22 @@ class OuterState(torch.optim.Optimizer):
         for device in {p.device for p in self._params if p.is_cuda}:
             torch.cuda.synchronize(device)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Everything needed to go on. Exchanges in flight are not kept: what they carry is sent again with the next contribution.
 
         Bit-identical at any step at which nothing is in flight (always, when means are applied at once).
+        ``copy=False``: slow weights and the rule's state are the optimizer's own tensors, for who copies or writes them at once.
         """
-        rule = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.rule_state.items()}
+        own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
+        rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
         for fragment, flights in self._in_flight.items() if START in rule else ():
             for flight in flights:
                 for index, motion in zip(self._parts[fragment], flight.contribution, strict=True):
                     rule[START][index].add_(motion)
         return {
             "inner": self.inner.state_dict(),
-            "slow": [tensor.clone() for tensor in self.slow],
-            "rounding": {index: tensor.clone() for index, tensor in self._rounding.items()},
+            "slow": [_copied(tensor, copy) for tensor in self.slow],
+            "rounding": {index: _copied(tensor, copy) for index, tensor in self._rounding.items()},
             "rule": rule,
             "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
             "steps": self.steps,
@@ -93,13 +97,16 @@ class OuterState(torch.optim.Optimizer):
             "tokens": self.tokens,
             "sent_at": [list(pair) for pair in self._sent_at],
             "applied": list(self.applied),
+            "kind": kind_of(self.rule),
+            "schedule": repr(self.schedule),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned (the model's own weights are the user's to restore).
 
         Raises:
-            ValueError: shapes differ from this model's, or another method saved it; nothing is changed then.
+            ValueError: shapes differ from this model's, or another method saved it (``carry_over`` takes what fits); nothing is
+                changed then.
         """
         rule_state = self.rule.initial(self.slow)
         check_shapes("the saved outer state 'slow'", state_dict["slow"], self.slow)
@@ -107,6 +114,9 @@ class OuterState(torch.optim.Optimizer):
             if name not in rule_state:
                 raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
             check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
+        was, now = state_dict.get("kind"), kind_of(self.rule)
+        if state_dict["rule"] and was is not None and not same_memory(was, now):
+            raise ValueError(f"the saved outer state is of {was}, not of {now}: resume with the same method")
         sent_at = [(int(steps), int(tokens)) for steps, tokens in state_dict.get("sent_at", self._sent_at)]
         if len(sent_at) != len(self._parts):
             raise ValueError(f"the saved outer state has {len(sent_at)} fragments, this optimizer {len(self._parts)}")
@@ -217,3 +227,7 @@ class OuterState(torch.optim.Optimizer):
         for flight in [flight for flight in flights if flight.facts.key.round <= until]:
             flight.drop(self._codecs[fragment])
             flights.remove(flight)
+
+
+def _copied(tensor: Tensor, copy: bool) -> Tensor:
+    return tensor.clone() if copy else tensor

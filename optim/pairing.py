@@ -7,7 +7,7 @@ memberships disagree about some pairs only; ``candidates`` is the order in which
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def rank(seed: int, round: int, peer: str) -> bytes:
@@ -43,3 +43,26 @@ def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str
     behind = ordered[here + 1 :] + ordered[:here]
     partner = mate(seed, round, me, ordered)
     return sorted(behind, key=lambda peer: peer != partner)
+
+
+def common(held: Mapping[int, int]) -> tuple[int, int]:
+    """Whose contributions make the mean, and who takes it: both as sets of places, both empty if it is off.
+
+    ``held``: for each survivor's place, the places whose contributions it holds whole, as bits, its own among them.
+
+    The mean is of the contributions that every taker holds, those of members that died meanwhile included, and each taker's own
+    is in it. Survivors for whom that cannot be are left out one by one: first whoever has the most others whose contribution it
+    lacks or who lack its own (its links are broken, or nobody can use what it sent, or it says so of the others: one that says
+    so of many puts itself out, not them); then whom the fewest hold.
+    """
+    takers = dict(held)
+    while len(takers) >= 2:
+        mean = -1
+        for places in takers.values():
+            mean &= places
+        if all(mean >> place & 1 for place in takers):
+            return mean, sum(1 << place for place in takers)
+        wanted = {place: sum(places >> place & 1 for places in takers.values()) for place in takers}
+        lacks = {place: sum(not places >> other & 1 for other in takers) for place, places in takers.items()}
+        del takers[min(takers, key=lambda place: (wanted[place] - lacks[place], wanted[place], place))]
+    return 0, 0

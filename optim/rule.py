@@ -79,6 +79,20 @@ class Anchored(Protocol):
     """Names in the state that are the same on all peers too."""
 
 
+OUTER_STEP = ("DiLoCo", "Decoupled", "Eager")
+"""Kinds of rules whose momentum is torch's SGD buffer over mean pseudo-gradients: each can go on with another's."""
+
+
+def kind_of(rule: Rule) -> str:
+    """What a rule is called where its state is saved: DiLoCo, NoLoCo and so on."""
+    return type(rule).__name__.removesuffix("Rule")
+
+
+def same_memory(was: str, now: str) -> bool:
+    """True if the momentum of a rule of kind ``was`` means the same to one of kind ``now``."""
+    return was == now or (was in OUTER_STEP and now in OUTER_STEP)
+
+
 def zeros(slow: Sequence[Tensor]) -> list[Tensor]:
     """A zero for each value."""
     return [torch.zeros_like(tensor) for tensor in slow]

@@ -21,8 +21,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Mean, RoundKey, weighted_mean
-from optim.pairing import groups
+from optim.defence import TRUSTING, Defence
+from optim.exchange import Mean, RoundKey
+from optim.pairing import common, groups
 
 T = TypeVar("T")
 
@@ -63,13 +64,22 @@ class Simulation(Generic[T]):
         seed: of the pairing.
         size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
         wait: virtual seconds that a peer waits for its group in a round before it goes on alone.
+        defences: what each peer refuses, and takes for the mean; the others trust everybody. As over the network, a pair of which
+            one refuses goes apart, and a group goes on without whom not all of the others can use.
     """
 
     def __init__(
-        self, peers: Sequence[str], *, seed: int = 0, size: int = 2, wait: float = 10.0, faults: Faults | None = None
+        self,
+        peers: Sequence[str],
+        *,
+        seed: int = 0,
+        size: int = 2,
+        wait: float = 10.0,
+        faults: Faults | None = None,
+        defences: Mapping[str, Defence] | None = None,
     ) -> None:
         self.peers, self.seed, self.size, self.wait = list(peers), seed, size, wait
-        self.faults = faults or Faults()
+        self.faults, self.defences = faults or Faults(), dict(defences or {})
         self.now = 0.0
         self._peers = {name: _Peer(name) for name in self.peers}
         self._scheduler = threading.Event()
@@ -77,6 +87,8 @@ class Simulation(Generic[T]):
         self._fetched: set[tuple[RoundKey, str]] = set()
         self._alone: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
+        self._means: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
+        """Who is in the mean that a peer takes; nobody, if it goes on alone."""
         self._events = sorted(self.faults.kill.values())  # a heap of the moments at which somebody may become ready sooner
         # Groups of a round, as long as they hold: the number of deaths by then, and each peer's group.
         self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
@@ -168,6 +180,24 @@ class Simulation(Generic[T]):
         """All contributions of the group have arrived."""
         return all((key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group)
 
+    def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
+        """The first to see the group complete decides for all: from now on every member gets this mean, or dies."""
+        held = {place: self._held(place, group, key) for place in range(len(group))}
+        mean, takers = common(held)
+        for place, peer in enumerate(group):
+            self._decided[key, peer] = group
+            self._means[key, peer] = tuple(p for at, p in enumerate(group) if mean >> at & 1) if takers >> place & 1 else ()
+
+    def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
+        """The places of those whose contributions a member does not refuse, as bits."""
+        defence, own = self.defences.get(group[me], TRUSTING), self._posted[key, group[me]][2]
+        held = 1 << me
+        for at, peer in enumerate(group):
+            theirs = self._posted[key, peer][2]
+            if at != me and all(bool(tensor.isfinite().all()) for tensor in theirs):
+                held |= (defence.problem(key, lambda: own, peer, theirs) is None) << at
+        return held
+
     def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
         """Drop a round's tensors once the whole group has them: a long run would keep them all."""
         self._fetched.add((key, name))
@@ -220,13 +250,14 @@ class _Waiting:
             simulation._groups.pop(key, None)
             simulation._posted[key, self.peer][2].clear()
             return None
-        # The first to see it complete decides for all: from now on every member gets this mean, or dies.
-        # A group that is decided leaves whole, so the others' groups stay as they are.
-        simulation._decided.update({(key, peer): group for peer in group})
+        if (key, self.peer) not in simulation._decided:
+            # A group that is decided leaves whole, so the others' groups stay as they are.
+            simulation._decide(group, key)
         contributions = []
-        for peer in group:
+        for peer in simulation._means[key, self.peer]:
             _, weight, tensors = simulation._posted[key, peer]
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
         simulation._release(group, self.peer, key)
-        self._mean = weighted_mean(contributions)
+        if contributions:
+            self._mean = simulation.defences.get(self.peer, TRUSTING).mean(self.peer, key.fragment, contributions)
         return self._mean

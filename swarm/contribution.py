@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from optim.codec import Codec, Shape
+from optim.defence import TRUSTING, Defence
 from optim.exchange import RoundKey
 from swarm.digest import digest
 from swarm.handle import Decision
@@ -28,19 +29,37 @@ class Contribution:
     sha256: bytes
     decision: Decision[Any] = field(default_factory=lambda: Decision())
     """Kept when the contribution moves to another round: it is decided once."""
+    defence: Defence = TRUSTING
+    """What this node makes of the others' contributions to the round."""
 
     def view(self) -> memoryview:
         """The payload's bytes, without a copy."""
         return self.payload.numpy().data
 
+    def tensors(self) -> list[Tensor]:
+        """As the others decode them; may be views into the payload."""
+        return self.codec.decode(self.payload, self.shapes)
 
-def contribution(swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec) -> Contribution:
+    def problem(self, peer: str, payload: Tensor) -> tuple[str | None, list[Tensor]]:
+        """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Slow: for a worker thread."""
+        try:
+            tensors = self.codec.decode(payload, self.shapes)
+        except ValueError as error:  # what a codec raises at bytes that its other side never made
+            return f"it is not {self.codec.name}: {error}", []
+        if not finite(tensors):
+            return "it holds NaN or infinity", tensors
+        return self.defence.problem(self.key, self.tensors, peer, tensors), tensors
+
+
+def contribution(
+    swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, defence: Defence = TRUSTING
+) -> Contribution:
     """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     payload = codec.encode(tensors)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    return Contribution(key, payload, shapes, codec, float(weight), digest(payload.numpy().data))
+    return Contribution(key, payload, shapes, codec, float(weight), digest(payload.numpy().data), defence=defence)
 
 
 def finite(tensors: Sequence[Tensor]) -> bool:

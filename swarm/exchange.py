@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Mean, RoundKey, weighted_mean
+from optim.defence import TRUSTING, Defence
+from optim.exchange import Mean, RoundKey
 from swarm.contribution import Contribution, contribution
 from swarm.handle import Decision, SwarmHandle, Waiter
 from swarm.identity import Identity
@@ -47,6 +48,7 @@ class SwarmExchange(Waiter):
         wait: seconds that a round waits for a partner.
         chunk_timeout: seconds without a byte after which a transfer is given up.
         exchange_timeout: seconds that one transfer may take.
+        defence: what to refuse, and what to take for the mean.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class SwarmExchange(Waiter):
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
+        defence: Defence = TRUSTING,
     ) -> None:
-        self._peer_id, self._swarm = identity.peer_id, swarm
+        self._peer_id, self._swarm, self._defence = identity.peer_id, swarm, defence
         transfers = Transfers(host, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout)
         self._rendezvous = Rendezvous(
             host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed,
@@ -76,7 +79,7 @@ class SwarmExchange(Waiter):
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Received]:
         """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""
-        mine = contribution(self._swarm, key, tensors, weight, codec)
+        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence)
         decision: Decision[Received] = mine.decision
         return SwarmHandle(self, decision, self._meet(mine), lambda received: self._mean(mine, received))
 
@@ -86,5 +89,5 @@ class SwarmExchange(Waiter):
 
     def _mean(self, mine: Contribution, theirs: Received) -> Mean:
         """Both sides compute it from the same bytes in the same order."""
-        own = mine.codec.decode(mine.payload, mine.shapes)
-        return weighted_mean([(self._peer_id, mine.weight, own), (theirs.peer, theirs.weight, theirs.tensors)])
+        contributions = [(self._peer_id, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.tensors)]
+        return self._defence.mean(self._peer_id, mine.key.fragment, contributions)

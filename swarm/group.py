@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from optim.codec import FLOAT32, Codec
+from optim.defence import TRUSTING, Defence
 from optim.exchange import RoundKey
 from swarm.contribution import contribution
 from swarm.group_decisions import Decisions
@@ -52,6 +53,8 @@ class GroupExchange(Waiter):
         wait: seconds that a round waits for its group.
         chunk_timeout: seconds without a byte, or a sign of life, after which a transfer, or a peer, is given up.
         exchange_timeout: seconds that one reduction may take.
+        defence: what to refuse where payloads are gathered, and what to take for the mean. One that ``gathers`` takes no part in an
+            all-reduce, whoever leads.
 
     Raises:
         ValueError: ``max_group`` or ``fragments`` out of range.
@@ -77,19 +80,20 @@ class GroupExchange(Waiter):
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
+        defence: Defence = TRUSTING,
     ) -> None:
         if not 2 <= max_group < MAX_GROUP:
             raise ValueError(f"max_group must be between 2 and {MAX_GROUP - 1}, got {max_group}")
         if fragments < 1 or quorum < 0 or not grace >= 0:
             raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
-        self._swarm, self._model = swarm, model
+        self._swarm, self._model, self._defence = swarm, model, defence
         self._rounds = Rounds(fragments)
         view = View(members, model, identity.peer_id, barred)
         decisions = Decisions(host, identity, swarm)
         self._leader = Leader(
             identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,
-            quorum=quorum, grace=grace, max_group=max_group, gather=gather, wait=wait, chunk_timeout=chunk_timeout,
-            exchange_timeout=exchange_timeout,
+            quorum=quorum, grace=grace, max_group=max_group, gather=gather or defence.gathers, wait=wait,
+            chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
         self._groups = Groups(
             host, identity, self._leader, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view,
@@ -100,6 +104,6 @@ class GroupExchange(Waiter):
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Outcome]:
         """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
-        mine = contribution(self._swarm, key, tensors, weight, codec)
+        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence)
         decision: Decision[Outcome] = mine.decision
         return SwarmHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from optim.codec import buffer
-from optim.exchange import Mean, weighted_mean
-from swarm.contribution import Contribution, finite
+from optim.exchange import Mean
+from swarm.contribution import Contribution
 from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
 from swarm.group_reduction import Streams
@@ -34,12 +34,14 @@ log = logging.getLogger(__name__)
 class Gathered:
     """Whole, verified contributions of a group: peer id -> weight and payload."""
 
+    me: str
     mine: Contribution
     parts: Mapping[str, tuple[float, Tensor]]
 
     def mean(self) -> Mean:
         """In order of peer ids, so that every member gets the same bits; in place of the first payload: ask for it once."""
-        return weighted_mean([(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()])
+        contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
+        return self.mine.defence.mean(self.me, self.mine.key.fragment, contributions)
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
         yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time
@@ -70,7 +72,7 @@ class Gathering:
 
     def result(self, mean: int) -> Gathered:
         """What was decided, ready to be averaged."""
-        return Gathered(self._mine, {peer: self._parts[peer] for peer in self.group.at(mean)})
+        return Gathered(self._me, self._mine, {peer: self._parts[peer] for peer in self.group.at(mean)})
 
     def lose(self, places: int) -> None:
         """These members have died: what they have not sent will not come."""
@@ -123,16 +125,9 @@ class Gathering:
             )  # fmt: skip
             if hashes.digest() != ready.sha256:
                 raise MessageError(f"the payload of peer …{peer[-8:]} does not match the digest it announced.")
-            problem = await asyncio.to_thread(self._problem, scratch)
+            problem, _ = await asyncio.to_thread(self._mine.problem, peer, scratch)
             if problem is not None:
                 raise MessageError(f"the contribution of peer …{peer[-8:]} was refused: {problem}.")
             self._parts[peer] = (ready.weight, scratch)
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from …%s: %s", self._mine.key.round, peer[-8:], error)
-
-    def _problem(self, payload: Tensor) -> str | None:
-        try:
-            tensors = self._mine.codec.decode(payload, self._mine.shapes)
-        except ValueError as error:  # what a codec raises at bytes that its other side never made
-            return f"it is not {self._mine.codec.name}: {error}"
-        return None if finite(tensors) else "it holds NaN or infinity"

@@ -215,6 +215,8 @@ class Groups:
 
     async def _attempt(self, line: Line, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
         """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
+        if group.reduction == "allreduce" and mine.defence.gathers:
+            raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
         way = AllReducing if group.reduction == "allreduce" else Gathering
         reduction: Reduction = way(self._streams, group, self._identity.peer_id, mine, until)
         self._streams.begin(reduction)

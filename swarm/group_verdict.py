@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Literal
 
+from optim.pairing import common
 from swarm.errors import NetworkError
 from swarm.group_allreduce import fits
-from swarm.group_deal import common
 from swarm.group_decisions import Decisions
 from swarm.group_line import Line
 from swarm.group_messages import GroupFormed, GroupLost, GroupReady, GroupReply, GroupReport

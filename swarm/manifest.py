@@ -110,6 +110,25 @@ class OuterSettings(BaseModel):
         default=32, ge=2, le=1024, description="Averages over everyone: largest group; more peers are dealt into several."
     )
 
+    suspect: float = Field(
+        default=3.0, ge=0, le=1e6, description="Refuse a contribution that lies this many times as far away as usual; 0: never."
+    )
+    robust: Literal["none", "clipped-gossip", "centered-clip"] = Field(
+        default="none",
+        description="In place of the mean, what few hostile peers cannot move far: clipped-gossip (methods with one partner) or "
+        "centered-clip (over everyone; costs more bytes, for nothing is all-reduced). Every peer counts the same then.",
+    )
+    radius: float = Field(
+        default=1.0, gt=0, le=1e6, description="robust: a contribution counts no further than this many usual distances away."
+    )
+
+    @field_validator("suspect")
+    @classmethod
+    def _suspects_few(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("it should be above 1, or 0 to refuse nobody, for half of all honest peers are farther than usual")
+        return value
+
     @field_validator("codec")
     @classmethod
     def _codec(cls, value: str | None) -> str | None:
@@ -130,6 +149,12 @@ class OuterSettings(BaseModel):
                 raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
         if self.codec is not None:
             method.check_codec(codec_named(self.codec))
+        wanted = {"clipped-gossip": "pair", "centered-clip": "everyone"}.get(self.robust, method.group)
+        if wanted != method.group:
+            able = "clipped-gossip for one partner, centered-clip for everyone"
+            raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
+        if self.robust != "none" and self.weights not in (None, "equal"):
+            raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
         return self
 
     @property
@@ -141,7 +166,7 @@ class OuterSettings(BaseModel):
         from optim import method_named
 
         method = method_named(self.method)
-        if method.group == "nobody":
+        if method.group == "nobody" or self.robust != "none":  # what a peer counts is a claim that nobody checks
             return "equal"
         uneven = self.round.startswith("seconds") and method.weights == "equal"
         return self.weights or ("tokens" if uneven else method.weights)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from optim.codec import buffer
-from swarm.contribution import Contribution, finite
+from swarm.contribution import Contribution
 from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
 from swarm.handle import Decision
@@ -106,19 +106,13 @@ class Transfers:
             deadline=asyncio.get_running_loop().time() + self.exchange_timeout,
             on_progress=hashes.advance,
         )
-        problem, tensors = None, list[Tensor]()
-        if hashes.digest() != theirs.sha256:
-            problem = "its payload does not match the digest it announced"
-        else:
-            try:
-                tensors = await asyncio.to_thread(mine.codec.decode, scratch, mine.shapes)
-            except ValueError as error:  # what a codec raises at bytes that its other side never made
-                problem = f"its payload is not {mine.codec.name}: {error}"
-            if not await asyncio.to_thread(finite, tensors):
-                problem = "its weights hold NaN or infinity"
+        problem: str | None = "it does not match the digest it announced"
+        tensors = list[Tensor]()
+        if hashes.digest() == theirs.sha256:
+            problem, tensors = await asyncio.to_thread(mine.problem, stream.peer_id, scratch)
         if problem is not None:
             await self._tell(stream, Abort(nonce=theirs.nonce, reason=problem))
-            raise MessageError(f"peer …{stream.peer_id[-8:]} was refused: {problem}.")
+            raise MessageError(f"the contribution of peer …{stream.peer_id[-8:]} was refused: {problem}.")
         return Received(stream.peer_id, theirs.weight, tensors)
 
     async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:

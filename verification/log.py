@@ -1,7 +1,7 @@
 """What a peer hands to one that missed something: the base, the electorates and the signed records of the last rounds, as bytes.
 
-A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built before
-it is checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
+A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built
+before it is checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
 
     ["base", round]  ["standing", peer, 14 integers]*
     (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*      all: claims is None

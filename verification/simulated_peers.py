@@ -21,8 +21,8 @@ KINDS = (
 )  # fmt: skip
 """Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy, thieves copy commitments,
 colluders lie and vote for each other against everybody else, absent ones never verify, withholders show their votes to half of
-the others, flooders send 10,000 claims a minute, farmers are honest for a while and then lie, replayers send what others sent again and claim
-what they claimed before, two-faced ones claim different things to different peers.
+the others, flooders send 10,000 claims a minute, farmers are honest for a while and then lie, replayers send what others sent
+again and claim what they claimed before, two-faced ones claim different things to different peers.
 """
 
 

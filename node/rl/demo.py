@@ -14,9 +14,10 @@ from typing import Any
 from node.config import Settings, assignment, load, resolve_device
 from node.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, settings_toml, stage, start_first
 from node.display import Display
+from node.result import RESULT
 from node.rl.session import make_task
 from node.rl.tiny import HABITS
-from node.run import METRICS, RESULT
+from node.run import METRICS
 
 WARM_S = 120.0  # seconds for the warm start, before which no link is printed
 

@@ -47,7 +47,9 @@ class Audit:
 
 
 class Auditor:
-    """``others``: peers that may have fetched the same already; ``told``: is given each audit."""
+    """``others``: peers that may have fetched the same already; ``told``: is given each audit. ``fetch_s``: seconds for a body from
+    its author, and as many for one that is asked from others instead; three times that for all of a claim.
+    """
 
     def __init__(
         self,
@@ -57,9 +59,10 @@ class Auditor:
         others: Callable[[], Sequence[str]],
         told: Callable[[Audit], None],
         fetch_s: float,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._checker, self._bodies, self._budget, self._others, self._told = checker, bodies, budget, others, told
-        self._fetch_s = fetch_s
+        self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
         self.counts: Counter[str] = Counter()
 
     def check(self, claim: Claim) -> Checked | None:
@@ -83,6 +86,7 @@ class Auditor:
         return Checked(vote, found.evidence)
 
     def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
+        self._until = self._timer() + 3 * self._fetch_s
         material = self._fetch(claim, claim.fingerprint, Material.LIMIT)
         if material is None:
             return _withheld("what it was made of"), None, None
@@ -95,15 +99,22 @@ class Auditor:
 
     def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
         """From the author or, if it has chosen whom to answer, from somebody whom it did."""
-        for peer in (claim.peer, *self._others()[:MOST_ASKED]):
-            try:
-                body = self._bodies.get(peer, sha256, most, self._fetch_s)
-            except (NetworkError, MessageError) as error:
-                log.debug("no evidence from %s: %s", peer, error)
-                continue
+        body = self._ask(claim.peer, sha256, most, self._fetch_s)
+        until = min(self._timer() + self._fetch_s, self._until)
+        for peer in [peer for peer in self._others() if peer != claim.peer][:MOST_ASKED]:
+            if body is not None or (left := until - self._timer()) <= 0:
+                break
+            body = self._ask(peer, sha256, most, left)
+        if body is not None:
             self._bodies.put(body)
-            return body
-        return None
+        return body
+
+    def _ask(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes | None:
+        try:
+            return self._bodies.get(peer, sha256, most, timeout)
+        except (NetworkError, MessageError) as error:
+            log.debug("no evidence from %s: %s", peer, error)
+            return None
 
 
 def _withheld(what: str) -> Finding:

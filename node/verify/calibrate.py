@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from node.rl.environment import Env
 from node.rl.policy import Policy
 from node.verify.errors import VerifyError
-from node.verify.examination import ACTIVATIONS, examine, write
+from node.verify.examination import ACTIVATIONS, SAMPLING, examine, write
 from node.verify.material import DTYPES, Agreed, Coordinates, Dtype, seed_of
-from verification.calibration import FEWEST, RATE, Calibration, Pair
-from verification.calibration_file import save_calibration
+from verification.calibration import FEWEST, RATE, Calibration, CalibrationError, Pair
+from verification.calibration_file import load_calibration, save_calibration
 from verification.fingerprints import Evidence
 
 QUESTIONS = 2**61  # the seed of the questions that are asked
@@ -67,6 +67,24 @@ def calibrate(
     except OSError as error:
         raise VerifyError(f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions.") from error
     return warning[:1].upper() + warning[1:]
+
+
+def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
+    """What ``calibrate`` wrote, for checking claims of that policy in float32.
+
+    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: a seat that stays empty costs reputation.
+    """
+    try:
+        found = load_calibration(path)
+    except CalibrationError as error:
+        raise VerifyError(f"The calibration {error}.") from None
+    wanted = [Pair(name, policy_name, prover, "float32") for prover in provers for name in (ACTIVATIONS.name, SAMPLING.name)]
+    if any(pair not in found.pairs for pair in wanted):
+        raise VerifyError(
+            f"The calibration '{path}' says nothing about {policy_name!r} in {' and '.join(provers)}: make another with "
+            "`shoal verify calibrate`, or leave node.calibration out."
+        )
+    return found
 
 
 def _cast(policy: Policy, dtype: Dtype) -> Policy:

@@ -17,7 +17,8 @@ from node.verify.snapshot import snapshot
 from verification.participant import Slot
 
 MOST_WRITTEN = 64  # groups that wait to be claimed
-ASIDE = 2**40  # from a question to the one that is answered in its place where a claim has to be wrong
+ASIDE = 2**40  # from a question to those of which one is answered in its place where a claim has to be wrong
+ASIDES = 64  # how many of these are looked at: where there are few questions, the same one comes up again
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class Claimer:
             self._filled.add((slot.round, slot.slot))
         began = time.perf_counter()
         at = Coordinates.of(self._env, seed, index)
-        aside = self._env.made.question(seed, index + ASIDE).prompt if slot.planted else None
+        aside = self._aside(seed, index) if slot.planted else None
+        if slot.planted and aside is None:
+            return None
         held = snapshot(policy)
         proven = prove(
             policy, self._env, at, self._agreed, seed_of(self._run, slot.round, self._peer, slot.slot, at.hash),
@@ -78,3 +81,9 @@ class Claimer:
             self._written.append(Written(slot, proven, held))
         self.seconds += time.perf_counter() - began
         return Claimed(proven.completions, slot.planted)
+
+    def _aside(self, seed: int, index: int) -> str | None:
+        """The prompt of another question; None if there seems to be no other: an answer to the same one would be a right claim."""
+        asked = self._env.made.question(seed, index).prompt
+        others = (self._env.made.question(seed, index + ASIDE + number).prompt for number in range(ASIDES))
+        return next((prompt for prompt in others if prompt != asked), None)

@@ -24,6 +24,7 @@ from swarm.link import Link
 from swarm.log_sync import fetch_log
 from swarm.manifest import Manifest
 from swarm.messages import Member
+from swarm.verify_setting import VerifySettings
 from verification.draw import SETTLED
 from verification.ledger import Ledger
 from verification.log import Log, decode_log
@@ -34,9 +35,8 @@ ASKED = 5  # members whose logs are compared
 LOG_S = 10.0
 
 
-def rules_of(manifest: Manifest) -> Rules:
-    """What all peers of the swarm reckon by."""
-    verify = manifest.verify
+def rules_of(verify: VerifySettings) -> Rules:
+    """What all peers of a swarm with these settings reckon by."""
     return Rules(verifiers=verify.verifiers, audit=verify.audit_rate, planted=verify.planted, claims=verify.claims)
 
 
@@ -77,7 +77,7 @@ def read_peers(link: Link) -> dict[str, Any]:
 
 def _tables(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]) -> dict[str, Table]:
     """By peer, of those who answered."""
-    round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest)
+    round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest.verify)
     found: dict[str, Table] = {}
     for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED, len(members))):
         try:

@@ -49,8 +49,8 @@ def half() -> AbstractContextManager[None]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-OTHERS: tuple[Condition, ...] = (lambda: threads(2), plain_kernels)
-"""Ways to compute the same in float32 with other rounding."""
+OTHERS: tuple[Condition, ...] = (*[plain_kernels] * 9, lambda: threads(2))
+"""Ways to compute the same in float32 with other rounding. Threads seldom: on a busy machine they wait long for each other."""
 
 
 def stretches(task: Task, terms: TrainingTerms, shard: Shard, outer: OuterSettings | None = None) -> Iterator[Kept]:

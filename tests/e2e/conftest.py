@@ -252,14 +252,15 @@ class Nursery:
         self.peers.append(peer)
         return peer
 
-    def pair(self, **limits):
-        """Two workers with hosts that know each other."""
+    def pair(self, *, attack=None, **limits):
+        """Two workers with hosts that know each other; the second may be an attacker (bench/_attacks.py)."""
         two = [self.worker(), self.worker()]
         for peer in two:
             peer.tell("host")
         places = [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in two]
         for peer, other in zip(two, reversed(places), strict=True):
-            peer.tell("meet", other=other, **limits)
+            lies = {} if attack is None or peer is two[0] else {"attack": attack}
+            peer.tell("meet", other=other, **lies, **limits)
         for peer in two:
             peer.wait("met")
         return two

@@ -13,11 +13,17 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench._attacks import ATTACKS, Scene
+from node.defence import Watch
 from optim import NoLoCo, RoundKey
 from swarm import digest as digest_module
+from swarm import exchange as exchange_module
 from swarm.exchange import SwarmExchange
 from swarm.group import GroupExchange
 from swarm.group_allreduce import _Runner
@@ -90,7 +96,11 @@ class Worker:
         self.host = Host.start(self.identity)
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
-    def do_meet(self, other, **limits):
+    def do_meet(self, other, defence=None, attack=None, **limits):
+        if defence is not None:
+            limits["defence"] = self.watch = Watch(**defence)
+        if attack is not None:
+            self.lie(ATTACKS[attack])
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
         hold = Rendezvous._hold
 
@@ -103,6 +113,19 @@ class Worker:
             self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits
         )
         self.say("met")
+
+    def lie(self, attack):
+        """Contribute what ``attack`` makes of it; whoever does so sees no other peer's."""
+        honest = exchange_module.contribution
+
+        def lying(swarm, key, tensors, *rest):
+            scene = Scene(list(tensors), [list(tensors)], [torch.zeros_like(t) for t in tensors], list(tensors))
+            return honest(swarm, key, attack(scene), *rest)
+
+        exchange_module.contribution = lying
+
+    def do_suspicions(self):
+        self.say("suspicions", found=[[found.key.round, str(found)] for found in self.watch.suspicions()])
 
     def do_group(self, places, **limits):
         members = {place["peer"]: member(**place) for place in places}

@@ -1,5 +1,7 @@
 """Checkpoints come back exactly, survive a kill at any moment, and are never half loaded."""
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from node import checkpoint
 from node.checkpoint import STATE, TENSORS, CheckpointError, check_writable, load, save, steps
@@ -103,15 +106,38 @@ def test_optimizer_and_scheduler_go_on_bit_identically(tmp_path):
     assert all(same(a.state_dict(), b.state_dict()) for a, b in zip(whole, other, strict=True))
 
 
-def test_the_newest_two_are_kept(tmp_path):
+def test_the_newest_are_kept(tmp_path):
     for step in (5, 1000, 20):
-        save(tmp_path, step, {"step": step})
+        save(tmp_path, step, {"step": step}, keep=2)
     assert steps(tmp_path) == [1000, 20]
-    save(tmp_path, 3000, {})
+    save(tmp_path, 3000, {}, keep=2)
     assert steps(tmp_path) == [3000, 1000]
-    save(tmp_path, 7, {})  # a new run in an old folder: the one just written stays
+    save(tmp_path, 7, {}, keep=2)  # a new run in an old folder: the one just written stays
     assert steps(tmp_path) == [3000, 7]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000007", "step-00003000"]
+    for step in range(10):
+        save(tmp_path / "three", step, {})
+    assert steps(tmp_path / "three") == [9, 8, 7]
+    save(tmp_path / "three", 10, {}, keep=1)
+    assert steps(tmp_path / "three") == [10]
+
+
+def test_a_single_checkpoint_can_be_named_too(tmp_path):
+    for step in (5, 6):
+        save(tmp_path, step, {"step": step})
+    assert load(tmp_path / "step-00000005") == (5, {"step": 5})
+
+
+def test_what_the_library_wrote_is_read_as_before(tmp_path):
+    """Checkpoints written before this version wrote safetensors itself."""
+    state = {"x": torch.ones(3), "y": torch.zeros(2, 2, dtype=torch.bfloat16)}
+    path = save(tmp_path, 5, state)
+    save_file(load_file(path / TENSORS), path / TENSORS)
+    _, _, text = (path / STATE).read_text().partition("\n")
+    body = json.loads(text) | {"tensors_sha256": hashlib.sha256((path / TENSORS).read_bytes()).hexdigest()}
+    text = json.dumps(body)
+    (path / STATE).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+    assert same(load(tmp_path)[1], state)
 
 
 def test_the_same_step_is_replaced(tmp_path):
@@ -125,7 +151,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nobody catches it."""
 
 
-@pytest.mark.parametrize("call", ["rename", "fsync", "save_file", "replacing"])
+@pytest.mark.parametrize("call", ["rename", "fsync", "write_tensors", "replacing"])
 def test_killed_while_saving_leaves_the_older_one(tmp_path, monkeypatch, call):
     save(tmp_path, 5, {"x": torch.ones(3)})
     real, calls = os.rename, []
@@ -137,8 +163,8 @@ def test_killed_while_saving_leaves_the_older_one(tmp_path, monkeypatch, call):
         raise Killed
 
     with monkeypatch.context() as patch:
-        if call == "save_file":
-            patch.setattr(checkpoint, "save_file", kill)
+        if call == "write_tensors":
+            patch.setattr(checkpoint, "write_tensors", kill)
         else:
             patch.setattr(os, "rename" if call == "replacing" else call, kill)
         patch.setattr(shutil, "rmtree", lambda *_a, **_k: None)  # a killed process does not tidy up
@@ -156,7 +182,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(CheckpointError, match=r"No space left on device\): free some space"):
         save(tmp_path, 1, {})
     assert list(tmp_path.iterdir()) == []

@@ -64,9 +64,41 @@ def test_unwritable_file_is_one_sentence(tmp_path):
     metrics = Metrics(Path("/dev/full"))
     with pytest.raises(MetricsError, match="No space left"):
         metrics.write("x")
-    with pytest.raises(MetricsError, match="No space left"):
-        metrics.close()  # what could not be written is not forgotten silently
     metrics.close()
+    metrics.close()
+
+
+def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_path, monkeypatch):
+    said, path = [], tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, said.append)
+    metrics.write("before")
+    real = metrics._file
+
+    class Full:
+        """Takes five bytes of a line, and then nothing more."""
+
+        def __init__(self):
+            self.space = 5
+
+        def write(self, data):
+            if not self.space:
+                raise OSError(28, "No space left on device")
+            done, self.space = real.write(data[: self.space]), 0
+            return done
+
+    monkeypatch.setattr(metrics, "_file", Full())
+    metrics.write("lost")
+    metrics.write("lost")
+    monkeypatch.setattr(metrics, "_file", real)
+    metrics.write("after")
+    metrics.close()
+    assert said == [
+        f"Cannot write the metrics {str(path)!r} (No space left on device): free some space or choose another folder; "
+        "training goes on without them.",
+        "Metrics can be written again.",
+    ]
+    lines = path.read_text().splitlines()
+    assert [len(lines), json.loads(lines[0])["event"], json.loads(lines[-1])["event"]] == [3, "before", "after"]
 
 
 def test_lines_name_the_round_and_hold_progress_back():
@@ -110,5 +142,5 @@ def test_no_terminal_means_lines():
 
 def test_every_exit_code_is_documented():
     assert set(MEANING) == set(ExitCode)
-    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 130]
+    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4, 130]
     assert all(f"{int(code):>3}  {MEANING[code]}" in epilogue() for code in ExitCode)

@@ -1,0 +1,107 @@
+"""Hostile peers of a simulation: what each kind contributes in place of what it learnt, and the exchange through which it does.
+
+All attackers know everything (every honest contribution of the round, before they send theirs) and conspire: the worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from optim import FLOAT32, Codec
+from optim.exchange import Handle, RoundKey
+from optim.simulation import SimulatedExchange
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an attacker sees when it makes its contribution."""
+
+    own: Tensors
+    """What it would send if it were honest."""
+    honest: Sequence[Tensors]
+    """What the honest peers send in this round; its own, if it is the only one so far."""
+    start: Tensors
+    """From where motion is measured: its slow weights where weights travel, else 0."""
+    first: Tensors
+    """What it sent in its first round."""
+
+    def mean(self) -> Tensors:
+        """Of the honest contributions."""
+        return [torch.stack(parts).mean(0) for parts in zip(*self.honest, strict=True)]
+
+    def spread(self) -> Tensors:
+        """Their standard deviation, value by value."""
+        return [torch.stack(parts).std(0, correction=0) for parts in zip(*self.honest, strict=True)]
+
+
+Attack = Callable[[Scene], Tensors]
+
+
+def _inner_product(scene: Scene) -> Tensors:
+    return [start - 2 * (mean - start) for start, mean in zip(scene.start, scene.mean(), strict=True)]
+
+
+ATTACKS: dict[str, Attack] = {
+    "sign flip": lambda scene: [-tensor for tensor in scene.own],
+    # The same where pseudo-gradients travel. Where weights do, a flip of what was learnt, not of all.
+    "ascent": lambda scene: [2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)],
+    "x1000": lambda scene: [1000 * tensor for tensor in scene.own],
+    "NaN": lambda scene: [torch.full_like(tensor, torch.nan) for tensor in scene.own],
+    "stale replay": lambda scene: scene.first,
+    # "A little is enough" (Baruch et al., 2019), z = 1.5: within what honest peers differ by, all in the same direction.
+    "a little": lambda scene: [m - 1.5 * s for m, s in zip(scene.mean(), scene.spread(), strict=True)],
+    # Inner-product manipulation (Xie et al., 2020), epsilon = 2.
+    "inner product": _inner_product,
+}
+
+
+@dataclass
+class Board:
+    """Where honest peers' contributions are known to the attackers: of the last rounds only."""
+
+    posted: dict[tuple[int, int], list[Tensors]] = field(default_factory=dict)
+
+    def note(self, key: RoundKey, tensors: Sequence[Tensor]) -> None:
+        """An honest contribution."""
+        self.posted.setdefault((key.round, key.fragment), []).append([tensor.clone() for tensor in tensors])
+        for old in [place for place in self.posted if place[0] < key.round - 4]:
+            del self.posted[old]
+
+
+class Honest:
+    """An exchange that sends what it is given, and lets the attackers see it."""
+
+    def __init__(self, exchange: SimulatedExchange, board: Board) -> None:
+        self.exchange, self.board = exchange, board
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        """As the exchange does."""
+        self.board.note(key, tensors)
+        return self.exchange.start(key, tensors, weight, codec)
+
+
+class Hostile:
+    """An exchange that sends what ``attack`` makes of it, half a virtual second after the others.
+
+    ``slow``: its slow weights, where weights travel.
+    """
+
+    def __init__(self, exchange: SimulatedExchange, board: Board, attack: Attack) -> None:
+        self.exchange, self.board, self.attack = exchange, board, attack
+        self.slow: Tensors | None = None
+        self._first: Tensors | None = None
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        """Lie."""
+        self.exchange.sleep(0.5)
+        own = [tensor.clone() for tensor in tensors]
+        self._first = self._first or own
+        start = [torch.zeros_like(tensor) for tensor in own] if self.slow is None else [tensor.clone() for tensor in self.slow]
+        seen = self.board.posted.get((key.round, key.fragment)) or [own]
+        return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), weight, codec)

@@ -1,0 +1,172 @@
+"""Real nodes that return: from their checkpoint or the swarm's weights, whichever is newer, and into swarms of another method."""
+
+import json
+import signal
+
+import pytest
+
+TASK = '''
+import time
+
+import torch
+from node.task import Task
+
+class Fit(Task):
+    """A least-squares fit with a step that takes a while, as real ones do."""
+
+    def model(self):
+        return torch.nn.Linear(4, 1)
+
+    def batches(self, shard):
+        generator = torch.Generator().manual_seed(shard.index)
+        while True:
+            yield torch.randn(8, 4, generator=generator)
+
+    def loss(self, model, batch):
+        time.sleep({seconds})  # not in batches(): a resumed run draws all those before again
+        return (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+
+    @torch.no_grad()
+    def evaluate(self, model):
+        return float(self.loss(model, torch.ones(4, 4)))
+'''
+EVERY = 5
+
+
+def own(shoal, name, seconds=0.02):
+    path = shoal.home / f"{seconds}" / "fit.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(TASK.replace("{seconds}", f"{seconds}"))
+    return [
+        "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key", "--hooks", f"{path}:Fit",
+        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1",
+    ]  # fmt: skip
+
+
+def up(shoal, name, *arguments, seconds=0.02):
+    settings = ("--every", EVERY, "--set", "outer.wait_s=2.0", "--set", "node.checkpoint_every_rounds=2")
+    return shoal.start("up", *own(shoal, name, seconds), *settings, *arguments)
+
+
+def join(shoal, link, name, *arguments):
+    return shoal.start("join", link, *own(shoal, name), "--set", "node.checkpoint_every_rounds=2", *arguments)
+
+
+def rounds(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "round"]
+
+
+def starts(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "start"]
+
+
+def saved(shoal, name):
+    return sorted(int(path.name.removeprefix("step-")) for path in (shoal.home / name).glob("step-*"))
+
+
+def killed(node):
+    node.signal(signal.SIGKILL)
+    node.wait()
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, method):
+    first = up(shoal, "first", "--method", method)
+    link = first.line()
+    second = join(shoal, link, "second")
+    eventually(lambda: saved(shoal, "second"), 60, "a checkpoint")
+    killed(second)
+    left, steps = rounds(shoal, "second")[-1]["round"], saved(shoal, "second")[-1]
+    eventually(lambda: rounds(shoal, "first")[-1]["round"] > left + 3, 60, "rounds without it")
+    done = len(rounds(shoal, "second"))
+    again = join(shoal, link, "second", "--resume")
+    eventually(lambda: any(event["partner"] for event in rounds(shoal, "second")[done:]), 60, "a round together")
+    assert "took over the swarm's weights at round" in again.said()
+    new = rounds(shoal, "second")[done:]
+    assert new[0]["round"] > left
+    assert new[0]["step"] - steps <= EVERY  # its own steps, learning rates and data go on from the checkpoint
+    assert starts(shoal, "second")[0]["shard"] == starts(shoal, "second")[1]["shard"]
+    for node in (first, again):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130
+
+
+@pytest.mark.slow
+def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventually):
+    """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
+    first = up(shoal, "first")
+    second = join(shoal, first.line(), "second")
+    eventually(lambda: saved(shoal, "first") and rounds(shoal, "second"), 60, "a checkpoint and a round of the other")
+    killed(first)
+    before = len(rounds(shoal, "second"))
+    eventually(lambda: len(rounds(shoal, "second")) > before + 30, 120, "rounds without the first")
+    second.signal(signal.SIGINT)
+    assert second.wait() == 130
+    ahead = rounds(shoal, "second")[-1]["round"]
+
+    first = up(shoal, "first", "--resume", seconds=1.0)  # so slow now that it does not make up for it
+    done = len(rounds(shoal, "second"))
+    again = join(shoal, first.line(), "second", "--resume")
+    eventually(lambda: len(rounds(shoal, "second")) > done, 60, "a round")
+    assert rounds(shoal, "second")[done]["round"] > ahead
+    assert "took over" not in again.said()
+    for node in (first, again):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130
+
+
+def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(shoal, eventually):
+    first = up(shoal, "first", "--method", "diloco", "--steps", 4 * EVERY, "--json").json()
+    said = up(shoal, "first", "--method", "noloco", "--resume", "--steps", 8 * EVERY).error()
+    assert "outer.method=diloco, and a swarm's settings are fixed" in said
+    assert "--resume-from" in said
+    assert "say --steps with more than 20" in up(
+        shoal, "second", "--method", "noloco", "--resume-from", shoal.home / "first", "--steps", 4 * EVERY
+    ).error()
+
+    creator = up(shoal, "second", "--method", "noloco", "--codec", "int8", "--resume-from", shoal.home / "first", "--steps", 0)
+    link = creator.line()
+    eventually(lambda: rounds(shoal, "second"), 60, "a round")
+    assert "goes on from step 20 of the checkpoint" in creator.said()
+    assert "not carried over: the outer momentum of diloco (the method is noloco now)" in creator.said()
+    assert starts(shoal, "second")[0]["loss_first"] == pytest.approx(first["loss_last"])
+    assert rounds(shoal, "second")[0]["step"] == 5 * EVERY
+    assert starts(shoal, "second")[0]["swarm"] != first["swarm"]
+
+    # A newcomer takes over these weights, and one with a checkpoint of another swarm must say so.
+    assert "is of swarm" in join(shoal, link, "first", "--resume").error()
+    third = join(shoal, link, "third", "--resume-from", shoal.home / "first")
+    eventually(lambda: rounds(shoal, "third"), 60, "a round")
+    assert "took over the swarm's weights" in third.said()
+    assert rounds(shoal, "third")[0]["step"] > 4 * EVERY
+    for node in (creator, third):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130
+    assert saved(shoal, "third")[-1] > 4 * EVERY
+
+
+def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventually):
+    up(shoal, "first", "--steps", EVERY, "--json").json()
+    waiting = up(shoal, "second", "--set", "swarm.start_when=3")
+    said = join(shoal, waiting.line(), "third", "--resume-from", shoal.home / "first").error()
+    assert "No peer of this swarm has finished a round" in said
+    waiting.signal(signal.SIGINT)
+    assert waiting.wait() == 130
+
+
+def test_where_nothing_can_be_saved_training_goes_on_and_the_end_says_so(shoal, eventually):
+    """A file in the place of the node's folder stands for a full disk: nothing can be made there, for root neither."""
+    node = up(shoal, "first", "--steps", 0, "--json")
+    eventually(lambda: rounds(shoal, "first"), 60, "a round")
+    (shoal.home / "first").rename(shoal.home / "moved")
+    (shoal.home / "first").write_text("")
+    done = len(rounds(shoal, "moved"))
+    eventually(lambda: len(rounds(shoal, "moved")) > done + 6, 60, "more rounds")
+    said = node.said()
+    assert said.count("Cannot save the checkpoint") == 1
+    assert "; training goes on, and the next save is tried as usual." in said
+    node.signal(signal.SIGINT)
+    assert node.wait() == 2
+    (line,) = node.lines
+    assert "Cannot save the checkpoint" in json.loads(line)["not_saved"]
+    assert node.said().splitlines()[-1].startswith("Error: Cannot save the checkpoint")

@@ -1,0 +1,166 @@
+"""`shoal peers`: the standings follow from what is signed, whatever else a log says."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from node.verify import peers
+from node.verify.peers import read_peers, reasons, rules_of, summary, table_of
+from swarm.attestations import sign_record
+from swarm.errors import NetworkError
+from swarm.identity import Identity
+from swarm.verify_setting import VerifySettings
+from tests.verification.consensus.stories import Story, claim_of
+from verification.claims import Claim, Entry, Signed
+from verification.draw import SETTLED
+from verification.ledger import Ledger
+from verification.log import Log, encode
+from verification.reputation import Prices, Standing, reckon
+from verification.rulings import Rules
+
+ROUND, ROUND_S, SWARM = 20, 60.0, "run"
+VERIFY = VerifySettings(kind="activations", audit_rate=1.0, round_s=ROUND_S)
+RULES = rules_of(VERIFY)
+
+
+@pytest.fixture(scope="module")
+def identities():
+    made = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number] * 32))) for number in range(6)]
+    return {identity.peer_id: identity for identity in made}
+
+
+@pytest.fixture(scope="module")
+def story(identities):
+    """The first lies twice, the others do as they should."""
+    found = Story(tuple(identities), rules=RULES)
+    liar, honest, *_ = identities
+    for round in (10, 11):
+        found.claim(liar, round, behaviours=("invalid",) * 3)
+        found.claim(honest, round)
+    return found
+
+
+def signed(identities, records):
+    return tuple(Signed(record, sign_record(identities[record.peer], record.encoded)) for record in records)
+
+
+def log_of(identities, story, more=()):
+    return Log(electorates=tuple(story.electorates.values()), records=(*signed(identities, story.records), *more))
+
+
+def test_the_rules_are_the_swarms():
+    verify = VerifySettings(kind="activations", audit_rate=0.25, claims=3, verifiers=5, planted=0.125)
+    assert rules_of(verify) == Rules(verifiers=5, audit=0.25, planted=0.125, claims=3)
+
+
+def test_what_is_forged_or_of_another_swarm_changes_nothing(identities, story):
+    liar, honest, judge, *_ = identities
+    right = table_of(log_of(identities, story), SWARM, RULES, ROUND)
+    ledger = Ledger(story.records)
+    assert right.digest == reckon(ledger, story.electorates, RULES, Prices(), ROUND).digest
+    assert right.standings[liar].claims["invalid"] == 2
+    assert right.is_banned(liar)
+    assert not any(right.is_banned(peer) for peer in identities if peer != liar)
+    # The liar makes up what would ruin the honest one, or save itself.
+    slander = Story(tuple(identities), rules=RULES, records=[])
+    claim = slander.claim(honest, 12, behaviours=("invalid",) * 3)
+    forged = [Signed(record, sign_record(identities[liar], record.encoded)) for record in slander.records]
+    for round in (10, 11):
+        again = claim_of(honest, round, prompt=bytes(32))  # a second claim of one slot would be a contradiction
+        forged.append(Signed(again, bytes(64)))
+    foreign = [
+        Claim(**{**claim.model_dump(), "run": "other"}),
+        Claim(**{**claim_of(honest, 10, prompt=bytes(32)).model_dump(), "run": "other"}),
+        Entry(peer=judge, run="other", round=9, operator=liar, anchor=bytes(32)),
+    ]
+    told = log_of(identities, story, (*forged, *signed(identities, foreign)))
+    assert table_of(told, SWARM, RULES, ROUND).digest == right.digest
+    assert set(table_of(told, SWARM, RULES, ROUND).rulings) == set(right.rulings)
+
+
+@pytest.fixture
+def look(identities, story, monkeypatch):
+    """`read_peers` of a swarm whose members hand out the given logs; None for one that does not answer."""
+
+    def look(logs, terms=True, verify=VERIFY):
+        @contextlib.contextmanager
+        def visited(link):
+            members = {peer: SimpleNamespace(name=f"n{at}", addresses=()) for at, peer in enumerate(identities)}
+            chosen = {peer: members[peer] for peer in logs}
+            yield None, SimpleNamespace(name="demo", verify=verify, terms=terms or None), chosen
+
+        def fetch(host, peer, addresses, swarm, since, timeout):
+            if logs[peer] is None:
+                raise NetworkError("Gone.")
+            return logs[peer] if isinstance(logs[peer], bytes) else encode(logs[peer])
+
+        now = (ROUND + SETTLED) * ROUND_S
+        monkeypatch.setattr(peers, "time", SimpleNamespace(time=lambda: now, strftime=time.strftime, localtime=time.localtime))
+        monkeypatch.setattr(peers, "visited", visited)
+        monkeypatch.setattr(peers, "fetch_log", fetch)
+        return read_peers(SimpleNamespace(swarm=SWARM))
+
+    return look
+
+
+def test_the_table_that_most_give_is_shown(identities, story, look):
+    liar, honest, first, second, third, _ = identities
+    whole = log_of(identities, story)
+    empty = Log()
+    found = look({liar: empty, first: whole, second: whole, third: None})
+    assert (found["asked"], found["agree"], found["round"]) == (3, 2, ROUND)
+    by_peer = {one["peer"]: one for one in found["peers"]}
+    assert by_peer[liar]["banned_until"] == pytest.approx((11 + Prices().ban + 1) * ROUND_S)
+    assert by_peer[liar]["why"] == "2 claims found invalid"
+    assert by_peer[honest] | {"claims": 0, "votes": 0} == {
+        "name": "", "peer": honest, "here": False, "score": by_peer[honest]["score"], "claims": 0, "votes": 0,
+        "disputes": {"won": 0, "lost": 0}, "bans": 0, "banned_until": None, "why": "",
+    }  # fmt: skip
+    assert by_peer[honest]["claims"]["valid"] == 2
+    assert by_peer[honest]["score"] > 0
+    assert by_peer[third]["here"]
+    shown = summary(found)
+    assert f"demo: {len(by_peer)} peers; 2 of 3 logs agree" in shown
+    (line,) = [line for line in shown.splitlines() if liar[-8:] in line]
+    assert "0/2/0" in line
+    assert "2 claims found invalid" in line
+    assert "(away)" in next(line for line in shown.splitlines() if honest[-8:] in line)
+
+
+def test_a_log_that_is_none_does_not_count_and_none_at_all_is_said(identities, story, look):
+    first, second, *_ = identities
+    found = look({first: b"junk", second: log_of(identities, story)})
+    assert (found["asked"], found["agree"]) == (1, 1)
+    with pytest.raises(NetworkError, match="No member of the swarm handed out its log of verification: try again in a minute"):
+        look({first: None, second: b"junk"})
+
+
+def test_where_nothing_is_verified_that_is_said(look, identities):
+    found = look(dict.fromkeys(identities), terms=None, verify=VerifySettings())
+    assert summary(found) == "demo: nothing is verified in this swarm (it was created without --verify)"
+    assert found["asked"] == 0
+
+
+def test_a_name_is_no_markup():
+    told = {
+        "name": "[bold]demo[/bold]", "verify": "activations", "agree": 1, "asked": 1,
+        "peers": [
+            {
+                "name": "[red]eve[/red][link=http://x]", "peer": "12D3KooWeve", "score": -1.0, "claims": Standing().claims,
+                "votes": Standing().seats, "banned_until": None, "why": "",
+            }
+        ],
+    }  # fmt: skip
+    shown = summary(told)
+    assert "[bold]demo[/bold]" in shown
+    assert "[red]eve[/red][link=http://x]" in shown
+
+
+def test_what_cost_reputation_is_said_in_a_few_words():
+    assert reasons(Standing()) == ""
+    standing = Standing()
+    standing.claims["invalid"], standing.seats["missed"], standing.seats["agreed"], standing.appeals["lost"] = 2, 1, 9, 1
+    assert reasons(standing) == "2 claims found invalid, 1 planted claims approved, 1 disputes lost"
