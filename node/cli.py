@@ -112,7 +112,7 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-OUTER_OPTIONS = ("method", "length", "codec", "finish", "verify", "audit_rate", "assigned")
+OUTER_OPTIONS = ("method", "length", "codec", "finish", "robust", "verify", "audit_rate", "assigned")
 
 
 def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
