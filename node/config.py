@@ -333,3 +333,11 @@ def resolve_device(text: str) -> torch.device:
             raise ConfigError(f"There is no device {text!r}: this machine has cuda:0 to cuda:{count - 1}.")
         return torch.device("cuda", index)
     return torch.device(text)
+
+
+def use_threads(count: int = 0) -> None:
+    """Compute on the CPU with so many threads; 0: half of the processors."""
+    import torch
+
+    # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
+    torch.set_num_threads(count or max((os.cpu_count() or 2) // 2, 1))
