@@ -6,8 +6,6 @@ Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --he
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +15,8 @@ from typing import Any
 import click
 
 from node.exit_codes import ExitCode, epilogue
+from node.logs import log_to_stderr
+from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
 
@@ -55,6 +55,8 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--device", help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]"),
         click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001."),
         click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port."),
+        click.option("--bootstrap", multiple=True, metavar="MULTIADDR", help="A seed (or member) to get in through."),
+        click.option("--relay", metavar="auto|only|off", help="Be reached through a seed or the link's peers.  [default: auto]"),
         click.option("--data", help="Files or folders of text to train on, for the built-in task."),
         click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
         click.option("--folder", type=click.Path(path_type=Path), help="Where checkpoints and metrics go.  [default: runs/NAME]"),
@@ -114,7 +116,7 @@ def _outer_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-OUTER_OPTIONS = ("method", "length", "codec", "finish", "verify", "audit_rate", "assigned")
+OUTER_OPTIONS = ("method", "length", "codec", "finish", "robust", "verify", "audit_rate", "assigned")
 
 
 def _outer_overrides(flags: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +136,7 @@ def cli() -> None:
 
 
 cli.add_command(verify)
+cli.add_command(seed)
 
 
 @cli.command()
@@ -174,7 +177,7 @@ def join(link: str, **flags: Any) -> int:
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
 def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     """Start a swarm of real nodes on this machine, train, and compare with training alone."""
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     outer = _outer_overrides(options)
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
     own = {name: value for name, value in options.items() if name not in OUTER_OPTIONS}
@@ -201,7 +204,7 @@ def status(link: str, as_json: bool, verbose: bool) -> int:
     from swarm.link import Link
 
     parsed = Link.parse(link)
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     from node.status import read_status, table
 
     report = read_status(parsed)
@@ -218,7 +221,7 @@ def peers(link: str, as_json: bool, verbose: bool) -> int:
     from swarm.link import Link
 
     parsed = Link.parse(link)
-    _log_to_stderr(verbose)
+    log_to_stderr(verbose)
     from node.verify.peers import read_peers, summary
 
     report = read_peers(parsed)
@@ -305,7 +308,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         from swarm.link import Link
 
         parsed = Link.parse(link)
-    _log_to_stderr(flags["verbose"])
+    log_to_stderr(flags["verbose"])
     from node.display import make_display
     from node.run import NodeRun
 
@@ -333,26 +336,18 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as dotted settings; those not given are None or empty and change nothing."""
-    names = ("name", "device", "data", "shard", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
+    names = ("name", "device", "relay", "data", "shard", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,
         "node.announce": list(flags["announce"]) or None,
+        "node.bootstrap": list(flags["bootstrap"]) or None,
         "task.hooks": flags["hooks"],
         "train.steps": flags["steps"],
         "outer.every": flags.get("every"),
         **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
         **_outer_overrides(flags),
     }
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    # Warnings of ours are for the user; the rest, and all that libraries say, only with --verbose.
-    level = logging.WARNING if verbose else logging.ERROR
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
-    for name in ("node", "swarm", "optim"):
-        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")
 
 
 def main() -> None:

@@ -14,12 +14,13 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from node.rl.settings import RLSettings
 from swarm.errors import ShoalError
+from swarm.link import address_problem
 from swarm.manifest import OuterSettings, TrainSettings
 from swarm.verify_setting import VerifySettings
 
@@ -98,6 +99,16 @@ class NodeSettings(_Table):
         max_length=8,
         description="Addresses to tell other peers, where they differ from those listened on (port forwarding).",
     )
+    bootstrap: list[str] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Addresses of seeds, or of members, to get in through besides the link's; seeds go into the links made here.",
+    )
+    relay: Literal["auto", "only", "off"] = Field(
+        default="auto",
+        description="Being reached through a seed or the link's peers: auto (if nobody can dial this node), only (from the start), "
+        "or off (never, nor does this node forward for others).",
+    )
     folder: PathSetting | None = Field(
         default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."
     )
@@ -139,6 +150,14 @@ class NodeSettings(_Table):
         for address in value:
             if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/[0-9]{1,5}(/[^\s]*)?", address):
                 raise ValueError(f"{address!r} should be written such as /ip4/0.0.0.0/tcp/4001")
+        return value
+
+    @field_validator("bootstrap")
+    @classmethod
+    def _full_addresses(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if problem := address_problem(address):
+                raise ValueError(f"{address!r} is no address as `shoal seed` prints it, {problem}")
         return value
 
     @field_validator("shard")
@@ -314,3 +333,11 @@ def resolve_device(text: str) -> torch.device:
             raise ConfigError(f"There is no device {text!r}: this machine has cuda:0 to cuda:{count - 1}.")
         return torch.device("cuda", index)
     return torch.device(text)
+
+
+def use_threads(count: int = 0) -> None:
+    """Compute on the CPU with so many threads; 0: half of the processors."""
+    import torch
+
+    # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
+    torch.set_num_threads(count or max((os.cpu_count() or 2) // 2, 1))

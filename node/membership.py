@@ -19,14 +19,17 @@ from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.errors import NetworkError
 from swarm.host import Host
 from swarm.identity import Identity
-from swarm.link import Link
+from swarm.link import Link, address_problem
 from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
+from swarm.presence import Presence
 from swarm.records import MemberValidator
 from swarm.verify_setting import StretchTerms, Terms
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
+SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
+KNOWN_PEERS = "peers.json"
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 log = logging.getLogger(__name__)
@@ -42,13 +45,19 @@ class Membership:
     swarm: str
     sealed: bytes
     manifest: Manifest
+    presence: Presence
 
     def link(self) -> Link:
-        """The link by which others join."""
-        return Link(self.swarm, self.host.addresses()[:MAX_ADDRESSES])
+        """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
+        self.presence.report(SEED_S)
+        seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
+        own = [address for address in self.host.addresses() if address_problem(address) is None]
+        return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
 
     def close(self) -> None:
         """Leave the network."""
+        self.presence.report(1.0)  # after `Directory.leave` this says goodbye
+        self.presence.close()
         self.directory.close()
         self.host.close()
 
@@ -87,21 +96,13 @@ def new_manifest(settings: Settings, identity: Identity, model: str, terms: Term
 def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
     """Start the first node of the swarm of ``sealed``."""
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
-    host = Host.start(
-        identity, listen=settings.node.listen, announce=settings.node.announce, validator=MemberValidator(swarm)
-    )
+    host = _start(settings, identity, swarm, settings.node.bootstrap, must_join=False)
     return _membership(identity, host, swarm, sealed, manifest)
 
 
 def join(settings: Settings, identity: Identity, link: Link) -> Membership:
     """Start a node in the swarm of ``link``. StartupError, NetworkError or MessageError, and nothing left running."""
-    host = Host.start(
-        identity,
-        listen=settings.node.listen,
-        announce=settings.node.announce,
-        bootstrap=link.bootstrap,
-        validator=MemberValidator(link.swarm),
-    )
+    host = _start(settings, identity, link.swarm, (*link.bootstrap, *settings.node.bootstrap))
     try:
         sealed, manifest = fetch_manifest(host, link)
         return _membership(identity, host, link.swarm, sealed, manifest)
@@ -110,9 +111,27 @@ def join(settings: Settings, identity: Identity, link: Link) -> Membership:
         raise
 
 
+def _start(
+    settings: Settings, identity: Identity, swarm: str, bootstrap: Sequence[str], *, must_join: bool = True
+) -> Host:
+    """A host of this node in ``swarm``, which also tries the peers it met in an earlier run. StartupError."""
+    return Host.start(
+        identity,
+        listen=settings.node.listen,
+        announce=settings.node.announce,
+        bootstrap=tuple(dict.fromkeys(bootstrap)),
+        validator=MemberValidator(swarm),
+        relay=settings.node.relay,
+        swarm=swarm,
+        known=settings.node.run_folder / KNOWN_PEERS,
+        must_join=must_join,
+    )
+
+
 def _membership(identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest) -> Membership:
     serve_manifest(host, swarm, sealed)
-    return Membership(identity, host, Directory(host, identity, swarm), swarm, sealed, manifest)
+    directory = Directory(host, identity, swarm)
+    return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm))
 
 
 def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:

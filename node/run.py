@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from node import beginning, checkpoint
 from node.anchor import Anchor
 from node.beginning import Saved
-from node.config import Settings, resolve_device
+from node.config import Settings, resolve_device, use_threads
 from node.display import Display
 from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
@@ -81,8 +79,7 @@ class NodeRun:
         saved = beginning.find(self.settings.node)
         identity = Identity.load_or_create(self.settings.node.identity_path)
         self.device = resolve_device(self.settings.node.device)
-        # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
-        torch.set_num_threads(self.settings.node.threads or max((os.cpu_count() or 2) // 2, 1))
+        use_threads(self.settings.node.threads)
         link = self.link
         membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
         try:

@@ -24,7 +24,9 @@ from swarm.welcome import fetch_manifest
 @contextlib.contextmanager
 def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
     """A look into the swarm of ``link``: a host that is no member, the manifest, the members. StartupError and others."""
-    host = Host.start(Identity.ephemeral(), bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True)
+    host = Host.start(
+        Identity.ephemeral(), bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm
+    )
     try:
         _, manifest = fetch_manifest(host, link)
         directory = Directory(host, Identity.ephemeral(), link.swarm)
@@ -60,6 +62,7 @@ def read_status(link: Link) -> dict[str, Any]:
                 "steps_per_s": member.steps_per_s,
                 "shard": f"{member.shard}/{member.shards}",
                 "version": member.version,
+                "reach": reach(member),
                 "seen_s_ago": round(max(now - member.issued, 0.0), 1),
             }
             for peer, member in sorted(members.items(), key=lambda item: item[1].name)
@@ -67,10 +70,15 @@ def read_status(link: Link) -> dict[str, Any]:
     }
 
 
+def reach(member: Member) -> str:
+    """How others get to a member: relayed if libp2p found that nobody can dial it and so announces a relay; else direct."""
+    return "relayed" if any("/p2p-circuit" in address for address in member.addresses) else "direct"
+
+
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
     grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {report['peers']} peers"))
-    for column in ("name", "peer", "state", "round", "step", "loss", "steps/s", "shard", "seen"):
+    for column in ("name", "peer", "state", "round", "step", "loss", "steps/s", "shard", "reach", "seen"):
         grid.add_column(column, justify="right" if column in ("round", "step", "loss", "steps/s") else "left")
     for member in report["members"]:
         loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
@@ -83,6 +91,7 @@ def table(report: dict[str, Any]) -> str:
             loss,
             f"{member['steps_per_s']:.1f}",
             member["shard"],
+            member["reach"],
             f"{member['seen_s_ago']:.0f} s ago",
         ]
         grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup

@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
-import ipaddress
 import logging
 import os
-import platform
-import secrets
 import shutil
 import signal
-import sys
-import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hivemind.hivemind_cli
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import DHTID
@@ -37,9 +28,9 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm import guard
+from swarm.daemon_process import Relay, check_binary, daemon_path, follow, is_loopback, options, run_folder, start_guarded
 from swarm.errors import StartupError
-from swarm.identity import Identity
+from swarm.identity import Identity, b58decode
 
 log = logging.getLogger(__name__)
 
@@ -50,67 +41,7 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
-SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
-YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
-_REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux x86-64, or use WSL or Docker"
-
-
-def daemon_path() -> Path:
-    """Where the daemon's binary should be."""
-    return Path(str(hivemind.hivemind_cli.__file__)).parent / "p2pd"
-
-
-def run_folder() -> tuple[Path, int]:
-    """A new private folder for a daemon's sockets, and a descriptor that holds its lock.
-
-    The guard inherits the descriptor: as long as it lives, nobody takes the folder for a stale one. Folders of dead guards
-    are removed on the way. Raises StartupError when the parent folder belongs to someone else.
-    """
-    base = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
-    name = f"{os.getpid()}-{secrets.token_hex(4)}"
-    if len(os.fsencode(base / name / "client.sock")) > SOCKET_PATH_LIMIT:
-        base = Path("/tmp") / base.name
-    try:
-        base.mkdir(mode=0o700, exist_ok=True)
-        status = base.lstat()
-        if base.is_symlink() or status.st_uid != os.getuid():
-            raise StartupError(f"{base} belongs to another user: remove it, or set TMPDIR to a folder of your own.")
-        if status.st_mode & 0o077:
-            base.chmod(0o700)
-        sweep(base)
-        folder = base / name
-        folder.mkdir(mode=0o700)
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise StartupError(
-            f"cannot create a folder for the daemon's sockets in {base} ({error.strerror}): free some space there or set "
-            "TMPDIR to a folder that you can write."
-        ) from error
-    return folder, lock
-
-
-def sweep(base: Path) -> None:
-    """Remove the run folders in ``base`` whose guard is dead. (A lock tells, for a process id may be another machine's.)"""
-    for folder in base.iterdir():
-        with contextlib.suppress(OSError):  # another node may be sweeping too
-            if time.time() - folder.lstat().st_mtime < YOUNG:
-                continue
-            if (folder / "lock").exists():
-                lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                finally:
-                    os.close(lock)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a multiaddr reaches no further than this machine."""
-    parts = address.split("/")
-    with contextlib.suppress(IndexError, ValueError):
-        return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
-    return False
+ASK_S = 2  # seconds a look into the address book of the daemon may take
 
 
 class Daemon(P2P):  # type: ignore[misc]
@@ -131,19 +62,18 @@ class Daemon(P2P):  # type: ignore[misc]
         listen: Sequence[str],
         announce: Sequence[str] = (),
         relays: Sequence[str] = (),
+        relay: Relay = "auto",
+        public: bool = False,
         light: bool = False,
         timeout: float = 30.0,
     ) -> Daemon:
         """Start a daemon with ``identity``'s peer id; it answers when this returns.
 
-        ``relays``: peers that may forward connections to us when we sit behind a NAT. ``light``: take part in libp2p's own
-        peer routing as a client only. Raises StartupError, after removing everything again, within ``timeout`` seconds.
+        ``relays``, ``relay``, ``public``: see `daemon_process.options`. ``light``: take part in libp2p's own peer routing as a
+        client only. Raises StartupError, after removing everything again, within ``timeout`` seconds.
         """
         binary = daemon_path()
-        if not binary.is_file():
-            raise StartupError(f"the network daemon is missing: there is no {binary}; {_REMEDY}.")
-        if not os.access(binary, os.X_OK):
-            raise StartupError(f"the network daemon is not executable: run `chmod +x {binary}`.")
+        check_binary(binary)
         self = cls()
         self._run_dir, lock = run_folder()
         started = False
@@ -154,8 +84,17 @@ class Daemon(P2P):  # type: ignore[misc]
                 identity.write_to(key)
             self._daemon_listen_maddr = Multiaddr(f"/unix{self._run_dir}/daemon.sock")
             self._client_listen_maddr = Multiaddr(f"/unix{self._run_dir}/client.sock")
-            command = [str(binary), *_options(self._daemon_listen_maddr, key, listen, announce, relays, light)]
-            await asyncio.wait_for(self._start(command, lock), timeout)
+            chosen = options(
+                control=str(self._daemon_listen_maddr),
+                key=key,
+                listen=listen,
+                announce=announce,
+                relays=relays,
+                relay=relay,
+                public=public,
+                light=light,
+            )
+            await asyncio.wait_for(self._start([str(binary), *chosen], lock), timeout)
             started = True
         except asyncio.TimeoutError:
             raise StartupError(
@@ -176,24 +115,8 @@ class Daemon(P2P):  # type: ignore[misc]
         return self
 
     async def _start(self, command: list[str], lock: int) -> None:
-        # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
-        half = str(max((os.cpu_count() or 2) // 2, 1))
-        defaults = {"GOMAXPROCS": half, "GOLOG_LOG_LEVEL": "error"}
-        env = {**defaults, **os.environ, "GOLOG_LOG_FMT": "json"}
-        me = [sys.executable, "-I", "-S", guard.__file__, str(self._run_dir), str(os.getpid())]
-        try:
-            self._child: Any = await asyncio.create_subprocess_exec(
-                *me,
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=env,
-                pass_fds=(lock,),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise StartupError(f"cannot start {sys.executable} to guard the daemon ({error.strerror}).") from error
+        assert self._run_dir is not None
+        self._child: Any = await start_guarded(self._run_dir, command, lock)
         self._alive = True
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader_task = asyncio.create_task(self._read_outputs(ready))
@@ -205,15 +128,7 @@ class Daemon(P2P):  # type: ignore[misc]
 
     async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
         """Replaces hivemind's, which forgets all but the last line."""
-        output: asyncio.StreamReader = self._child.stdout
-        while line := await output.readline():
-            text = line.decode(errors="replace").rstrip()
-            self._said.append(text)
-            log.debug("p2pd: %s", text)
-            if text.startswith("Peer ID:") and not ready.done():
-                ready.set_result(None)
-        if not ready.done():
-            ready.set_exception(_why_not(self._said))
+        await follow(self._child.stdout, self._said, ready)
 
     async def ended(self) -> int:
         """Wait until the process is gone; its exit status. (`is_alive` does not know.)"""
@@ -250,12 +165,14 @@ class Daemon(P2P):  # type: ignore[misc]
         bare, wrong = [], ""
         for address in addresses:
             try:
-                bare.append(Multiaddr(_without_peer(address)))
+                bare.append(binary(_without_peer(address)))
             except ValueError as error:
                 wrong = str(error)
         if not bare:
             raise ValueError(wrong or "no address")
-        await self._client.connect(PeerID.from_base58(peer_id), bare)
+        ask = p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer_id).to_bytes(), addrs=bare)
+        _, writer, _ = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=ask))
+        writer.close()
 
     async def request(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
         """Send a `p2pd_pb2.Request` over a connection of its own, which is then the caller's; and its answer.
@@ -280,13 +197,22 @@ class Daemon(P2P):  # type: ignore[misc]
         reader, writer, _ = await self.request(request)
         return reader, writer
 
-    async def peers(self) -> dict[str, tuple[str, ...]]:
-        """Whom we are connected to: peer id -> full multiaddrs."""
-        found: dict[str, tuple[str, ...]] = {}
-        for peer in await self.list_peers():
-            name = peer.peer_id.to_base58()
-            found[name] = tuple(f"{address}/p2p/{name}" for address in peer.addrs)
-        return found
+    async def peers(self) -> tuple[str, ...]:
+        """Ids of all whom we are connected to."""
+        return tuple(dict.fromkeys(peer.peer_id.to_base58() for peer in await self.list_peers()))
+
+    async def where(self, peer_id: str) -> tuple[str, ...]:
+        """Full multiaddrs that a peer we are connected to gave as its own; empty if it gave none yet.
+
+        Not those of the connections: one that the peer opened comes from a port on which it does not listen. Raises hivemind's
+        P2PDaemonError or OSError, also when we are not connected and libp2p's own routing knows no such peer.
+        """
+        ask = p2pd_pb2.DHTRequest(
+            type=p2pd_pb2.DHTRequest.FIND_PEER, peer=PeerID.from_base58(peer_id).to_bytes(), timeout=ASK_S
+        )
+        _, writer, answer = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=ask))
+        writer.close()
+        return tuple(f"{Multiaddr(address)}/p2p/{peer_id}" for address in answer.dht.peer.addrs)
 
 
 async def join_dht(daemon: Daemon, peers: Sequence[str], validator: Any, light: bool) -> DHTNode:
@@ -325,47 +251,25 @@ def met(node: DHTNode) -> int:
     return len(node.protocol.routing_table.uid_to_peer_id)
 
 
+def binary(address: str) -> bytes:
+    """A multiaddr in its binary form. ValueError if it is none.
+
+    hivemind writes the peer id of a relay within an address as a CID, which libp2p's Go code does not read.
+    """
+    head, *rest = address.split("/p2p/")
+    data = bytes(Multiaddr(head).to_bytes())
+    for part in rest:
+        peer, slash, more = part.partition("/")
+        raw = b58decode(peer) if len(peer) <= 64 else b""
+        if not raw:
+            raise ValueError(f"{peer[:80]!r} is no peer id")
+        data += b"\xa5\x03" + bytes([len(raw)]) + raw  # 421, "p2p", as a varint
+        if slash:
+            data += bytes(Multiaddr(slash + more).to_bytes())
+    return data
+
+
 def _without_peer(address: str) -> str:
     """The address without the last ``/p2p/ID``, the form in which the daemon wants it."""
     head, found, _ = address.rpartition("/p2p/")
     return head if found else address
-
-
-def _options(
-    control: Multiaddr, key: Path, listen: Sequence[str], announce: Sequence[str], relays: Sequence[str], light: bool
-) -> list[str]:
-    beyond = not all(is_loopback(address) for address in listen)
-    options = {
-        "listen": control,
-        "id": key,
-        "hostAddrs": ",".join(listen),
-        "dhtClient" if light else "dhtServer": 1,
-        "pubsub": 1,
-        "pubsubRouter": "gossipsub",
-        "autonat": int(beyond),
-        "natPortMap": int(beyond),
-        "autoRelay": int(beyond and bool(relays)),
-        "relay": 1,
-        "connManager": 1,
-        "tls": 1,
-        "b": 0,  # bootstrap.py connects, and so learns which address failed and why
-        "idleTimeout": "30s",
-    }
-    if announce:
-        options["announceAddrs"] = ",".join(announce)
-    if relays and beyond:
-        options["trustedRelays"] = ",".join(relays)
-    return [f"-{name}={value}" for name, value in options.items()]
-
-
-def _why_not(said: Sequence[str]) -> StartupError:
-    text = " ".join(said)
-    if f"[{errno.ENOEXEC}]" in text and "cannot run" in text:
-        return StartupError(
-            f"the network daemon is built for another kind of machine than this {platform.machine()} "
-            f"({platform.system()}): {_REMEDY}."
-        )
-    if "address already in use" in text:
-        return StartupError("the listen address is taken by another program: choose another port with --listen.")
-    last = said[-1] if said else "nothing"
-    return StartupError(f"the network daemon stopped at once and said: {last[:300]}")

@@ -145,6 +145,12 @@ class Directory:
         if self._pressing:
             self._rouse()
 
+    def own(self) -> Member | None:
+        """What is published about this node now; None before the first `announce`."""
+        with self._changed:
+            mine = self._mine
+        return None if mine is None else self._member(mine)
+
     def members(self) -> dict[str, Member]:
         """Peer id -> newest record of all who are waiting or training, this node included, but for who is barred.
 

@@ -16,6 +16,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,8 +25,11 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
 from swarm import bootstrap as boot
+from swarm.daemon_process import Relay
 from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
+from swarm.known_peers import KnownPeers
+from swarm.listen import check_free, obtain_ports
 from swarm.pubsub import PubSub
 from swarm.stream import Stream, Traffic, short
 from swarm.uplink import DAEMON_GONE, Uplink
@@ -68,21 +72,37 @@ class Host:
         timeout: float = 30.0,
         validator: Any = None,
         light: bool = False,
+        relay: Relay = "auto",
+        swarm: str | None = None,
+        known: Path | None = None,
+        must_join: bool = True,
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
 
         ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to tell others instead of those.
         ``bootstrap``: full multiaddrs of nodes to join; one that answers is enough. ``validator``: a hivemind record validator
-        for everything stored in the DHT. ``light``: use the DHT but store nothing for others.
+        for everything stored in the DHT. ``light``: use the DHT but store nothing for others. ``relay``: when to be reached
+        through a bootstrap peer (`daemon_process.options`). ``swarm``: whose members seeds among the bootstrap peers are asked
+        for. ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
+        ``must_join`` False: nobody need answer, for this may be the first node.
 
         Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers reachable (each with its
         reason), or out of time. Nothing is left running then.
         """
-        boot.check_free(listen)
+        check_free(listen)
         if announce:  # the daemon tells only the announced addresses, never the port it obtained
-            listen = boot.obtain_ports(listen)
+            listen = obtain_ports(listen)
         uplink = Uplink(
-            identity, listen=listen, announce=announce, bootstrap=bootstrap, validator=validator, light=light
+            identity,
+            listen=listen,
+            announce=announce,
+            bootstrap=bootstrap,
+            validator=validator,
+            light=light,
+            relay=relay,
+            known=KnownPeers(identity.peer_id, known, swarm),
+            swarm=swarm,
+            must_join=must_join,
         )
         host = cls(identity.peer_id, uplink)
         host._thread.start()
@@ -154,7 +174,15 @@ class Host:
 
     def remember(self, addresses: Iterable[str]) -> None:
         """Addresses of peers by which to find the swarm again after the daemon has died."""
-        self._uplink.remember(addresses)
+        self._uplink.known.remember(addresses)
+
+    def entry(self) -> tuple[str, ...]:
+        """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
+        return self._uplink.entry[:16]
+
+    def seeds(self) -> dict[str, tuple[str, ...]]:
+        """Peer id -> addresses of the bootstrap peers that are seeds."""
+        return dict(self._uplink.seeds)
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave the network and end the daemon, at most ``timeout`` seconds. May be called again."""
@@ -228,6 +256,14 @@ class Host:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).") from None
         except asyncio.TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.") from None
+
+    async def find_seeds(self) -> None:
+        """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""
+        await self._uplink.find_seeds()
+
+    async def meet(self, addresses: Sequence[str]) -> None:
+        """Connect to those of these peers that answer, and let the DHT know them. NetworkError."""
+        await self._uplink.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
         """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False if nobody took it."""

@@ -85,16 +85,15 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
 
 
 def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
-    """Ask the link's peers in turn; the first that hands out this swarm's manifest will do.
+    """Ask the peers through whom we got in, then the link's, in turn; the first that hands out this swarm's manifest will do.
 
     Raises:
         MessageError: none did, and one is in another swarm or speaks another version.
         NetworkError: none answered.
     """
 
-    async def ask(address: str) -> ManifestReply:
-        peer = address.rsplit("/p2p/", 1)[-1]
-        stream = await host.open(peer, MANIFEST_PROTOCOL, addresses=(address,), timeout=SMALL_S)
+    async def ask(peer: str, addresses: tuple[str, ...]) -> ManifestReply:
+        stream = await host.open(peer, MANIFEST_PROTOCOL, addresses=addresses, timeout=SMALL_S)
         try:
             await stream.send(pack(ManifestRequest(swarm=link.swarm)), SMALL_S)
             return unpack(await stream.receive(ManifestReply.LIMIT, SMALL_S), ManifestReply)
@@ -102,13 +101,15 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
             stream.close()
 
     problem, wrong = "", None
-    for address in link.bootstrap:
+    seeds, entry = host.seeds(), host.entry()
+    sources = dict.fromkeys(entry, ()) | {a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)}
+    for address, dial in sources.items():
         try:
-            reply = host.call(ask(address), timeout)
+            reply = host.call(ask(address.rpartition("/p2p/")[2], dial), timeout)
             if reply.manifest is not None:
                 return reply.manifest, open_manifest(reply.manifest, link.swarm)
             wrong = wrong or MessageError(
-                f"Wrong swarm id: the peer at {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
+                f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
                 "ask for a fresh link."
             )
         except NetworkError as error:

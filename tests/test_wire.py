@@ -25,6 +25,7 @@ from swarm.pubsub import MAX_MESSAGE
 from swarm.quota import Quota
 from swarm.rendezvous import EXCHANGE_PROTOCOL
 from swarm.rollout_record import MAX_COMPLETIONS, MAX_TEXT, Rollout
+from swarm.seed_messages import SEED_PROTOCOL, TOLD
 from swarm.shelf import BODY_PROTOCOL
 from swarm.transfer import OUTCOME_PROTOCOL
 from swarm.trie import CAP
@@ -45,7 +46,7 @@ def test_every_message_is_in_the_table_with_its_limit():
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    assert sorted(rows) == sorted([*served, STATE_PROTOCOL, BODY_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL])
+    assert sorted(rows) == sorted([*served, STATE_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL])
 
 
 def test_deadlines_are_the_defaults():
@@ -68,6 +69,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert MAX_ADDRESSES <= LINK_ADDRESSES
     assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
+    assert f"records of others, at most {TOLD} " in PAGE
     assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE

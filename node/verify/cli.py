@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,9 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
 @click.option("--max-tokens", type=click.IntRange(0, 16_384), default=0, help="Of a completion.  [default: what suits the policy]")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="At which they are drawn.")
 @click.option("--warm", type=click.IntRange(0), default=400, show_default=True, help="Steps of tiny's warm start.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write.  [default: MODEL.calibration]")
 @_json_option
-def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path, as_json: bool, **drawn: Any) -> int:
+def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> int:
     """Measure how honest claims of a policy look, on this machine, so that others can be told from them."""
     from node.verify import inspection
 
@@ -83,6 +84,7 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
         if shown:
             click.echo(f"\r{done} of {of} claims", nl=done == of, err=True)
 
+    out = out or Path(f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration")
     report = inspection.calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from node.config import use_threads
 from node.rl.environment import Env, Option
 from node.rl.loading import load_env, load_policy
 from node.rl.policy import Policy
@@ -29,6 +30,7 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
 
     Raises NotCheckable and others of ShoalError if it cannot be told here. What is not built in is loaded only if a user names it.
     """
+    use_threads()
     if not stored.signed:
         return Finding(False, "The claim is not signed by the peer that it names.")
     if fingerprint(stored.material) != stored.claim.fingerprint:
@@ -101,6 +103,7 @@ def calibrate_spec(
     temperature: float, warm: int, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Calibrate the policy that ``model`` names into ``out``; what ``shoal verify calibrate --json`` prints."""
+    use_threads()
     made = load_env(env, {})
     policy = load_policy(model, made, 0, warm)
     agreed = Agreed(temperature, max_tokens or policy.max_tokens, group)

@@ -35,14 +35,14 @@ def until(condition, seconds, what="it"):
 class Process:
     """One ``shoal`` command; its output is collected while it runs."""
 
-    def __init__(self, arguments, env, errors, cwd, program=("-m", "node")):
+    def __init__(self, arguments, env, errors, cwd, program=("-m", "node"), before=()):
         self.errors = errors
         self.lines = []
         self._news = threading.Condition()
         self._ended = False
         with errors.open("w") as stderr:
             self.popen = subprocess.Popen(
-                [sys.executable, *map(str, (*program, *arguments))],
+                [*before, sys.executable, *map(str, (*program, *arguments))],
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -114,17 +114,17 @@ class Shoal:
             shuffled = [words[(number * i * i + i) % len(words)] for i in range(120)]
             (self.text / f"{number}.txt").write_text(" ".join(shuffled))
 
-    def start(self, *arguments, program=("-m", "node")):
-        """Start a command."""
-        process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home, program)
+    def start(self, *arguments, program=("-m", "node"), before=()):
+        """Start a command; ``before``: what stands in front of it."""
+        process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home, program, before)
         self.processes.append(process)
         return process
 
-    def node(self, verb, what, name, *arguments, program=("-m", "node")):
+    def node(self, verb, what, name, *arguments, **how):
         """Start ``shoal up`` or ``join`` on loopback with a key, a folder and a little text of its own."""
         return self.start(
             verb, what, "--name", name, "--folder", self.home / name, "--identity", self.home / f"{name}.key",
-            "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments, program=program,
+            "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments, **how,
         )  # fmt: skip
 
     def toml(self, *, options=None, **tables):
@@ -148,9 +148,10 @@ class Shoal:
         return found + [str(path) for path in self.tmp.glob(f"shoal-{os.getuid()}/*")]
 
     def metrics(self, name):
-        """The events that a node has written."""
+        """The events that a node has written; one that it is writing just now is not among them."""
         path = self.home / name / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def result(self, name):
         return json.loads((self.home / name / "result.json").read_text())

@@ -33,6 +33,12 @@ class FakeHost:
     def serve(self, protocol, handler):
         self.handlers[protocol] = handler
 
+    def entry(self):
+        return ()
+
+    def seeds(self):
+        return {}
+
     def submit(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.network.loop)
 

@@ -2,20 +2,23 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from swarm import bootstrap, daemon, guard
+from swarm import bootstrap, daemon, daemon_process, guard
 from swarm.errors import StartupError
 from swarm.host import Host
 from swarm.identity import Identity
+from swarm.listen import fixed_ports, obtain_ports
 
 ANY = "/ip4/127.0.0.1/tcp/0"
 
@@ -27,7 +30,7 @@ def _short_temp(monkeypatch, tmp_path):
 
 
 def base():
-    return daemon.Path(daemon.tempfile.gettempdir()) / f"shoal-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
 
 
 def start(**options):
@@ -70,7 +73,7 @@ def test_stale_folders_are_swept_but_not_those_in_use():
     (stale / "lock").touch()
     for folder in (stale, live):
         os.utime(folder, (time.time() - 60, time.time() - 60))
-    daemon.sweep(base())
+    daemon_process.sweep(base())
     assert set(base().iterdir()) == {live, young}
     host.close()
 
@@ -79,9 +82,9 @@ def test_a_long_temporary_folder_gives_way_to_tmp(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    folder, lock = daemon.run_folder()
+    folder, lock = daemon_process.run_folder()
     os.close(lock)
-    daemon.shutil.rmtree(folder)
+    shutil.rmtree(folder)
     assert str(folder).startswith("/tmp/shoal-")
 
 
@@ -167,9 +170,9 @@ def test_bad_listen_addresses(address, why):
 def test_ports_stay_the_same():
     told = ["/ip4/127.0.0.1/tcp/41001/p2p/X", "/ip4/10.0.0.1/udp/41002/quic-v1/p2p/X"]
     listen = ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7"]
-    fixed = bootstrap.fixed_ports(listen, told)
+    fixed = fixed_ports(listen, told)
     assert fixed == ("/ip4/0.0.0.0/tcp/41001", "/ip4/0.0.0.0/udp/41002/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7")
-    (chosen,) = bootstrap.obtain_ports(["/ip4/127.0.0.1/tcp/0"])
+    (chosen,) = obtain_ports(["/ip4/127.0.0.1/tcp/0"])
     assert 0 < int(chosen.rpartition("/")[2]) < 65536
 
 
@@ -203,6 +206,7 @@ import sys, time, tempfile
 tempfile.tempdir = sys.argv[1]
 from swarm.host import Host
 from swarm.identity import Identity
+from swarm.listen import fixed_ports, obtain_ports
 host = Host.start(Identity.ephemeral())
 print("up", flush=True)
 time.sleep(60)
@@ -283,10 +287,23 @@ async def _malformed():
 
 
 def test_loopback_addresses_are_known():
-    assert daemon.is_loopback("/ip4/127.0.0.1/tcp/1")
-    assert daemon.is_loopback("/ip6/::1/tcp/1")
-    assert not daemon.is_loopback("/ip4/10.0.0.1/tcp/1")
-    assert daemon.is_loopback("/dns4/localhost/tcp/1")
-    assert not daemon.is_loopback("/dns4/example.org/tcp/1")
-    assert not daemon.is_loopback("junk")
+    assert daemon_process.is_loopback("/ip4/127.0.0.1/tcp/1")
+    assert daemon_process.is_loopback("/ip6/::1/tcp/1")
+    assert not daemon_process.is_loopback("/ip4/10.0.0.1/tcp/1")
+    assert daemon_process.is_loopback("/dns4/localhost/tcp/1")
+    assert not daemon_process.is_loopback("/dns4/example.org/tcp/1")
+    assert not daemon_process.is_loopback("junk")
     assert Path(daemon.daemon_path()).name == "p2pd"
+
+
+def test_the_address_of_a_relayed_peer_is_written_as_libp2p_reads_it():
+    relay = Identity.ephemeral()
+    raw = daemon.b58decode(relay.peer_id)
+    plain = daemon.binary("/ip4/1.2.3.4/tcp/1")
+    assert plain == bytes.fromhex("0401020304060001")
+    assert daemon.binary(f"/ip4/1.2.3.4/tcp/1/p2p/{relay.peer_id}/p2p-circuit") == (
+        plain + bytes.fromhex("a50326") + raw + bytes.fromhex("a202")
+    )
+    for wrong in ("junk", *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, ""))):
+        with pytest.raises(ValueError, match=r"."):
+            daemon.binary(wrong)

@@ -1,0 +1,99 @@
+"""A seed: a node that trains nothing and is always there. It tells members of any swarm of each other, and forwards for those
+whom nobody can reach. No torch: it runs where 100 MB are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from swarm.errors import MessageError, NetworkError, StartupError
+from swarm.identity import Identity
+from swarm.listen import check_free, fixed_ports, obtain_ports
+from swarm.messages import pack, unpack
+from swarm.seed_book import SeedBook
+from swarm.seed_daemon import SeedDaemon
+from swarm.seed_messages import SEED_PROTOCOL, SeedRequest
+from swarm.stream import Stream, short
+
+log = logging.getLogger(__name__)
+
+SMALL_S = 10.0  # seconds for one small message
+MAX_STREAMS = 256
+MAX_STREAMS_PER_PEER = 4
+LINGER = 2.0  # seconds an answered stream waits for the caller to end it
+BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon that ended; the last repeats
+
+
+class Seed:
+    """Call `run`; ``on_ready`` gets the addresses under which the seed is reached, each time it starts."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listen: Sequence[str],
+        announce: Sequence[str] = (),
+        relay: bool = True,
+        on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
+    ) -> None:
+        self.book = SeedBook()
+        self._identity = identity
+        self._listen = tuple(listen)
+        self._announce = tuple(announce)
+        self._relay = relay
+        self._on_ready = on_ready
+        self._busy: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Serve until cancelled. A daemon that ends is started again. StartupError if it does not start the first time."""
+        check_free(self._listen)
+        if self._announce:
+            self._listen = obtain_ports(self._listen)
+        daemon: SeedDaemon | None = await self._launch()
+        attempt = 0
+        while True:
+            if daemon is not None:
+                try:
+                    status = await daemon.ended()
+                finally:
+                    await daemon.close()
+                log.warning("the network daemon stopped (status %s); restarting it", status)
+                attempt = 0
+            await asyncio.sleep(BACKOFF[min(attempt, len(BACKOFF) - 1)])
+            attempt += 1
+            try:
+                daemon = await self._launch()
+            except (StartupError, NetworkError) as error:
+                daemon = None
+                log.warning("the network daemon is not back yet, trying again: %s", error)
+
+    async def _launch(self) -> SeedDaemon:
+        daemon = await SeedDaemon.launch(self._identity, listen=self._listen, announce=self._announce, relay=self._relay)
+        try:
+            await daemon.serve(SEED_PROTOCOL, self._answer)
+        except BaseException:
+            await daemon.close()
+            raise
+        self._listen = fixed_ports(self._listen, daemon.addresses)
+        self._on_ready(daemon.addresses)
+        return daemon
+
+    async def _answer(self, stream: Stream) -> None:
+        peer = stream.peer_id
+        if self._busy.total() >= MAX_STREAMS or self._busy[peer] >= MAX_STREAMS_PER_PEER:
+            stream.abort()
+            return
+        self._busy[peer] += 1
+        try:
+            request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
+            await stream.send(pack(self.book.answer(peer, request)), SMALL_S)
+            await stream.drained(LINGER)
+        except (MessageError, NetworkError) as error:
+            log.debug("peer %s was not answered: %s", short(peer), error)
+        finally:
+            self._busy[peer] -= 1
+            if not self._busy[peer]:
+                del self._busy[peer]

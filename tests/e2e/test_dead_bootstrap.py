@@ -1,0 +1,47 @@
+"""Every address of the link is dead: the swarm goes on, and who was in it before finds it again."""
+
+import json
+import signal
+
+SMALL = {"layers": 1, "width": 16, "context": 16}
+
+
+def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
+    settings = shoal.toml(swarm={"start_when": 3}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
+    creator = shoal.node("up", settings, "anna")
+    link = creator.line()
+    shoal.node("join", link, "bert")
+    third = shoal.node("join", link, "carl")
+    known = shoal.home / "carl" / "peers.json"
+
+    def met(name):
+        return [e for e in shoal.metrics(name) if e["event"] == "round" and e["members"] == 2]
+
+    def peer(name):
+        return next(e["peer"] for e in shoal.metrics(name) if e["event"] == "start")
+
+    for name in ("anna", "bert", "carl"):
+        eventually(lambda name=name: met(name), 60, f"an exchange of {name}")
+    eventually(lambda: known.exists() and peer("bert") in json.loads(known.read_text())["peers"], 30, "bert being remembered")
+    third.signal(signal.SIGINT)
+    assert third.wait() == 130
+    creator.signal(signal.SIGKILL)
+    creator.wait()
+    assert peer("bert") not in link
+
+    before, alone = len(met("carl")), len(met("bert"))
+    again = shoal.node("join", link, "carl", "--resume")
+    eventually(lambda: len(met("carl")) > before and len(met("bert")) > alone, 90, "an exchange of the two that are left")
+    again.signal(signal.SIGINT)
+    assert again.wait() == 130
+
+
+def test_a_newcomer_is_told_that_all_are_dead(shoal):
+    settings = shoal.toml(swarm={"start_when": 1}, outer={"every": 5}, options=SMALL)
+    creator = shoal.node("up", settings, "anna")
+    link = creator.line()
+    creator.signal(signal.SIGKILL)
+    creator.wait()
+    said = shoal.node("join", link, "bert")
+    assert said.wait() == 2
+    assert said.said().splitlines()[-1].startswith("Error: no bootstrap peer can be reached: /ip4/127.0.0.1/tcp/")
