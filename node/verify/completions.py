@@ -32,6 +32,7 @@ CLAIMS = "claims"  # the folder of them, in the node's
 PROVERS = ("float32",)  # what nodes write in; one that claims a coarser dtype would be judged more leniently
 SELF_CLAIMS = 64  # honest claims of its own that a node without a calibration measures
 KEPT = 256  # claims in the node's folder
+PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
 
 class Completions:
@@ -49,10 +50,10 @@ class Completions:
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
         path = settings.node.calibration
         self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, PROVERS)
+        self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
         self.claimer = Claimer(
-            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name,
-            round=lambda: int(clock() // settings.verify.round_s),
-        )  # fmt: skip
+            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round
+        )
         task.claim(self.claimer)
 
     @property
@@ -65,10 +66,21 @@ class Completions:
 
     def prepare(self, say: Callable[[str], None]) -> Checker:
         """Learn what honest claims look like."""
+        self._hand_out_again()
         return Checker(
             lambda: self._policy, self._env, self._agreed, self._calibration or self._calibrate(say), self._policy_name,
             rate=self._rate, allowed=PROVERS,
         )  # fmt: skip
+
+    def _hand_out_again(self) -> None:
+        """What was claimed before a restart may be asked for yet, and counts as withheld otherwise."""
+        oldest = self._round() - PENDING
+        for stored in store.newest(self._folder, KEPT):
+            claim = stored.claim
+            if claim.peer == self._network.me and claim.run == self._network.swarm and claim.round >= oldest:
+                self._network.put(stored.material)
+                if stored.snapshot is not None:
+                    self._network.put(stored.snapshot)
 
     def _calibrate(self, say: Callable[[str], None]) -> Calibration:
         found = self_calibrate(self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS)

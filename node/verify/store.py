@@ -7,10 +7,11 @@ before it is read, and nothing in it is used as a path.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,14 @@ def load(path: Path) -> Stored:
     weights = _weights(path.parent, claim)
     snapshot = _read(weights, MOST_BYTES) if weights.is_file() else None
     return Stored(claim, found.signature, found.material, agreed, snapshot)
+
+
+def newest(folder: Path, count: int) -> Iterator[Stored]:
+    """The claims in ``folder`` that were written last, at most ``count``; what cannot be read is left out."""
+    paths = sorted(folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in paths[:count]:
+        with contextlib.suppress(VerifyError):
+            yield load(path)
 
 
 def find(name: str, folders: Sequence[Path]) -> Path:

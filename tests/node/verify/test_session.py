@@ -10,7 +10,7 @@ from node.verify.calibrate import calibrate
 from node.verify.errors import VerifyError
 from node.verify.material import Agreed
 from node.verify.session import Verification
-from node.verify.store import load
+from node.verify.store import load, newest
 from swarm.errors import MessageError
 from tests.e2e.cheat import quantised
 from tests.node.verify.board import ROUND_S, Board, Node, run, task_of, toy_signature
@@ -189,3 +189,15 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
     assert ann.said == [said]
     ann.verification.close()
     assert board.there == {}
+
+
+def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_path):
+    board = Board()
+    run(board, [node(board, name, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))], 7)
+    claims = [stored.claim for stored in newest(tmp_path / "ann" / "claims", 100)]
+    own = [claim for claim in claims if claim.peer == "ann"]
+    assert 0 < len(own) < len(claims)
+    again = node(board, "ann")
+    assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {claim.model for claim in own}
+    board.now += 21 * ROUND_S  # nobody asks for it any more
+    assert not node(board, "ann").network.bodies
