@@ -1,13 +1,15 @@
 """How a node defends itself against updates that are well formed and hostile: what lies too far away is refused, the rest clipped.
 
-**Suspicion** (``outer.suspect``, on unless it is 0). A contribution is refused if it lies more than ``suspect`` times as far from
-the own one as the last 8 did in the median. Refused means that the exchange does not count: a pair goes apart, each with its
-own step whole, and a group goes on without that member. What must not be refused is an honest peer:
+**Suspicion** (``outer.suspect``, off unless it is given, because of newcomers: see below). A contribution is refused if it lies more
+than ``suspect`` times as far from the own one as the last 8 did in the median. Refused means that the exchange does not count: a pair
+goes apart, each with its own step whole, and a group goes on without that member. What must not be refused is an honest peer:
 
 * The first rounds. Until 12 distances are known nothing is usual yet: with gossip and a warm-up they grow in 5 rounds to 3 times
   their median. Till then the bound is the own contribution's norm, times 1.5 where weights travel (a peer that learnt from the same
   start is nearer than that; minus the weights is at 2) and times 4 for pseudo-gradients (peers may have made different numbers of
   steps).
+* A newcomer. Its inner optimizer begins anew, so its first contribution may be many times as far as usual; refused, it goes on
+  alone, and is further away in the next round. A swarm that others join should rather clip (``outer.robust``) than refuse.
 * A bound that grows. What was refused counts as 1.5 times the usual distance, so when all distances grow for good (a larger
   learning rate) the bound grows by half in 5 rounds; a minority cannot widen it. A warm-up grows slower than the bound.
 * A pseudo-gradient within the own one's norm. Its effect is bounded by that, however alike the others were so far.

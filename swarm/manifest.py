@@ -111,8 +111,10 @@ class OuterSettings(BaseModel):
     )
 
     suspect: float = Field(
-        default=3.0, ge=0, le=1e6, description="Refuse a contribution that lies this many times as far away as usual; 0: never."
-    )
+        default=0.0, ge=0, le=1e6,
+        description="Refuse a contribution that lies this many times as far away as usual, such as 3; 0: never. A newcomer's first "
+        "ones may be refused then.",
+    )  # fmt: skip
     robust: Literal["none", "clipped-gossip", "centered-clip"] = Field(
         default="none",
         description="In place of the mean, what few hostile peers cannot move far: clipped-gossip (methods with one partner) or "
