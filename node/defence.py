@@ -1,8 +1,8 @@
 """How a node defends itself against updates that are well formed and hostile: what lies too far away is refused, the rest clipped.
 
 **Suspicion** (``outer.suspect``, off unless it is given, because of newcomers, below). A contribution is refused if it lies more
-than ``suspect`` times as far from the own one as the last 8 did in the median. Refused means that the exchange does not count: a pair
-goes apart, each with its own step whole, and a group goes on without that member. What must not be refused is an honest peer:
+than ``suspect`` times as far from the own one as the last 8 did in the median. Refused means that the exchange does not count: a
+pair goes apart, each with its own step whole, and a group goes on without that member. What must not be refused is an honest peer:
 
 * The first rounds. Until 12 distances are known nothing is usual yet: with gossip and a warm-up they grow in 5 rounds to 3 times
   their median. Till then the bound is the own contribution's norm, times 1.5 where weights travel (a peer that learnt from the same
