@@ -47,7 +47,7 @@ class World:
         raise MessageError("The peer does not hold the body any more.", "unavailable")
 
     # -- the checker
-    most_snapshot_bytes = 1234
+    most_material_bytes, most_snapshot_bytes = Material.LIMIT, 1234
 
     def knows(self, model):
         return self.knows_it
