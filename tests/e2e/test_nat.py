@@ -87,7 +87,7 @@ def internet():
     made.close()
 
 
-@pytest.mark.parametrize("relay", ["auto", "only"])
+@pytest.mark.parametrize("relay", [pytest.param("auto", marks=pytest.mark.slow), "only"])
 def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, eventually, relay):
     seed = shoal.start(
         "seed", "--relay", "--json", "--listen", f"/ip4/{SEED}/tcp/4001", "--identity", shoal.home / "seed.key",

@@ -115,6 +115,7 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
         assert node.wait() == 130
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(shoal, eventually):
     first = up(shoal, "first", "--method", "diloco", "--steps", 4 * EVERY, "--json").json()
     said = up(shoal, "first", "--method", "noloco", "--resume", "--steps", 8 * EVERY).error()
