@@ -64,10 +64,10 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     assert claims["quantised"] <= 30
     assert sum(standings["copier"]["seats"].values()) <= 30
     assert max(stalls.values()) < 5.0, stalls
-    kept = [load(path) for path in (shoal.home / HONEST[0] / "claims").glob("*.claim")]
+    kept = [(name, load(path).claim) for name in HONEST for path in (shoal.home / name / "claims").glob("*.claim")]
     for peer, code in ((peers["quantised"], 4), (peers[HONEST[0]], 0)):
-        claim = next(one.claim for one in kept if one.claim.peer == peer)
-        check = shoal.start("verify", claim.id.hex()[:16], "--folder", shoal.home / HONEST[0], "--json")
+        name, claim = next((name, claim) for name, claim in kept if claim.peer == peer)
+        check = shoal.start("verify", claim.id.hex()[:16], "--folder", shoal.home / name, "--json")
         assert check.wait(120) == code, check.said()
         (line,) = check.lines
         assert ("does not compute these activations" in json.loads(line)["reason"]) == (code == 4)
