@@ -195,10 +195,19 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     return int(ExitCode.OK)
 
 
+def _look_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What commands take that look into a swarm without being of it."""
+    for option in (
+        click.option("--verbose", is_flag=True, help="Log what the network does, on stderr."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
+        click.argument("link"),
+    ):
+        function = option(function)
+    return function
+
+
 @cli.command()
-@click.argument("link")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+@_look_options
 def status(link: str, as_json: bool, verbose: bool) -> int:
     """Show who is in the swarm of LINK: their round, loss and speed."""
     from swarm.link import Link
@@ -213,9 +222,7 @@ def status(link: str, as_json: bool, verbose: bool) -> int:
 
 
 @cli.command()
-@click.argument("link")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+@_look_options
 def peers(link: str, as_json: bool, verbose: bool) -> int:
     """Show what the peers of the swarm of LINK are worth: reputation, claims, votes, and who is banned until when."""
     from swarm.link import Link

@@ -162,6 +162,11 @@ class Directory:
         """As ``members``, the barred ones too: they can still be reached, as by those who check what they said."""
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
+    def addresses(self, peer: str) -> tuple[str, ...]:
+        """Where ``peer`` says that it can be reached, a barred one too; none if it is not known."""
+        member = self.everyone().get(peer)
+        return () if member is None else tuple(member.addresses)
+
     def is_barred(self, peer: str) -> bool:
         """Whether this node has nothing to do with ``peer``; never itself."""
         return peer != self._identity.peer_id and self.barred(peer)

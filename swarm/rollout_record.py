@@ -132,6 +132,11 @@ Finishes = Annotated[
     PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes))),
 ]
 
+# Of a question, here and wherever else one is named.
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
+EnvConfig = Annotated[bytes, Field(max_length=4 * KIB)]
+QuestionSeed = Annotated[int, Field(ge=0, lt=2**63)]
+
 
 class Rollout(Message):
     """A group of completions to one question, all drawn by one policy at one temperature.
@@ -146,10 +151,10 @@ class Rollout(Message):
     KIND, LIMIT, AUTHOR = "rollout", 4096 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
-    env: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
+    env: EnvName
     env_version: Label
-    env_config: Annotated[bytes, Field(max_length=4 * KIB)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    env_config: EnvConfig
+    seed: QuestionSeed
     index: Count
     completions: Texts
     finish: Finishes

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from node.rl.environment import Env
 from swarm.fields import Count, Label
-from swarm.rollout_record import Finish, Finishes, Numbers, pack_tokens
+from swarm.rollout_record import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens
 from swarm.wire import KIB, Message, pack, unpack
 
 MOST_TOKENS = 1 << 17  # of a claim, which a proof of activations can hold
@@ -73,10 +73,10 @@ class Material(Message):
 
     KIND, LIMIT = "claim-material", 4096 * KIB
     policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
-    env: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
+    env: EnvName
     env_version: Label
-    env_config: Annotated[bytes, Field(max_length=4 * KIB)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    env_config: EnvConfig
+    seed: QuestionSeed
     index: Count
     tokens: Numbers
     finish: Finishes

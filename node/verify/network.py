@@ -69,7 +69,7 @@ class SwarmNetwork:
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
         self._membership, self._gossip = membership, gossip
-        self._bodies = Evidence(membership.host, membership.swarm, self._addresses)
+        self._bodies = Evidence(membership.host, membership.swarm, membership.directory.addresses)
         self._records: Attestations | None = None
         self._logs: LogServer | None = None
 
@@ -102,7 +102,7 @@ class SwarmNetwork:
 
     def fetch_log(self, peer: str, since: int) -> bytes:
         """As `Network.fetch_log`; at most 8 MiB, in 5 s."""
-        return fetch_log(self._membership.host, peer, self._addresses(peer), self.swarm, since, PULL_S)
+        return fetch_log(self._membership.host, peer, self._membership.directory.addresses(peer), self.swarm, since, PULL_S)
 
     def others(self) -> list[str]:
         """As `Network.others`; nobody who is banned."""
@@ -125,7 +125,3 @@ class SwarmNetwork:
         if self._records is not None and self._logs is not None:
             self._records.close()
             self._logs.close()
-
-    def _addresses(self, peer: str) -> tuple[str, ...]:
-        member = self._membership.directory.everyone().get(peer)
-        return () if member is None else tuple(member.addresses)

@@ -32,7 +32,11 @@ def start_verification(
     terms, task = membership.manifest.terms, trainer.task
     if terms is None:
         return None
-    network = SwarmNetwork(membership, rl.gossip if rl is not None else _gossip(membership))
+    if rl is not None:
+        gossip = rl.gossip
+    else:
+        gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=membership.directory.addresses)
+    network = SwarmNetwork(membership, gossip)
     kind: Kind
     if isinstance(terms, Terms) and isinstance(task, RLTask):
         check_terms(terms, settings, task)
@@ -52,11 +56,3 @@ def announced_shard(membership: Membership, peer: str) -> Shard | None:
     """The shard that ``peer`` says that it trains on."""
     member = membership.directory.everyone().get(peer)
     return None if member is None else Shard(member.shard, member.shards, membership.manifest.train.seed)
-
-
-def _gossip(membership: Membership) -> Gossip:
-    def addresses(peer: str) -> tuple[str, ...]:
-        member = membership.directory.everyone().get(peer)
-        return () if member is None else tuple(member.addresses)
-
-    return Gossip(membership.host, membership.identity, membership.swarm, addresses=addresses)
