@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench._attacks import ATTACKS, Board, Honest, Hostile
 from bench._quality_train import Diverged, QualityText, _backward
-from node.defence import Robust, Watch
 from node.task import Shard
 from optim import Simulation, method_named
 from optim.simulation import SimulatedExchange
+from swarm.defence import Robust, Watch
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),

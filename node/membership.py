@@ -1,65 +1,26 @@
-"""Getting into a swarm: the manifest made or fetched, the settings that follow from it, the shard, the weights to start from."""
+"""Getting into a swarm by settings: the manifest that follows from them, those that follow from the manifest, and the shard."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from node.config import Settings
 from node.hooks import BUILT_IN, HookError
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
-from optim.codec import Shape
-from swarm.directory import MAX_ADDRESSES, Directory
-from swarm.errors import NetworkError
-from swarm.host import Host
+from swarm import membership
 from swarm.identity import Identity
-from swarm.link import Link, address_problem
-from swarm.manifest import Manifest, open_manifest, swarm_id
+from swarm.link import Link
+from swarm.manifest import Manifest
+from swarm.membership import Membership, Place, least_used
 from swarm.messages import Member, seal
-from swarm.presence import Presence
-from swarm.records import MemberValidator
 from swarm.verify_setting import StretchTerms, Terms
-from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
-SHOAL_VERSION = "0.1.0"
-SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
 KNOWN_PEERS = "peers.json"
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Membership:
-    """A node that is on the network of its swarm."""
-
-    identity: Identity
-    host: Host
-    directory: Directory
-    swarm: str
-    sealed: bytes
-    manifest: Manifest
-    presence: Presence
-
-    def link(self) -> Link:
-        """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
-        self.presence.report(SEED_S)
-        seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
-        own = [address for address in self.host.addresses() if address_problem(address) is None]
-        return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
-
-    def close(self) -> None:
-        """Leave the network."""
-        self.presence.report(1.0)  # after `Directory.leave` this says goodbye
-        self.presence.close()
-        self.directory.close()
-        self.host.close()
 
 
 def task_label(hooks: str) -> str:
@@ -95,43 +56,24 @@ def new_manifest(settings: Settings, identity: Identity, model: str, terms: Term
 
 def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
     """Start the first node of the swarm of ``sealed``."""
-    manifest, swarm = open_manifest(sealed), swarm_id(sealed)
-    host = _start(settings, identity, swarm, settings.node.bootstrap, must_join=False)
-    return _membership(identity, host, swarm, sealed, manifest)
+    return membership.create(identity, sealed, place(settings))
 
 
 def join(settings: Settings, identity: Identity, link: Link) -> Membership:
     """Start a node in the swarm of ``link``. StartupError, NetworkError or MessageError, and nothing left running."""
-    host = _start(settings, identity, link.swarm, (*link.bootstrap, *settings.node.bootstrap))
-    try:
-        sealed, manifest = fetch_manifest(host, link)
-        return _membership(identity, host, link.swarm, sealed, manifest)
-    except BaseException:
-        host.close()
-        raise
+    return membership.join(identity, link, place(settings))
 
 
-def _start(
-    settings: Settings, identity: Identity, swarm: str, bootstrap: Sequence[str], *, must_join: bool = True
-) -> Host:
-    """A host of this node in ``swarm``, which also tries the peers it met in an earlier run. StartupError."""
-    return Host.start(
-        identity,
-        listen=settings.node.listen,
-        announce=settings.node.announce,
-        bootstrap=tuple(dict.fromkeys(bootstrap)),
-        validator=MemberValidator(swarm),
-        relay=settings.node.relay,
-        swarm=swarm,
-        known=settings.node.run_folder / KNOWN_PEERS,
-        must_join=must_join,
+def place(settings: Settings) -> Place:
+    """Where this node is on the network; it also tries the peers it met in an earlier run."""
+    node = settings.node
+    return Place(
+        listen=tuple(node.listen),
+        announce=tuple(node.announce),
+        bootstrap=tuple(node.bootstrap),
+        relay=node.relay,
+        known=node.run_folder / KNOWN_PEERS,
     )
-
-
-def _membership(identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest) -> Membership:
-    serve_manifest(host, swarm, sealed)
-    directory = Directory(host, identity, swarm)
-    return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm))
 
 
 def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
@@ -186,33 +128,4 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
     pair = settings.node.shard_pair
     if pair is not None:
         return Shard(pair[0], pair[1], seed)
-    held = Counter(m.shard for m in members.values() if m.shards == manifest.shards and m.peer != peer)
-
-    def preference(index: int) -> tuple[int, bytes]:
-        return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
-
-    return Shard(min(range(manifest.shards), key=preference), manifest.shards, seed)
-
-
-def catch_up(
-    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]]
-) -> State | None:
-    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
-
-    Raises:
-        ModelDiffersError: this node's model does not fit.
-        NetworkError: it is under way, but nobody hands out weights.
-    """
-    others = [m for peer, m in membership.directory.members().items() if peer != membership.identity.peer_id]
-    fits = model == membership.manifest.model
-    if fits:
-        # Who waits in a later round than 0 has resumed, and is about to train.
-        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and m.round > 0]
-    # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
-    givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
-    state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)
-    if not fits:
-        raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
-    if state is None and givers:
-        raise NetworkError("The swarm is training but none of its members handed out the weights to start from: try again.")
-    return state
+    return Shard(least_used(members, manifest.shards, peer), manifest.shards, seed)

@@ -33,7 +33,7 @@ class Result:
     pairs_none: int = 0
     """Rounds in which nobody answered."""
     suspicious: int = 0
-    """Contributions that this node refused because they lay too far away (node/defence.py)."""
+    """Contributions that this node refused because they lay too far away (swarm/defence.py)."""
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0

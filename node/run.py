@@ -10,17 +10,12 @@ from typing import Any
 from safetensors.torch import save_file
 
 from node import beginning, checkpoint
-from node.anchor import Anchor
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
 from node.display import Display
-from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
 from node.membership import (
     RL,
-    SHOAL_VERSION,
-    Membership,
-    catch_up,
     choose_shard,
     create,
     join,
@@ -42,10 +37,13 @@ from optim import FLOAT32, Alone, RoundInfo
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
+from swarm.follower import Follower
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.welcome import State, StateServer
+from swarm.membership import SHOAL_VERSION, Membership, catch_up
+from swarm.method_exchange import make_exchange, make_watch
+from swarm.welcome import State
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -149,15 +147,14 @@ class NodeRun:
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.state_server = StateServer(self.host, swarm, model, shapes)
-        self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
+        self.follower = Follower(membership, model, trainer.opt, self.exchange)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
         self.verification = start_verification(settings, membership, trainer, shard, self.session, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
-        self.exchange.next_round = trainer.opt.round
+        self.follower.begin()
         self.result = Result(
             name=settings.node.name,
             peer=self.host.peer_id,
@@ -186,8 +183,7 @@ class NodeRun:
             if saved.swarm == self.membership.swarm and state is not None and state.round <= opt.round:
                 state = None  # the checkpoint is the newer one
         if state is not None:
-            opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
-            self.anchor.joined(state)
+            self.follower.begin_from(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
@@ -263,10 +259,8 @@ class NodeRun:
 
     def _after_step(self) -> None:
         opt, every = self.trainer.opt, self.settings.train.eval_every
-        if self.anchor.settle():
-            self.exchange.next_round = opt.round
+        if self.follower.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
-        self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
         if self.verification is not None:
             self.verification.tell(self.display.message, self.metrics.write)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
@@ -276,12 +270,8 @@ class NodeRun:
             self.verification.after_step()
 
     def _on_round(self, info: RoundInfo) -> None:
-        opt, traffic, result = self.trainer.opt, self.host.traffic, self.result
-        # A node that fell behind met the others in a later round than its own: go on from there.
-        moved = self.exchange.next_round > opt.round
-        opt.round = max(opt.round, self.exchange.next_round)
-        self.exchange.next_round = opt.round
-        self.anchor.saw(info, moved=moved)
+        traffic, result = self.host.traffic, self.result
+        self.follower.saw(info)
         partner = next((peer for peer in info.members if peer != self.host.peer_id), None)
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from swarm.outer import OuterError
+
 
 def elements(batch: Any) -> int:
     """The number of elements of the first tensor in ``batch``; 1 if there is none."""
@@ -74,3 +76,15 @@ class Task:
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end). Default: none."""
         return None
+
+
+def tokens_in(task: Any, batch: Any) -> int:
+    """How much a batch counts: what the task's ``tokens(batch)`` says, else the number of elements of its first tensor, else 1.
+
+    OuterError unless that is at least 1.
+    """
+    own = getattr(task, "tokens", None)
+    tokens = int(own(batch)) if callable(own) else elements(batch)
+    if tokens < 1:
+        raise OuterError(f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number of at least 1.")
+    return tokens

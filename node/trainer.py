@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from node.outer import make_outer, tokens_in
-from node.pace import Speed, round_length
-from node.task import Shard, Task
+from node.task import Shard, Task, tokens_in
 from optim import Alone, Exchange, RoundInfo, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
+from swarm.outer import make_outer
+from swarm.pace import Speed, round_length
 
 REPORT_S = 0.5  # seconds between two reports of progress
 
@@ -68,7 +68,7 @@ class Trainer:
         device: where the model lives.
         slow_on_device: keep the slow weights there too.
         on_round: called after each outer step with its ``RoundInfo``.
-        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (node/pace.py).
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (swarm/pace.py).
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 An exchange asks its ``Defence`` at two moments. Before the commit, ``problem``: whoever has one refuses that contribution, so a
 pair goes apart and a group goes on without it, and nothing of it was ever used. After the commit, ``mean``. The defence of a node
-is in node/defence.py; without one an exchange trusts everybody with finite numbers.
+is in swarm/defence.py; without one an exchange trusts everybody with finite numbers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node.membership import SHOAL_VERSION
+from swarm.membership import SHOAL_VERSION
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from node.config import Settings
-from node.membership import Membership
 from node.rl.environment import Env
 from node.rl.loading import load_env, load_policy
 from node.rl.task import RLRound, RLTask
 from swarm.gossip import Gossip
+from swarm.membership import Membership
 from swarm.messages import pack
 from swarm.rollout_record import Rollout
 from swarm.rollouts import Limits, RolloutPool

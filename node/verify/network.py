@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from node.membership import Membership
 from node.verify.auditing import Bodies
 from swarm.attestations import Attestations, Handler, sign_record, verify_record
 from swarm.evidence import Evidence
 from swarm.gossip import Gossip
 from swarm.log_sync import LogServer, fetch_log
+from swarm.membership import Membership
 
 PULL_S = 5.0  # seconds for a log of records
 

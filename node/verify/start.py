@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from node.config import Settings
-from node.membership import Membership
 from node.rl.session import Session
 from node.rl.task import RLTask
 from node.task import Shard, Task
@@ -19,6 +18,7 @@ from node.verify.session import Verification
 from node.verify.terms import check_terms
 from node.verify.training_terms import check_stretch_terms, training_terms
 from swarm.gossip import Gossip
+from swarm.membership import Membership
 from swarm.verify_setting import StretchTerms, Terms
 
 

@@ -20,10 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench._attacks import ATTACKS, Scene
-from node.defence import Watch
 from optim import NoLoCo, RoundKey
 from swarm import digest as digest_module
 from swarm import exchange as exchange_module
+from swarm.defence import Watch
 from swarm.exchange import SwarmExchange
 from swarm.group import GroupExchange
 from swarm.group_allreduce import _Runner

@@ -9,13 +9,13 @@ import torch
 
 from node import checkpoint
 from node.cli import demo, up
-from node.outer import OuterError, make_outer, tokens_in
-from node.task import Shard, Task
+from node.task import Shard, Task, tokens_in
 from node.trainer import Trainer
 from optim import METHODS, Alone, Mean, NoLoCoRule, Simulation, by_rate, by_tokens, codec_named, equal, method_named, methods_with
 from optim.buffers import WithTail
 from swarm.manifest import KNOBS, OuterSettings, TrainSettings
 from swarm.messages import Offer
+from swarm.outer import OuterError, make_outer
 
 README = Path(__file__).parents[2] / "README.md"
 EVERY, PEERS = 4, ["0", "1"]

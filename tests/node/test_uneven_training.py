@@ -7,11 +7,11 @@ import torch
 
 from node import trainer as trainer_module
 from node.config import ConfigError, load
-from node.outer import OuterError
 from node.task import Shard, Task
 from node.trainer import Trainer
 from optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
 from swarm.manifest import OuterSettings, TrainSettings
+from swarm.outer import OuterError
 
 
 class Tiny(Task):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from bench._attacks import ATTACKS, Board, Honest, Hostile
 from node.config import ConfigError, load
-from node.defence import COLD, FIRST, LAST, LEAST, RECENT, WIDER, Watch
-from node.exchange import make_watch
 from optim import DiLoCo, LocalSGD, NoLoCo, RoundKey, Simulation, weighted_mean
+from swarm.defence import COLD, FIRST, LAST, LEAST, RECENT, WIDER, Watch
+from swarm.method_exchange import make_watch
 
 RUN = "run"
 SIZES = (40, 7)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from node.defence import Watch
-from node.membership import Membership
 from optim import method_named
+from swarm.defence import Watch
 from swarm.exchange import SwarmExchange
 from swarm.group import GroupExchange
 from swarm.manifest import OuterSettings
+from swarm.membership import Membership
 
 
 def make_watch(outer: OuterSettings) -> Watch:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from node.task import elements
 from optim import Exchange, OuterOptimizer, RoundInfo, RoundLength, by_rate, by_tokens, codec_named, equal, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings
@@ -24,10 +23,10 @@ def make_outer(
     inner: torch.optim.Optimizer,
     exchange: Exchange,
     *,
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     slow_device: torch.device,
     length: RoundLength | None = None,
-    on_round: Callable[[RoundInfo], None] | None,
+    on_round: Callable[[RoundInfo], None] | None = None,
 ) -> OuterOptimizer:
     """The outer optimizer that the settings describe. OuterError, where only the model shows that they cannot be used."""
     method = method_named(settings.method)
@@ -48,15 +47,3 @@ def make_outer(
         )
     except ValueError as error:
         raise OuterError(f"The outer settings cannot be used for {settings.method!r}: {error}.") from error
-
-
-def tokens_in(task: Any, batch: Any) -> int:
-    """How much a batch counts: what the task's ``tokens(batch)`` says, else the number of elements of its first tensor, else 1.
-
-    OuterError unless that is at least 1.
-    """
-    own = getattr(task, "tokens", None)
-    tokens = int(own(batch)) if callable(own) else elements(batch)
-    if tokens < 1:
-        raise OuterError(f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number of at least 1.")
-    return tokens

@@ -10,9 +10,9 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 
-from node.membership import Membership
 from optim import OuterOptimizer, RoundInfo
 from swarm.errors import NetworkError, ShoalError
+from swarm.membership import Membership
 from swarm.messages import StateRequest
 from swarm.welcome import State, StateServer, begin_fetch
 
