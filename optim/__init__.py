@@ -15,6 +15,7 @@ from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
 from optim.codec_auto import AutoCodec
 from optim.codec_feedback import ErrorFeedback
 from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
+from optim.difference import difference
 from optim.distributed import Distributed
 from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from optim.fragments import strided
@@ -42,6 +43,7 @@ from optim.rules_diloco import DecoupledRule, DiLoCoRule, rda
 from optim.schedule import Apply, Delayed, Every, Schedule, Send, Streaming
 from optim.simulation import Faults, Simulation
 from optim.sparta import SpartaRule
+from optim.stepped import Stepped
 from optim.universal import carry_over
 from optim.weights import by_rate, by_steps, by_tokens, equal
 
@@ -95,6 +97,7 @@ __all__ = [
     "Simulation",
     "SparseLoCo",
     "SpartaRule",
+    "Stepped",
     "Steps",
     "Streaming",
     "StreamingDiLoCo",
@@ -105,6 +108,7 @@ __all__ = [
     "candidates",
     "carry_over",
     "codec_named",
+    "difference",
     "equal",
     "float_buffers",
     "groups",

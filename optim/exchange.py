@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -64,6 +64,15 @@ class TellsAbsence(Protocol):
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round; returns at once."""
+        ...
+
+
+@runtime_checkable
+class KnowsOptimizer(Protocol):
+    """An exchange that must know the optimizer that uses it, to give it the weights to begin with, for instance."""
+
+    def attach(self, optimizer: Any) -> None:
+        """Called once with the ``OuterOptimizer``, when that is made; may raise, and then there is no optimizer."""
         ...
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from optim.buffers import WithTail, float_buffers
 from optim.codec import FLOAT32, Codec
-from optim.exchange import Exchange, Handle, Mean, Nobody, RoundKey, TellsAbsence
+from optim.exchange import Exchange, Handle, KnowsOptimizer, Mean, Nobody, RoundKey, TellsAbsence
 from optim.flight import Flight
 from optim.fragments import positions
 from optim.length import RoundLength, Steps
@@ -123,6 +123,8 @@ class OuterOptimizer(OuterState):
         self.applied = [-1] * len(self._parts)
         """The round whose outcome each fragment was given last; -1: none yet."""
         self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
+        if isinstance(exchange, KnowsOptimizer):
+            exchange.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""

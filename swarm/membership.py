@@ -22,6 +22,8 @@ from swarm.records import MemberValidator
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
+OWN_LOOP = "own-loop"
+"""The task of a swarm whose members bring training loops of their own (swarm/session.py)."""
 SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
 ASKED = 8  # members whose weights a newcomer asks for, in turn
 
@@ -123,7 +125,8 @@ def catch_up(
 ) -> State | None:
     """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
 
-    ``begun`` False: from members in their first round too, for who cannot make the weights that the swarm began with.
+    ``begun`` False: from members in their first round too, for who cannot make the weights that the swarm began with. From those
+    that still wait only in a swarm of own loops: others hand out nothing before they train.
 
     Raises:
         ModelDiffersError: this node's model does not fit.
@@ -133,7 +136,8 @@ def catch_up(
     fits = model == membership.manifest.model
     if fits:
         # Who waits in a later round than 0 has resumed, and is about to train.
-        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and (m.round > 0 or not begun)]
+        early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
+        others = [m for m in others if m.model == model and (m.round > 0 or m.state in early)]
     # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
     first = membership.manifest.creator
     givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: (-m.round, m.peer != first))[:ASKED]]

@@ -66,7 +66,8 @@ def test_product_imports_no_tests_benchmarks_or_examples(file):
 
 def test_no_import_cycles():
     names = {module_name(file): file for file in PRODUCT}
-    graph = {name: sorted((imported(file) & set(names)) - {name}) for name, file in names.items()}
+    # A module's own package is loaded before it, and what `swarm/__init__.py` has of modules it gets only when it is asked for.
+    graph = {name: sorted((imported(file) & set(names)) - {name, "swarm"}) for name, file in names.items()}
     done = set()
 
     def visit(name, path):
