@@ -87,19 +87,17 @@ class Session:
         return str(self._membership.link())
 
     def exchange(self) -> SessionExchange:
-        """What to hand to the outer optimizer, once. SessionError for the second time."""
-        if self._exchange is not None or self._closed:
-            raise SessionError("A session has one optimizer: begin another one for the next.")
-        session = self._membership
-        inner = make_exchange(
-            session,
-            self.settings,
-            make_watch(self.settings),
-            seed=self.seed,
-            model=self._digest,
-            fragments=self._expected().fragments,
-        )
-        self._exchange = SessionExchange(inner, self._attach)
+        """What to hand to the outer optimizer. SessionError or OuterError where the swarm's settings do not suit the state."""
+        if self._exchange is None:
+            inner = make_exchange(
+                self._membership,
+                self.settings,
+                make_watch(self.settings),
+                seed=self.seed,
+                model=self._digest,
+                fragments=self._expected().fragments,
+            )
+            self._exchange = SessionExchange(inner, self._attach)
         return self._exchange
 
     def optimizer(self, inner: torch.optim.Optimizer | None = None, **options: Any) -> OuterOptimizer:
@@ -107,11 +105,13 @@ class Session:
 
         Without ``inner`` its ``step`` does the outer part alone: call it after each step that somebody else's code has taken.
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
-        Raises as ``exchange`` does, OuterError where the settings do not suit the model, and what making any optimizer raises.
+        Raises as ``exchange`` does, and what ``begin`` in swarm/session_start.py raises.
         """
         return self._made(inner or Stepped(self._params), self.exchange(), **options)
 
     def _made(self, inner: torch.optim.Optimizer, exchange: Any, **options: Any) -> OuterOptimizer:
+        if self._model is None and (self.settings.fragments or 1) > 1:
+            raise SessionError("The swarm cuts the model by layer: hand in the module as state, not a list of its parameters.")
         device = torch.device(options.pop("slow_device", "cpu"))
         length = round_length(self.settings.round, time.time, self._speeds)
         return make_outer(self.settings, inner, exchange, model=self._model, slow_device=device, length=length, **options)
@@ -127,6 +127,8 @@ class Session:
 
     def _attach(self, opt: OuterOptimizer) -> None:
         """A member from now on; called while ``opt`` is made."""
+        if self._opt is not None or self._closed:
+            raise SessionError("A session has one optimizer, and this one had its own: begin another session for the next.")
         mine = [p for group in opt.param_groups for p in group["params"]]
         if [id(p) for p in mine] != [id(p) for p in self._params]:
             raise SessionError(
@@ -148,7 +150,7 @@ class Session:
                 self._membership, self._digest, opt, self._exchange.inner, self._announce, first=self._first
             )
         except BaseException:
-            self._opt = None
+            self._opt, opt.on_round = None, self._on_round
             raise
         opt.register_step_post_hook(self._after_step)
         self._announce("training")
