@@ -14,7 +14,7 @@ EVERY = 20
 def test_a_loop_of_ones_own_trains_with_a_node(shoal):
     """Both say who was in the mean."""
     torch.set_num_threads(1)
-    file = shoal.toml(swarm={"start_when": 2}, outer={"every": EVERY}, options=SIZE)
+    file = shoal.toml(swarm={"start_when": 2}, outer={"every": EVERY, "wait_s": 2.0}, options=SIZE)
     node = shoal.node("up", file, "anna")
     torch.manual_seed(99)  # other weights than the swarm's, which are taken over
     task = TextTask(data=str(shoal.text), **SIZE)
