@@ -82,7 +82,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
         assert all(torch.equal(a, b) for a, b in zip(callback.start, begin, strict=True))
     moved = [torch.cat([t.flatten() for t in callbacks[name].opt.slow]) for name in "ab"]
     assert not torch.equal(moved[0], torch.cat([t.flatten() for t in begin]))
-    assert not torch.equal(moved[0], moved[1])  # gossip leaves nearly equal copies
+    assert torch.equal(moved[0], moved[1])  # two that began equal and meet in every round
 
 
 def test_the_outer_step_comes_after_the_trainers_own(tmp_path):

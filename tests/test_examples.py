@@ -1,0 +1,114 @@
+"""The examples run, in small form; those that are not here have tests of their own, which are named."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from node.cli import cli
+from node.hooks import load_task
+from node.task import Shard
+from node.trainer import Trainer
+from optim import Simulation
+from swarm.manifest import OuterSettings, TrainSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = "--listen=/ip4/127.0.0.1/tcp/0"
+ELSEWHERE = {
+    "add_env.py": "tests/node/rl",
+    "custom_model.py": "tests/node/test_hooks.py",
+    "own_loop.py": "tests/optim/test_own_loop.py",
+    "torchrun.py": "tests/exchanges/test_torchrun.py",
+}
+
+
+def start(name, *arguments, folder):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)], cwd=folder, env=env, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(process, seconds=120):
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out
+
+
+def test_every_example_is_run_by_a_test():
+    here = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text())) | {"digits.py"}
+    assert {file.name for file in (ROOT / "examples").glob("*.py")} <= here
+    for name, tests in ELSEWHERE.items():
+        found = ROOT / tests
+        files = found.rglob("*.py") if found.is_dir() else [found]
+        assert any(name in file.read_text() for file in files), name
+
+
+def test_text_is_pretrained_alone(tmp_path):
+    (tmp_path / "text").write_text("a shoal of fish stays together while each swims its own way " * 200)
+    options = ["--data", tmp_path / "text", "--width", 16, "--steps", 11, "--every", 5]
+    out = ended(start("pretrain_text.py", *options, HERE, folder=tmp_path))
+    link, *rounds, loss = out.splitlines()
+    assert link.startswith("shoal://")
+    assert rounds == ["round 0: 1 peers", "round 1: 1 peers", "round 2: 1 peers"]  # the last is the mean at the end
+    assert float(re.fullmatch(r"held-out loss: (\d\.\d{4}) nats a byte", loss)[1]) < 5.6
+
+
+@pytest.mark.slow
+def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
+    (tmp_path / "text").write_text("a shoal of fish stays together while each swims its own way " * 200)
+    options = ["--data", tmp_path / "text", "--steps", 40, "--width", 16, HERE]
+    first = start("pretrain_text.py", *options, "--every", 10, "--peers", 2, folder=tmp_path)
+    timer = threading.Timer(120, first.kill)
+    timer.start()
+    link = first.stdout.readline().strip()
+    timer.cancel()
+    second = start("pretrain_text.py", *options, "--link", link, folder=tmp_path)
+    outs = [ended(process).splitlines() for process in (first, second)]
+    assert outs[0] == outs[1]
+    assert outs[0][:4] == [f"round {number}: 2 peers" for number in range(4)]
+
+
+def test_adapters_are_trained_by_transformers_own_trainer(tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    out = ended(start("lora.py", "--steps", 4, "--every", 2, "--out", tmp_path / "adapters", HERE, folder=tmp_path))
+    assert out.startswith("shoal://")
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 100_000
+
+
+def test_digits_are_learnt_better_together():
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    torch.set_num_threads(1)
+
+    def train(exchange):
+        task = load_task(f"{ROOT}/examples/digits.py:Digits", {"width": 8})
+        trainer = Trainer(task, OuterSettings(every=20), TrainSettings(steps=120))
+        trainer.connect(exchange, "run", Shard(int(exchange.peer), 16, 0))
+        trainer.run()
+        return trainer.evaluate()
+
+    together = Simulation(["0", "1", "2", "3"]).run(train)
+    alone = [Simulation([peer]).run(train)[peer] for peer in ("0", "1")]
+    assert max(together.values()) < min(alone)
+
+
+def test_the_compose_file_starts_commands_that_exist():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    services = yaml.safe_load((ROOT / "examples" / "compose.yaml").read_text())
+    assert set(services["services"]) == set(services["volumes"]) == {"first", "second"}
+    for name, service in services["services"].items():
+        assert (ROOT / "examples" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["volumes"] == [f"{name}:/data"]
+        verb, *rest = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in service["command"]]
+        cli.commands[verb].make_context(verb, rest, parent=click.Context(cli))
+    assert services["services"]["first"]["ports"] == ["4001:4001"]
