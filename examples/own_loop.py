@@ -1,13 +1,12 @@
 """NoLoCo in a training loop of your own: wrap the inner optimizer, change nothing else. Run: python examples/own_loop.py
 
 Four peers each hold eight noisy points of one line in 16 dimensions: too few to find it alone, enough together. They are
-simulated in this process. To train over the internet, start one process per peer and hand ``train`` the other exchange:
+simulated in this process. To train over the internet, start one process per peer, each with two lines more:
 
-    from swarm.exchange import SwarmExchange, model_digest
-    exchange = SwarmExchange(host, identity, swarm=swarm_id, model=model_digest(parameters), seed=0, members=directory.members)
-    opt = NoLoCo(inner, exchange, every=10, run=swarm_id)
+    with swarm.create(state=model, every=10) as s:              # everywhere else: swarm.join(link, state=model)
+        opt = NoLoCo(inner, s.exchange(), every=10)
 
-(``shoal join`` builds host, identity and directory for you.) The loop itself stays as it is.
+The loop itself stays as it is (docs/python-api.md).
 """
 
 import torch

@@ -14,7 +14,7 @@ from swarm import membership
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import Manifest
-from swarm.membership import Membership, Place, least_used
+from swarm.membership import OWN_LOOP, Membership, Place, least_used
 from swarm.messages import Member, seal
 from swarm.verify_setting import StretchTerms, Terms
 
@@ -85,6 +85,8 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     hooks = settings.task.hooks
     if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
         hooks = manifest.task
+    if manifest.task == OWN_LOOP:
+        raise HookError("The members of this swarm train in loops of their own: join it with swarm.join(link, state=model).")
     if task_label(hooks) != manifest.task:
         if hooks != "text" or manifest.task in BUILT_IN_TASKS:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")

@@ -61,6 +61,12 @@ def test_another_task_than_the_swarms_is_named(mine, theirs, sentence):
         swarm_settings(load(None, {"task.hooks": mine}), manifest(**{"task.hooks": theirs}))
 
 
+def test_a_swarm_of_own_loops_has_no_task_that_a_node_could_run():
+    theirs = manifest().model_copy(update={"task": "own-loop"})
+    with pytest.raises(HookError, match=r"join it with swarm\.join\(link, state=model\)"):
+        swarm_settings(load(None, {}), theirs)
+
+
 def test_the_same_task_may_lie_elsewhere():
     settings = swarm_settings(load(None, {"task.hooks": "b/task.py:Mine"}), manifest(**{"task.hooks": "a/task.py:Mine"}))
     assert settings.task.hooks == "b/task.py:Mine"
