@@ -16,6 +16,7 @@ a peer. A swarm that `shoal up` began can be joined too, with a model of the sam
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import time
@@ -78,7 +79,7 @@ class Session:
         self._on_round: Callable[[RoundInfo], None] | None = None
         self._loss: float | None = None
         self._speed, self._announced, self._round = Speed(), 0.0, -1
-        self._since, self._waited = 0, 0.0
+        self._since, self._waited, self._rate = 0, 0.0, 0.0
         self._finished = self._closed = False
 
     @property
@@ -160,14 +161,15 @@ class Session:
         assert opt is not None
         assert exchange is not None
         now, waited = time.monotonic(), exchange.inner.waited
-        speed = self._speed.add(opt.steps - self._since, now - self._announced - (waited - self._waited))
+        if opt.steps > self._since:
+            self._rate = self._speed.add(opt.steps - self._since, now - self._announced - (waited - self._waited))
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
         self._membership.directory.announce(
             name=self._name,
             round=opt.round,
             step=opt.steps,
             loss=self._loss,
-            steps_per_s=speed,
+            steps_per_s=self._rate,
             shard=self.shard.index,
             shards=self.shard.of,
             model=self._digest,
@@ -176,8 +178,8 @@ class Session:
         )
 
     def report(self, loss: float) -> None:
-        """Tell what others see as this node's training loss, nats."""
-        self._loss = float(loss)
+        """Tell what others see as this node's training loss, nats; what is not finite they do not see."""
+        self._loss = float(loss) if math.isfinite(loss) else None
 
     def _saw(self, info: RoundInfo) -> None:
         if self._follower is not None:
@@ -279,7 +281,7 @@ def create(
         SessionError, IdentityError: something that was handed in cannot be used.
         StartupError: the node does not get onto the network; nothing is left running.
     """
-    params, key = parameters_of(state), _identity(identity)
+    params, node, key = parameters_of(state), _name(node), _identity(identity)
     sealed = new_swarm(key, params, name=name, seed=seed, start_when=start_when, shards=shards, outer=outer)
     membership = members.create(key, sealed, place or Place())
     return _session(membership, state, params, node, first=True)
@@ -300,7 +302,7 @@ def join(
         SessionError, ModelDiffersError: the state does not fit the swarm.
         StartupError, NetworkError, MessageError: the swarm is not reached; nothing is left running.
     """
-    params, key = parameters_of(state), _identity(identity)
+    params, node, key = parameters_of(state), _name(node), _identity(identity)
     found = link if isinstance(link, Link) else Link.parse(link)
     membership = members.join(key, found, place or Place())
     try:
@@ -319,8 +321,13 @@ def join(
 def _session(
     membership: Membership, state: nn.Module | Iterable[Tensor], params: list[Tensor], node: str, *, first: bool
 ) -> Session:
-    name = node or platform.node().split(".")[0][:64] or "node"
-    return Session(membership, params, state if isinstance(state, nn.Module) else None, name, first=first)
+    return Session(membership, params, state if isinstance(state, nn.Module) else None, node, first=first)
+
+
+def _name(given: str) -> str:
+    if len(given) > 64 or not given.isprintable():
+        raise SessionError("The name of a node is at most 64 printable characters: give it a shorter one.")
+    return given or platform.node().split(".")[0][:64] or "node"
 
 
 def _identity(given: Identity | str | os.PathLike[str] | None) -> Identity:

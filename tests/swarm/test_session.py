@@ -157,11 +157,16 @@ def test_a_session_has_one_optimizer(alone):
     session, module = alone
     opt = NoLoCo(sgd(module), session.exchange(), every=5, lr=0.5)
     assert session.status()["members"][0]["state"] == "training"
+    assert session.status()["members"][0]["steps_per_s"] == 0
+    session.report(float("nan"))
     with pytest.raises(SessionError, match="has one optimizer"):
         session.optimizer(sgd(module))
     before = [p.detach().clone() for p in module.parameters()]
     loop(opt, module, 3, steps=5)
     assert opt.round == 1  # alone
+    mine = session.status()["members"][0]
+    assert (mine["round"], mine["step"], mine["loss"]) == (1, 5, None)
+    assert 0 < mine["steps_per_s"] < 1e6
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
@@ -194,6 +199,12 @@ def test_what_is_averaged_is_what_requires_a_gradient_or_the_list_as_given():
 def test_settings_that_cannot_be_used_are_named_before_anything_starts(settings, sentence):
     with pytest.raises(SessionError, match=sentence):
         swarm.create(state=model(0), place=HERE, **settings)
+
+
+def test_a_name_is_checked_before_anything_starts():
+    for name in ("x" * 65, "a\nb"):
+        with pytest.raises(SessionError, match="at most 64 printable characters"):
+            swarm.create(state=model(0), node=name)
 
 
 def test_fragments_by_layer_want_the_module():
