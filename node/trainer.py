@@ -19,7 +19,7 @@ from optim import Alone, Exchange, RoundInfo, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
 from swarm.outer import make_outer
-from swarm.pace import Speed, round_length
+from swarm.round_length import Speed, round_length
 
 REPORT_S = 0.5  # seconds between two reports of progress
 
@@ -68,7 +68,7 @@ class Trainer:
         device: where the model lives.
         slow_on_device: keep the slow weights there too.
         on_round: called after each outer step with its ``RoundInfo``.
-        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (swarm/pace.py).
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (swarm/round_length.py).
     """
 
     def __init__(

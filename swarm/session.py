@@ -40,7 +40,7 @@ from swarm.manifest import OuterSettings
 from swarm.membership import SHOAL_VERSION, Membership, Place, catch_up
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.outer import make_outer
-from swarm.pace import Speed, round_length
+from swarm.round_length import Speed, round_length
 from swarm.session_exchange import SessionExchange
 from swarm.session_start import SessionError, begin, new_swarm, parameters_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from optim import Every, Seconds, Steps, Tokens
 from optim.length_auto import LONGEST_S, SHORTEST_S
-from swarm.pace import WINDOW, Speed, round_length
+from swarm.round_length import WINDOW, Speed, round_length
 from swarm.round_setting import parse_round
 
 
