@@ -68,7 +68,8 @@ class Trainer:
         device: where the model lives.
         slow_on_device: keep the slow weights there too.
         on_round: called after each outer step with its ``RoundInfo``.
-        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds (swarm/round_length.py).
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
+            (swarm/round_length.py).
     """
 
     def __init__(
