@@ -156,6 +156,11 @@ class Watch:
         mean = weighted_mean(counted)
         return Mean(mean.tensors, sum(weight for _, weight, _ in whole), tuple(peer for peer, _, _ in whole))
 
+    def forget(self) -> None:
+        """This node's weights are others' now: how far those were from its own says nothing any more."""
+        with self._lock:
+            self._seen.clear()
+
     def suspicions(self) -> list[Suspicion]:
         """Those since the last call."""
         with self._lock:

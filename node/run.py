@@ -13,7 +13,9 @@ from node import beginning, checkpoint
 from node.anchor import Anchor
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
+from node.diagnosis import Diagnosis
 from node.display import Display
+from node.drift import Drift
 from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
 from node.membership import (
@@ -39,6 +41,7 @@ from node.trainer import Progress, Trainer
 from node.verify.start import start_verification
 from node.verify.terms import make_terms
 from optim import FLOAT32, Alone, RoundInfo
+from optim.sketch import sketch
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
@@ -150,7 +153,10 @@ class NodeRun:
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
         self.state_server = StateServer(self.host, swarm, model, shapes)
-        self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
+        health, me = self.exchange.health, self.host.peer_id
+        self.anchor = Anchor(membership, model, self.state_server, trainer.opt, health, self._took_over)
+        self.drift = Drift(me, model, settings.outer.max_group)
+        self.diagnosis = Diagnosis(health, self.directory, me, lambda: self.drift.newest)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
@@ -203,6 +209,7 @@ class NodeRun:
             model=self.model,
             state=state,
             version=SHOAL_VERSION,
+            details=self.diagnosis.details(),
         )
 
     def _train(self, shard: Shard) -> Result:
@@ -259,7 +266,16 @@ class NodeRun:
     def _on_progress(self, progress: Progress) -> None:
         self._speed, self._loss = progress.steps_per_s, progress.loss
         self.display.update(progress.step, progress.loss, progress.steps_per_s)
+        for sentence in self.diagnosis.news():
+            self.display.message(sentence)
+            suspicion = self.diagnosis.absence.suspicion
+            self.metrics.write("partition", said=sentence, missing=list(suspicion.names) if suspicion is not None else [])
         self._announce("training", self._speed, self._loss)
+
+    def _took_over(self) -> None:
+        self.drift.moved()
+        if not self.trainer.opt.anchored:  # then it was refused for being far away, and is no longer
+            self.watch.forget()
 
     def _after_step(self) -> None:
         opt, every = self.trainer.opt, self.settings.train.eval_every
@@ -278,10 +294,14 @@ class NodeRun:
     def _on_round(self, info: RoundInfo) -> None:
         opt, traffic, result = self.trainer.opt, self.host.traffic, self.result
         # A node that fell behind met the others in a later round than its own: go on from there.
-        moved = self.exchange.next_round > opt.round
+        behind = max(self.exchange.next_round - opt.round, 0)
         opt.round = max(opt.round, self.exchange.next_round)
         self.exchange.next_round = opt.round
-        self.anchor.saw(info, moved=moved)
+        if behind:  # the round's own number is not that in which it was counted
+            self.drift.moved()
+        elif opt.anchored and info.key.fragment < opt.fragments:
+            self.drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
+        self.anchor.saw(info, behind=behind, split=self.drift.split(self.directory.members()) if opt.anchored else None)
         partner = next((peer for peer in info.members if peer != self.host.peer_id), None)
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1
@@ -302,6 +322,7 @@ class NodeRun:
             weights=self._digest(info.key.fragment),
             suspicious=suspicious,
         )
+        self.diagnosis.waited(record.wait_s)
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared

@@ -19,12 +19,15 @@ from swarm.fields import (
     Nonce,
     PeerId,
     Reason,
+    Seconds,
     Sha256,
     Shapes,
+    ShortLabel,
     SwarmId,
     Token,
     Weight,
 )
+from swarm.health import BLAMED, FAILURES, Failure
 from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 # Whoever handles messages takes all of it from here.
@@ -35,13 +38,22 @@ __all__ = [
 ]  # fmt: skip
 
 
+MAX_MISSING = 4  # names of members that are missing
+SKETCH = 4  # numbers that a sketch of the slow weights is made of
 MAX_EXTRA = 8  # tensors for each parameter that a rule may share
 
 
 class Member(Message):
-    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats."""
+    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 
-    KIND, LIMIT, AUTHOR = "member", 4 * KIB, "peer"
+    How its exchanges went (swarm/health.py): ``exchange_s``, seconds that moving the bytes of one took of late, and ``wait_s``,
+    that training stood still for a round; ``failures`` among its last ``exchanges``, by kind, and with whom it met most of them
+    (``blamed``). ``missing``: how many of ``missing_of`` members it lost sight of at about the same moment, and some of their names
+    (swarm/absence.py). ``sketch``: the round and fragment that it finished last, and what its slow weights then come to
+    (node/drift.py), where the method keeps them the same on all peers.
+    """
+
+    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 4 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -56,6 +68,16 @@ class Member(Message):
     state: Literal["waiting", "training", "leaving", "done"]
     issued: Annotated[float, Field(ge=0)]
     version: Label
+    exchange_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    exchanges: Count = 0
+    failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
+    blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=BLAMED)] = ()
+    missing: Count = 0
+    missing_of: Count = 0
+    missing_within_s: Seconds = 0.0
+    missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
+    sketch: tuple[Count, Count, Annotated[tuple[float, ...], Field(min_length=SKETCH, max_length=SKETCH)]] | None = None
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

@@ -127,7 +127,9 @@ class StateServer:
     def __init__(self, host: Host, swarm: str, model: str, shapes: Sequence[tuple[int, ...]]) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
-        self._wanted: list[asyncio.Future[_Snapshot]] = []
+        self._wanted: list[asyncio.Future[_Snapshot | None]] = []
+        self._drifted: dict[asyncio.Future[_Snapshot | None], str] = {}
+        """Of those, whose own weights have drifted, and who asks."""
         self.astray = False
         """This node's own weights have drifted away from the group's."""
         host.serve(STATE_PROTOCOL, self._answer)
@@ -135,8 +137,11 @@ class StateServer:
     def offer(self, snapshot: Callable[[], State]) -> None:
         """Called by the training thread between steps; makes a snapshot only if somebody waits for one.
 
-        Not of weights that have drifted: who waits gets them when they are the group's again.
+        Not of weights that have drifted: who waits gets them when they are the group's again. But two that asked each other before
+        either had drifted must not wait for each other.
         """
+        if self.astray and any(peer < self._host.peer_id for peer in list(self._drifted.values())):
+            self._host.call(self._turn_away(), SMALL_S)
         if self._wanted and not self.astray:
             state = snapshot()
             names = sorted(state.extra)
@@ -153,6 +158,11 @@ class StateServer:
             if not future.done():
                 future.set_result(snapshot)
 
+    async def _turn_away(self) -> None:
+        for future, peer in list(self._drifted.items()):
+            if peer < self._host.peer_id and not future.done():
+                future.set_result(None)
+
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
         if request.swarm != self._swarm:
@@ -168,13 +178,21 @@ class StateServer:
         if request.astray and self.astray and stream.peer_id < self._host.peer_id:
             await stream.send(pack(Answer(verdict="refuse", reason="its own have drifted too", round=0)), SMALL_S)
             return
-        future: asyncio.Future[_Snapshot] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Snapshot | None] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
+        if request.astray:
+            self._drifted[future] = stream.peer_id
         await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # a peer that sleeps would not say so much
         try:
             taken = await asyncio.wait_for(future, 60.0)
         except asyncio.TimeoutError:
             await stream.send(pack(Answer(verdict="busy", reason="no step was finished in 60 s", round=0)), SMALL_S)
+            return
+        finally:
+            self._drifted.pop(future, None)
+        if taken is None:
+            self._wanted.remove(future)
+            await stream.send(pack(Answer(verdict="refuse", reason="its own have drifted too", round=0)), SMALL_S)
             return
         await stream.send(pack(self._header(taken)), SMALL_S)
         await stream.swap(taken.payload.numpy().data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=_in(600.0))

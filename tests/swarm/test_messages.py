@@ -15,6 +15,7 @@ from swarm import messages as m
 from swarm import wire
 from swarm.errors import MessageError
 from swarm.fields import MAX_TENSORS
+from swarm.health import FAILURES
 from swarm.identity import Identity
 from swarm.manifest import Manifest, swarm_id
 
@@ -31,6 +32,7 @@ tokens = st.from_regex(r"[a-z0-9_.:,=+-]{1,64}", fullmatch=True)
 names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=64)
 paths = st.from_regex(r"/[\x21-\x7e]{1,255}", fullmatch=True)
 places = st.integers(0, 2**64 - 1)
+failures = st.sampled_from(FAILURES)
 shapes = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple), max_size=20).map(tuple)
 
 ALL = st.one_of(
@@ -50,6 +52,12 @@ ALL = st.one_of(
         state=st.sampled_from(["waiting", "training", "leaving", "done"]),
         issued=reals,
         version=names,
+        exchange_s=st.floats(0, 1e9),
+        failures=st.lists(st.tuples(failures, counts), max_size=6).map(tuple),
+        blamed=st.lists(st.tuples(st.just(OTHER.peer_id), failures, counts), max_size=4).map(tuple),
+        missing=counts,
+        missing_names=st.lists(names.map(lambda name: name[:16]), max_size=4).map(tuple),
+        sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
     ),
     st.builds(m.ManifestRequest, swarm=swarms),
     st.builds(m.ManifestReply, manifest=st.none() | st.binary(max_size=100), swarm=swarms, reason=reasons),
@@ -239,8 +247,8 @@ def test_kind_and_version_are_named_before_anything_else():
     for version, where in ((2, "here"), (0, "there")):
         says = f"has version {version}, this node speaks 1: update shoal {where}"
         refused(msgpack.packb(["commit", version, {"other": 1}]), m.Commit, says=says)
-    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", 2, {}]), bytes(64)])
-    with pytest.raises(MessageError, match="version 2, this node speaks 1"):
+    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", 3, {}]), bytes(64)])
+    with pytest.raises(MessageError, match="version 3, this node speaks 2"):
         m.unseal(newer, m.Member)
     refused(msgpack.packb(["\x1b[31m", 1, {}]), m.Commit, says="came in place of commit")
     for head in ([b"commit", 1, {}], ["commit", True, {}], ["commit", "1", {}], ["commit", 1], ["commit", 1, {}, 2]):
@@ -351,6 +359,17 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
         tracemalloc.stop()
     assert peak < 16 * 2**20
     assert time.perf_counter() - started < 5
+
+
+def test_the_largest_member_fits_its_limit():
+    wide = "\U0001d538"  # four bytes, as its name may have
+    most = 2**53
+    largest = member(
+        name=wide * 64, addresses=("/" + "a" * 255,) * 8, version="v" * 64, round=most, step=most, steps_per_s=1e300, shards=most,
+        exchanges=most, failures=tuple((kind, most) for kind in FAILURES), blamed=((OTHER.peer_id, "unreachable", most),) * 4,
+        missing=most, missing_of=most, missing_names=(wide * 16,) * 4, sketch=(most, most, (-1e300,) * 4),
+    )  # fmt: skip
+    assert m.unpack(m.pack(largest), m.Member) == largest
 
 
 def test_the_largest_offer_fits_its_limit():
