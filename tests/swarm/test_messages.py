@@ -361,17 +361,6 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
     assert time.perf_counter() - started < 5
 
 
-def test_the_largest_member_fits_its_limit():
-    wide = "\U0001d538"  # four bytes, as its name may have
-    most = 2**53
-    largest = member(
-        name=wide * 64, addresses=("/" + "a" * 255,) * 8, version="v" * 64, round=most, step=most, steps_per_s=1e300, shards=most,
-        exchanges=most, failures=tuple((kind, most) for kind in FAILURES), blamed=((OTHER.peer_id, "unreachable", most),) * 4,
-        missing=most, missing_of=most, missing_names=(wide * 16,) * 4, sketch=(most, most, (-1e300,) * 4),
-    )  # fmt: skip
-    assert m.unpack(m.pack(largest), m.Member) == largest
-
-
 def test_the_largest_offer_fits_its_limit():
     offer = m.Offer(
         swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * MAX_TENSORS,
