@@ -64,6 +64,11 @@ class Anchor:
         self._coming: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
 
+    @property
+    def astray(self) -> bool:
+        """Whether this node knows that its weights have drifted."""
+        return bool(self._astray)
+
     def joined(self, state: State) -> None:
         """This node begins from ``state``. What was in flight there it will never hear of, so it must look again."""
         if self._opt.anchored:
@@ -94,7 +99,7 @@ class Anchor:
             self._astray.add(fragment)
         elif fragment not in self._astray:
             self._missed[fragment] = 0
-        if split is not None:
+        if split is not None and not self._astray:  # else it has missed a round: no wonder that its weights differ
             self._astray |= {p for p in split.fragments if p < self._opt.fragments}
             self._missed.update(dict.fromkeys(self._astray, FAR))
             self._givers_only = split.givers

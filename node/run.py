@@ -156,7 +156,7 @@ class NodeRun:
         health, me = self.exchange.health, self.host.peer_id
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt, health, self._took_over)
         self.drift = Drift(me, model, settings.outer.max_group)
-        self.diagnosis = Diagnosis(health, self.directory, me, lambda: self.drift.newest)
+        self.diagnosis = Diagnosis(health, self.directory, me, self._sketch)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
             self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
@@ -271,6 +271,9 @@ class NodeRun:
             suspicion = self.diagnosis.absence.suspicion
             self.metrics.write("partition", said=sentence, missing=list(suspicion.names) if suspicion is not None else [])
         self._announce("training", self._speed, self._loss)
+
+    def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
+        return None if self.anchor.astray else self.drift.newest  # nobody should give way to weights that have drifted
 
     def _took_over(self) -> None:
         self.drift.moved()

@@ -120,6 +120,15 @@ def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monk
     assert swarm.away() < 5.0
 
 
+def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
+    swarm = Swarm(monkeypatch)
+    swarm.split = Split(frozenset({0}), frozenset({"other"}))
+    monkeypatch.setattr(swarm.anchor, "settle", lambda: False)  # what it asked for is still on its way
+    swarm.train(1)
+    assert swarm.anchor.astray
+    assert swarm.anchor._missed[0] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["diloco", "co2"])
 def test_fast_weights_that_move_keep_what_was_learnt_since_the_last_round(method, dtype):

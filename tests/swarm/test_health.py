@@ -136,8 +136,9 @@ def test_the_largest_record_with_all_of_it_fits_the_limit():
     me, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
     largest = Member(
         swarm=SWARM, peer=me, name=wide * 64, addresses=("/" + "a" * 255,) * 8, round=most, step=most, loss=1e300,
-        steps_per_s=1e300, shard=0, shards=most, model=MODEL, state="training", issued=1e9, version="v" * 64, exchange_s=1e9, wait_s=1e9,
-        exchanges=most, failures=tuple((kind, most) for kind in FAILURES), blamed=((other, "unreachable", most),) * BLAMED, missing=most,
+        steps_per_s=1e300, shard=0, shards=most, model=MODEL, state="training", issued=1e9, version="v" * 64, exchange_s=1e9,
+        wait_s=1e9, exchanges=most, failures=tuple((kind, most) for kind in FAILURES),
+        blamed=((other, "unreachable", most),) * BLAMED, missing=most,
         missing_of=most, missing_within_s=1e9, missing_names=(wide * 16,) * 4, sketch=(most, most, (-1e300,) * 4),
     )  # fmt: skip
     assert unpack(pack(largest), Member) == largest

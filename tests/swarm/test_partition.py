@@ -81,8 +81,11 @@ class Node:
         for node in self.everybody:
             if not self.cut.between(self.id, node.id):
                 record = self.network.member(node.id, node.opt.round)
-                made[node.id] = record.model_copy(update={"sketch": node.drift.newest, "issued": float(node.opt.steps)})
+                made[node.id] = record.model_copy(update={"sketch": node.sketch(), "issued": float(node.opt.steps)})
         return made
+
+    def sketch(self):
+        return None if self.anchor.astray else self.drift.newest
 
     def on_round(self, info):
         behind = max(self.exchange.next_round - self.opt.round, 0)
