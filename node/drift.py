@@ -15,6 +15,7 @@ for the lowest peer id among those that ask each other (``StateServer``), so one
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class Drift:
 
     def finished(self, round: int, fragment: int, sketch: tuple[float, ...]) -> None:
         """What the slow weights of ``fragment`` come to after ``round``."""
+        if not all(map(math.isfinite, sketch)):  # such a record could not be published, and equals nobody's
+            self.moved()
+            return
         if fragment in self._last:
             self._moves.setdefault(fragment, deque(maxlen=8)).append(distance(sketch, self._last[fragment]))
         self._last[fragment] = sketch

@@ -60,6 +60,12 @@ def test_the_sketch_is_the_sums_of_every_fourth_value():
     assert sketch([torch.arange(10.0), torch.tensor([0.5])]) == (0 + 4 + 8 + 0.5, 1 + 5 + 9, 2 + 6, 3 + 7)
 
 
+def test_the_sketch_of_a_large_tensor_is_the_same_sums():
+    weights = torch.randn(1500, 1501, generator=torch.Generator().manual_seed(0))
+    sums = [weights.flatten()[place::NUMBERS].double().sum().item() for place in range(NUMBERS)]
+    assert sketch([weights]) == pytest.approx(sums, abs=1e-2)  # of about 750
+
+
 def test_a_swarm_that_is_together_does_nothing():
     assert yielding(walk(5, dict.fromkeys(PEERS, 0.0))) == {}
     assert yielding(walk(5, {peer: 0.01 * place for place, peer in enumerate(PEERS)})) == {}  # rounding
@@ -116,6 +122,14 @@ def test_who_does_not_train_the_same_is_not_compared(changes):
 def test_where_the_rounds_have_several_groups_weights_differ_by_design():
     drifts = walk(3, {PEERS[0]: 3.0, PEERS[1]: 3.0, PEERS[2]: 0.0}, most=2)
     assert yielding(drifts) == {}
+
+
+def test_weights_that_are_not_finite_say_nothing():
+    drift = walk(3, {PEERS[0]: 0.0})[PEERS[0]]
+    drift.finished(3, 0, (float("nan"), 0.0, 0.0, 0.0))
+    assert drift.newest is None
+    drift.finished(4, 0, at(0.0, 4))
+    assert drift.newest == (4, 0, at(0.0, 4))
 
 
 def test_before_it_knows_how_far_a_round_moves_it_judges_nobody():
