@@ -83,7 +83,7 @@ class ManifestReply(Message):
 class Offer(Message):
     """Opens an exchange: what the sender is about to send, ``nbytes`` encoded bytes with digest ``sha256``."""
 
-    KIND, LIMIT = "offer", 1024 * KIB
+    KIND, VERSION, LIMIT = "offer", 2, 1024 * KIB
     swarm: SwarmId
     round: Count
     fragment: Count
