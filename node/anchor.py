@@ -14,9 +14,12 @@ from node.membership import Membership
 from optim import OuterOptimizer, RoundInfo
 from swarm.errors import NetworkError, ShoalError
 from swarm.messages import StateRequest
-from swarm.welcome import State, StateServer, begin_fetch
+from swarm.newcomer import Wish, begin_fetch
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 
 ASKED = 4  # members that are asked in turn
+SECOND_S = 1.0  # seconds that a second member may take to state the same weights: each makes them older
 PATIENCE = 5  # vain tries after which the user is told
 
 log = logging.getLogger(__name__)
@@ -63,8 +66,9 @@ class Anchor:
             return
         shapes = [tuple(t.shape) for t in self._opt.slow]
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=True)
+        wish = Wish(request, shapes, self._opt.shared_shapes, equal=True, vouched=False, patience=SECOND_S)
         try:
-            self._coming = begin_fetch(self._membership.host, request, shapes, others, self._opt.shared_shapes)
+            self._coming = begin_fetch(self._membership.host, wish, others)
         except NetworkError as error:
             log.info("the weights of the swarm cannot be asked for: %s", error)
 

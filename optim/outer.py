@@ -214,7 +214,8 @@ class OuterOptimizer(OuterState):
             handle = Nobody()
             if isinstance(self.exchange, TellsAbsence):
                 self.exchange.absent(facts.key)
-        self._in_flight[fragment].append(Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0, listening=listening))
+        flight = Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0, listening=listening)
+        self._in_flight[fragment].append(flight)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 

@@ -35,7 +35,7 @@ class RoundFacts:
     total: float = 1.0
     """Sum of the weights of the members; the own weight when nobody answered."""
     members: int = 1
-    """Peers that count in the mean, this one included if it does. 0: there is no mean yet (the first round of a delayed schedule)."""
+    """Peers in the mean, this one included if it counts. 0: there is no mean yet (the first round of a delayed schedule)."""
     lag: int = 0
     """Inner steps between sending and applying."""
     sent: Sequence[Tensor] = field(default_factory=list)

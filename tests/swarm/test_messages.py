@@ -78,11 +78,12 @@ ALL = st.one_of(
     st.builds(m.Abort, nonce=nonces, reason=reasons),
     st.builds(m.OutcomeRequest, nonce=nonces),
     st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
-    st.builds(m.StateRequest, swarm=swarms, model=digests),
+    st.builds(m.StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
+    st.builds(m.PieceRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
+    st.builds(m.PieceReply, nbytes=st.integers(0, 2**40), reason=reasons),
     st.builds(
         m.StateHeader,
         round=counts,
-        step=counts,
         nbytes=st.integers(0, 2**40),
         shapes=shapes,
         dtype=tokens,
@@ -368,7 +369,7 @@ def test_the_largest_offer_fits_its_limit():
 )
 def test_shapes_out_of_bounds(shapes):
     with pytest.raises(ValidationError):
-        m.StateHeader(round=0, step=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
+        m.StateHeader(round=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
 
 
 def test_a_reason_is_cleaned_at_both_ends():
