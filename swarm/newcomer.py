@@ -90,8 +90,8 @@ async def settle(
 
     Raises:
         NoStateError: all refused, or are gone.
-        ModelDiffersError: the model of all who answered has other shapes.
         NetworkError: nobody stated anything of use.
+        ModelDiffersError, or what else ``check`` raises for the user to mend: at all who answered.
     """
     # Copies that are not equal need not all be waited for: two will do, unless they had nothing to say for each other.
     most = FEW if wish.equal or attempt else ENOUGH
@@ -104,9 +104,9 @@ async def settle(
         draw = draw or random.SystemRandom()
         return await choose(host, wish.request, heard.statements, check, draw, equal=wish.equal, patience=wish.patience)
     errors = list(heard.errors.values())
-    differs = next((error for error in errors if isinstance(error, ModelDiffersError)), None)
-    if differs is not None:
-        raise differs
+    mendable = next((error for error in errors if not isinstance(error, NetworkError | MessageError)), None)
+    if mendable is not None:
+        raise mendable
     if all(isinstance(error, NoStateError) for error in errors):
         raise NoStateError("all peers that were asked refused, or are gone.")
     raise NetworkError("none of the peers that were asked could hand out weights.")

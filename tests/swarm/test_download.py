@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm import pieces, snapshot
@@ -18,6 +18,7 @@ SWARM = "a" * 52
 VALUES = 5 * CHUNK // 4 + 3  # float32: five chunks and twelve bytes
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(0, 12), st.integers(1, 4))
 def test_every_chunk_comes_once_whatever_the_lanes_do(data, chunks, lanes):
     plan, alive, busy, arrived = Plan(range(chunks)), set(range(lanes)), {}, []
@@ -47,6 +48,7 @@ def test_every_chunk_comes_once_whatever_the_lanes_do(data, chunks, lanes):
     assert sorted(arrived) == list(range(chunks))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5 * CHUNK))
 def test_chunks_cover_a_payload_exactly(nbytes):
     assert sum(chunk_size(nbytes, chunk) for chunk in range(chunks_in(nbytes))) == nbytes
