@@ -204,7 +204,7 @@ def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
     [
         (lambda w: {"max_bytes": 1000}, PullError, "at most 1,000 may come: say more with --max-bytes"),
         (lambda w: setattr(w, "manifest", manifest(w.manifest.model, **{"outer.method": "none"})), PullError, "method none"),
-        (lambda w: setattr(w, "manifest", manifest("1" * 64, **{"task.hooks": "task.py:Mine"})), ModelDiffersError, "not the swarm's"),
+        (lambda w: setattr(w, "manifest", manifest("1" * 64, **{"task.hooks": "task.py:Mine"})), ModelDiffersError, "not the"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pulled_is_said(world, task, tmp_path, change, error, sentence):
