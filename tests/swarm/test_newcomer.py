@@ -10,7 +10,7 @@ from swarm.errors import NetworkError
 from swarm.messages import Answer, StateRequest, pack
 from swarm.newcomer import ModelDiffersError, Wish, begin_fetch, fetch_state
 from swarm.pieces import PIECES_PROTOCOL
-from swarm.snapshot import State
+from swarm.snapshot import State, encode
 from swarm.state_server import StateServer
 from swarm.statements import STATE_PROTOCOL
 from swarm.stream import Stream
@@ -186,6 +186,29 @@ def test_another_model_is_told_the_difference_and_another_swarm_nothing(network,
     with pytest.raises(ModelDiffersError, match=r"tensor 1 has shape \[4\] here and \[3\] there"):
         fetch_state(network.host(), wish(shapes=[(300, 1000), (4,)], model="1" * 64), to(giver.host))
     assert fetch_state(network.host(), wish(swarm="b" * 52), to(giver.host)) is None
+
+
+def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(network, members):
+    (giver,) = members(State(7, slow()), run=False)
+    taken = []
+    for round in (7, 8, 9):
+        giver.state = at(round)
+        coming = begin_fetch(network.host(), wish(), to(giver.host))
+        while not coming.done():
+            giver.step()
+        taken.append(coming.result(10).round)
+    assert taken == [7, 8, 8]
+
+
+def test_one_copy_is_made_for_all_who_ask_for_the_same_weights(network, members, monkeypatch):
+    (giver,) = members(State(7, slow()))
+    made = []
+    monkeypatch.setattr("swarm.state_server.encode", lambda state: made.append(state.round) or encode(state))
+    for _ in range(3):
+        assert fetch_state(network.host(), wish(), to(giver.host)).round == 7
+    giver.state = at(8)
+    assert fetch_state(network.host(), wish(), to(giver.host)).round == 8
+    assert made == [7, 8]
 
 
 def at(number):
