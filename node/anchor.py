@@ -23,9 +23,12 @@ from optim import OuterOptimizer, RoundInfo
 from swarm.errors import NetworkError, ShoalError
 from swarm.health import Health
 from swarm.messages import StateRequest
-from swarm.welcome import State, StateServer, begin_fetch
+from swarm.newcomer import PATIENCE_S, Wish, begin_fetch
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 
 ASKED = 4  # members that are asked in turn
+SECOND_S = 1.0  # seconds that a second member may take to state the same weights: each makes them older
 PATIENCE = 5  # vain tries after which the user is told
 FAR = 2  # missed rounds of a fragment from which on the fast weights do not stay
 TURNED_DOWN = 2  # peers in a row that refuse a node which comes from far behind: one may be hostile
@@ -114,8 +117,12 @@ class Anchor:
             return
         shapes = [tuple(t.shape) for t in self._opt.slow]
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh)
+        patience = PATIENCE_S if self._afresh else SECOND_S
+        wish = Wish(
+            request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, vouched=self._afresh, patience=patience
+        )
         try:
-            self._coming = begin_fetch(self._membership.host, request, shapes, others, self._opt.shared_shapes)
+            self._coming = begin_fetch(self._membership.host, wish, others)
         except NetworkError as error:
             log.info("the weights of the swarm cannot be asked for: %s", error)
 
@@ -143,6 +150,7 @@ class Anchor:
         round = max(state.round, self._opt.round)
         if afresh:
             self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
+            self._opt.listen()  # as a newcomer: the first round does not count
             self._back()
             self._moved()
             return True

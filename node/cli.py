@@ -16,6 +16,7 @@ import click
 
 from node.exit_codes import ExitCode, epilogue
 from node.logs import log_to_stderr
+from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
@@ -137,6 +138,7 @@ def cli() -> None:
 
 cli.add_command(verify)
 cli.add_command(seed)
+cli.add_command(pull)
 
 
 @cli.command()

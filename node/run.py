@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from node import beginning, checkpoint
 from node.anchor import Anchor
 from node.beginning import Saved
+from node.catching_up import catch_up
 from node.config import Settings, resolve_device, use_threads
 from node.diagnosis import Diagnosis
 from node.display import Display
@@ -22,7 +23,6 @@ from node.membership import (
     RL,
     SHOAL_VERSION,
     Membership,
-    catch_up,
     choose_shard,
     create,
     join,
@@ -48,7 +48,8 @@ from swarm.exchange import model_digest
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.welcome import State, StateServer
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -132,7 +133,6 @@ class NodeRun:
         self.host, self.directory = membership.host, membership.directory
         trainer, settings, swarm = self.trainer, self.settings, membership.swarm
         model = self.model = model_digest(trainer.params)
-        shapes = [tuple(parameter.shape) for parameter in trainer.params]
         if self.link is not None:
             self.directory.refresh(10.0)
         own = beginning.own_run(saved, swarm, settings.node)
@@ -142,7 +142,7 @@ class NodeRun:
             shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
-        state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
+        state = None if alone else catch_up(membership, model, trainer.opt)
         if saved is not None and own is None and state is None and not alone:
             raise checkpoint.CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
@@ -152,7 +152,7 @@ class NodeRun:
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.state_server = StateServer(self.host, swarm, model, shapes)
+        self.state_server = StateServer(self.host, swarm, model, [tuple(tensor.shape) for tensor in trainer.opt.slow])
         health, me = self.exchange.health, self.host.peer_id
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt, health, self._took_over)
         self.drift = Drift(me, model, settings.outer.max_group)
@@ -193,7 +193,9 @@ class NodeRun:
                 state = None  # the checkpoint is the newer one
         if state is not None:
             opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
+            opt.listen()  # weights of strangers, and not yet trained here: the first round does not count
             self.anchor.joined(state)
+            self.state_server.keep(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
@@ -285,7 +287,7 @@ class NodeRun:
         if self.anchor.settle():
             self.exchange.next_round = opt.round
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
-        self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
+        self.state_server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
         if self.verification is not None:
             self.verification.tell(self.display.message, self.metrics.write)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit

@@ -76,8 +76,8 @@ Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-# Sums and products of such weights stay finite in float32.
-Weight = Annotated[float, Field(gt=0, le=1e30)]
+# Sums and products of such weights stay finite in float32. 0: takes part, and does not count.
+Weight = Annotated[float, Field(ge=0, le=1e30)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 # One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.

@@ -33,8 +33,8 @@ from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 # Whoever handles messages takes all of it from here.
 __all__ = [
     "ENVELOPE", "KIB", "MAX_COUNT", "Abort", "Answer", "Commit", "Digest", "Label", "M", "ManifestReply", "ManifestRequest",
-    "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "Ready", "StateHeader", "StateRequest", "pack",
-    "seal", "unpack", "unseal",
+    "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "PieceReply", "PieceRequest", "Ready", "StateHeader",
+    "StateRequest", "pack", "seal", "unpack", "unseal",
 ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class ManifestReply(Message):
 class Offer(Message):
     """Opens an exchange: what the sender is about to send, ``nbytes`` encoded bytes with digest ``sha256``."""
 
-    KIND, LIMIT = "offer", 1024 * KIB
+    KIND, VERSION, LIMIT = "offer", 2, 1024 * KIB
     swarm: SwarmId
     round: Count
     fragment: Count
@@ -166,27 +166,48 @@ class OutcomeReply(Message):
 
 
 class StateRequest(Message):
-    """Asks for a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away."""
+    """Asks for a snapshot of a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away.
 
-    KIND = "state-request"
+    ``since``: of this round or a later one.
+    """
+
+    KIND, VERSION = "state-request", 2
     swarm: SwarmId
     model: Digest
     astray: bool = False
+    since: Count = 0
 
 
 class StateHeader(Message):
-    """Announces ``nbytes`` bytes with digest ``sha256``: the slow weights, of ``shapes``, and then the rule's shared state.
+    """A snapshot of ``nbytes`` bytes: the slow weights, of ``shapes``, and then the rule's shared state. Its SHA-256 is its id.
 
-    ``extra``: for each part of that state, in order, its name and the SHA-256 of its shapes as the wire has them. ``applied``: for
-    each fragment, as a little-endian u64, one more than the round whose outcome is in it.
+    ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the shared state, in order, its name
+    and the SHA-256 of its shapes as the wire has them. ``applied``: for each fragment, as a little-endian u64, one more than the
+    round whose outcome is in it. Nothing in it differs between peers that hold the same.
     """
 
-    KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
+    KIND, VERSION, LIMIT = "state-header", 3, 1024 * KIB
     round: Count
-    step: Count
     nbytes: Bytes
     shapes: Shapes
     dtype: Token
     sha256: Sha256
     extra: Annotated[tuple[tuple[Token, Sha256], ...], Field(max_length=MAX_EXTRA)] = ()
     applied: Annotated[bytes, Field(max_length=32 * KIB)] = b""
+
+
+class PieceRequest(Message):
+    """Asks for a piece of the snapshot with that id: chunk number ``chunk``, or (None) the list of the digests of all chunks."""
+
+    KIND = "piece-request"
+    swarm: SwarmId
+    snapshot: Sha256
+    chunk: Count | None
+
+
+class PieceReply(Message):
+    """How many bytes follow; 0: they are not held, and why."""
+
+    KIND, LIMIT = "piece-reply", 4 * KIB
+    nbytes: Bytes
+    reason: Reason = ""

@@ -12,7 +12,7 @@ from node.defence import LEAST, Watch
 from node.drift import Split
 from optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
 from swarm.health import Health
-from swarm.welcome import State
+from swarm.snapshot import State
 
 EVERY, MODEL = 4, "0" * 64
 METHODS = {"diloco": DiLoCo, "co2": CO2, "noloco": NoLoCo}
@@ -52,11 +52,11 @@ class Swarm:
     def moved(self):
         self.moves += 1
 
-    def fetch(self, host, request, shapes, givers, extra):
+    def fetch(self, host, wish, givers):
         self.asked.append([peer for peer, _ in givers])
         future = Future()
         shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.opt.shared.items()}
-        future.set_result(State(self.opt.round, 0, [t.clone() for t in self.theirs], shared, [self.opt.round - 1]))
+        future.set_result(State(self.opt.round, [t.clone() for t in self.theirs], shared, [self.opt.round - 1]))
         return future
 
     def on_round(self, info):

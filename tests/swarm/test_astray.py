@@ -3,7 +3,8 @@
 import pytest
 
 from swarm.messages import Answer, StateRequest, pack, unpack
-from swarm.welcome import STATE_PROTOCOL, StateServer
+from swarm.state_server import StateServer
+from swarm.statements import STATE_PROTOCOL
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

@@ -86,11 +86,12 @@ ALL = st.one_of(
     st.builds(m.Abort, nonce=nonces, reason=reasons),
     st.builds(m.OutcomeRequest, nonce=nonces),
     st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
-    st.builds(m.StateRequest, swarm=swarms, model=digests),
+    st.builds(m.StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
+    st.builds(m.PieceRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
+    st.builds(m.PieceReply, nbytes=st.integers(0, 2**40), reason=reasons),
     st.builds(
         m.StateHeader,
         round=counts,
-        step=counts,
         nbytes=st.integers(0, 2**40),
         shapes=shapes,
         dtype=tokens,
@@ -163,7 +164,7 @@ def refused(data, *types, says=None):
 
 
 def test_every_kind_is_covered_and_has_its_own_name():
-    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 23  # the 12 of messages.py, the 10 of a group and the manifest
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 25  # the 14 of messages.py, the 10 of a group and the manifest
     assert Manifest in KINDS
 
 
@@ -376,7 +377,7 @@ def test_the_largest_offer_fits_its_limit():
 )
 def test_shapes_out_of_bounds(shapes):
     with pytest.raises(ValidationError):
-        m.StateHeader(round=0, step=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
+        m.StateHeader(round=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
 
 
 def test_a_reason_is_cleaned_at_both_ends():

@@ -15,7 +15,8 @@ from optim.sketch import sketch
 from swarm.errors import NetworkError
 from swarm.exchange import SwarmExchange
 from swarm.group import GroupExchange
-from swarm.welcome import State, StateServer
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 4
@@ -109,7 +110,7 @@ class Node:
             self.took_over += 1
             self.exchange.next_round = self.opt.round
         opt = self.opt
-        self.server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
+        self.server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
 
     def flat(self):
         return torch.cat([tensor.flatten() for tensor in self.opt.slow]).clone()
