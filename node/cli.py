@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from node.chaos.cli import chaos
 from node.exit_codes import ExitCode, epilogue
 from node.logs import log_to_stderr
 from node.seed_cli import seed
@@ -137,6 +138,7 @@ def cli() -> None:
 
 cli.add_command(verify)
 cli.add_command(seed)
+cli.add_command(chaos)
 
 
 @cli.command()
