@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -19,13 +21,18 @@ from node.chaos import processes
 from node.chaos.actor_options import HONEST, PROGRAM
 from node.chaos.figures import Life
 from node.checkpoint import steps as saved_steps
-from node.demo import Nodes, read_line
+from node.demo import DemoError, Nodes, read_line
 from node.exit_codes import ExitCode
 
 END_S = 20.0  # seconds that all nodes have, together, to end in good order
 GONE_S = 5.0  # seconds that the guards have to end the daemons of killed nodes
 TICK_S = 0.05
 MARK = "SHOAL_CHAOS"
+PORTS = range(20_000, 32_000)  # below those that systems give to who asks for none, so nobody gets a dead node's port by chance
+
+
+class ChaosError(DemoError):
+    """The swarm of a chaos run did not even begin."""
 
 
 @dataclass
@@ -46,25 +53,31 @@ class Running:
 
 
 class Fleet(Nodes):
-    """Nodes with numbers from 0, of which each is one process at a time, with the same key and folder every time.
+    """Nodes with numbers from 0, of which each is one process at a time, with the same key, folder and port every time.
 
     ``lies``: what the hostile ones send, by number. ``pace``: seconds that an inner step takes at least.
     """
 
-    def __init__(self, folder: Path, *, pace: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *, peers: int, pace: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self._pace, self.lies, self._flags = pace, lies, list(flags)
+        self._ports = free_ports(peers)
         self._mark = secrets.token_hex(8)
         self.running: list[Running] = []
         self._stopped_pids: dict[int, list[int]] = {}
         """By node: what was stopped of it."""
+
+    @property
+    def stopped(self) -> set[int]:
+        """Nodes that stand still because of ``pause``."""
+        return set(self._stopped_pids)
 
     def spawn(self, peer: int, arguments: Sequence[str], *, resumed: bool = False) -> Running:
         """Start a node's next process with the command ``arguments``."""
         log = self.folder / f"peer-{peer}.steps-{sum(each.life.peer == peer for each in self.running)}"
         life = Life(peer, time.time(), resumed=resumed)
         process = self.start(
-            [*arguments, "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *self._flags],
+            [*arguments, "--listen", f"/ip4/127.0.0.1/tcp/{self._ports[peer]}", "--threads", "1", *self._flags],
             f"peer-{peer}",
             program=[*PROGRAM, str(log), str(self._pace), self.lies.get(peer, HONEST)],
             env={**os.environ, MARK: self._mark},
@@ -150,8 +163,9 @@ class Fleet(Nodes):
                 running.process.wait()
                 said.append(f"{name} did not end within {END_S:g} s of being asked to")
                 continue
-            # A node that was asked before it trained says so by the same code.
-            if code not in (ExitCode.OK, ExitCode.INTERRUPTED):
+            # Asked while it still imports what it needs, it is ended by the signal itself.
+            young = not running.life.steps and code == -signal.SIGTERM
+            if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
                 said.append(f"{name} ended with code {code} when it was asked to end: {self.last_words(running.life.peer)}")
         return said
 
@@ -184,6 +198,18 @@ class Fleet(Nodes):
         for peer in list(self._stopped_pids):
             self.wake(peer)
         super().__exit__(*error)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback at which nobody listens now. ChaosError if there are too few."""
+    found: list[int] = []
+    for port in random.Random(os.urandom(8)).sample(PORTS, 100 + 4 * count):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise ChaosError(f"This machine has too few free ports for {count} nodes: end what listens on so many, or try fewer --peers.")
 
 
 def _send(pids: Sequence[int], number: int) -> None:

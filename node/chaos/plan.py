@@ -11,7 +11,7 @@ Kind = Literal["kill", "stop", "sleep"]
 HEAD_S, TAIL_S = 8.0, 20.0  # no kill so early that nothing is saved, or so late that the node could not be back; of long runs
 REST_S = (1.0, 6.0)  # seconds from a kill to the restart
 STOP_S = (1.0, 8.0)
-RETURN_S = 8.0  # seconds that a node may need to be of use again after its restart
+RETURN_S = 8.0  # seconds that a node may need to be of use again after its restart; of long runs
 KEEPS = 0.75  # of the killed nodes, so many have their checkpoints when they return
 
 
@@ -44,7 +44,7 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
     if peers < 2 or seconds <= 0 or kills_per_minute < 0 or stops_per_minute < 0:
         raise ValueError("a plan needs two peers, some seconds, and no negative rates")
     rng = random.Random(seed)
-    head, tail = min(HEAD_S, 0.2 * seconds), min(TAIL_S, 0.25 * seconds)
+    head, tail, back = min(HEAD_S, 0.2 * seconds), min(TAIL_S, 0.25 * seconds), min(RETURN_S, 0.1 * seconds)
     moments: list[tuple[float, bool]] = []
     for rate, kill in ((kills_per_minute, True), (stops_per_minute, False)):
         count = round(rate * seconds / 60)
@@ -69,5 +69,5 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
         pause = rng.uniform(*(REST_S if kill else STOP_S))
         kind: Kind = "kill" if kill else rng.choice(("stop", "sleep"))
         plan.append(Hit(round(at, 3), peer, kind, round(pause, 3), not kill or rng.random() < KEEPS))
-        busy[peer] = at + pause + (RETURN_S if kill else 0.0)
+        busy[peer] = at + pause + (back if kill else 0.0)
     return plan

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from node.chaos import figures
+from node.chaos.fleet import ChaosError
 from node.chaos.plan import draw_plan
-from node.chaos.run import ChaosError, Sample, Seen, run_swarm
+from node.chaos.run import Sample, Seen, run_swarm
 from node.config import assignment, load, resolve_device, use_threads
 from node.demo import stage
 from node.hooks import load_task
@@ -128,9 +129,8 @@ def report(harmed: Seen, clean: Seen | None, *, hostile: set[int], deadline: flo
     return {
         "kills": len(harmed.kills),
         "stops": harmed.stops,
-        "hits_missed": harmed.missed,
         "rejoins": len(joins),
-        "died": sum(harmed.died.values()),
+        "failed_starts": harmed.failed_starts,
         "max_stall_s": worst,
         "median_stall_s": median(stalls.values()) if stalls else None,
         "deadline_s": deadline,

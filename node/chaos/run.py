@@ -6,7 +6,6 @@ import heapq
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 from node import checkpoint
 from node.chaos import processes
 from node.chaos.figures import Life
-from node.chaos.fleet import Fleet, Running
+from node.chaos.fleet import ChaosError, Fleet, Running
 from node.chaos.plan import Hit
 from node.config import Settings
-from node.demo import LINK_S, DemoError, settings_toml
+from node.demo import LINK_S, settings_toml
 from node.display import Display
 from node.hooks import load_task
 from node.run import METRICS
@@ -31,11 +30,8 @@ READY_S, READY_EACH_S = 60.0, 10.0  # seconds for all nodes to begin to train, a
 SAMPLE_S = 2.0
 TICK_S = 0.05
 BACK_S = 45.0  # seconds after its start in which a node must have begun to train
+PUT_OFF_S = 0.5
 AGAIN_S = 2.0  # seconds from an end by itself to the restart
-
-
-class ChaosError(DemoError):
-    """The swarm of a chaos run did not even begin."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +56,14 @@ class Seen:
     kills: list[tuple[int, float]] = field(default_factory=list)
     """Who, and when."""
     stops: int = 0
-    missed: int = 0
-    """Hits of the plan that found the node not there."""
+    failed_starts: list[str] = field(default_factory=list)
+    """Of processes that ended by themselves before their first step; they were started again."""
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     """By the life's place in ``lives``."""
     events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """By node: what it wrote into its metrics."""
     losses: dict[int, float] = field(default_factory=dict)
     """By node: held-out loss of what it saved in the end."""
-    died: Counter[int] = field(default_factory=Counter)
-    """By node: how often it ended by itself."""
     orphans: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
 
@@ -133,6 +127,7 @@ class _Run:
                 sample = max(sample + SAMPLE_S, now)
             for ended in self.fleet.ended():
                 self._ended_by_itself(ended)
+            self.fleet.read_steps()
             tick.wait(TICK_S)
 
     def _do(self, what: str, peer: int, hit: Hit | None) -> None:
@@ -145,8 +140,8 @@ class _Run:
 
     def _hit(self, hit: Hit) -> None:
         name = f"peer-{hit.peer}"
-        if not self.fleet.now(hit.peer).alive:
-            self.seen.missed += 1
+        if not self._may_be_hit(hit.peer):
+            self._later(time.monotonic() + PUT_OFF_S, "hit", hit.peer, hit)
             return
         again = time.monotonic() + hit.seconds
         if hit.kind == "kill":
@@ -163,12 +158,18 @@ class _Run:
             what = "sleeps" if hit.kind == "sleep" else "stands"
             self.display.message(f"{hit.at_s:.0f} s: {name} {what} for {hit.seconds:.1f} s")
 
+    def _may_be_hit(self, peer: int) -> bool:
+        """It trains, and so do as many others that at least half of all are left. (How soon a node is back the plan cannot know.)"""
+        here = {each for each in range(self.peers) if (now := self.fleet.now(each)).alive and now.life.steps}
+        return peer in here - self.fleet.stopped and len(here - self.fleet.stopped) > self.peers // 2
+
     def _ended_by_itself(self, ended: Running) -> None:
         peer = ended.life.peer
         said = f"peer-{peer} ended by itself with code {ended.process.returncode}: {self.fleet.last_words(peer)}"
         self.display.message(said)
-        self.seen.died[peer] += 1
-        if peer not in self.fleet.lies:  # those ruin themselves too
+        if not ended.life.steps:
+            self.seen.failed_starts.append(said)
+        elif peer not in self.fleet.lies:  # those may ruin themselves
             self.seen.troubles.append(said)
         self._later(time.monotonic() + AGAIN_S, "restart", peer)
 
@@ -232,7 +233,7 @@ def run_swarm(
     """
     folder.mkdir()
     flags = ["--device", device, "--set", f"node.checkpoint_every_rounds={checkpoint_every}", *(["--verbose"] if verbose else [])]
-    with Fleet(folder, pace=pace, lies=lies) as fleet:
+    with Fleet(folder, peers=settings.swarm.start_when, pace=pace, lies=lies) as fleet:
         run = _Run(fleet, settings, display, flags)
         run.begin()
         run.live(plan, seconds)
