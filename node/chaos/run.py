@@ -159,7 +159,7 @@ class _Run:
             self.display.message(f"{hit.at_s:.0f} s: {name} {what} for {hit.seconds:.1f} s")
 
     def _may_be_hit(self, peer: int) -> bool:
-        """It trains, and so do as many others that at least half of all are left. (How soon a node is back the plan cannot know.)"""
+        """It trains, and so do as many others that at least half of all are left. (The plan cannot know how soon one is back.)"""
         here = {each for each in range(self.peers) if (now := self.fleet.now(each)).alive and now.life.steps}
         return peer in here - self.fleet.stopped and len(here - self.fleet.stopped) > self.peers // 2
 

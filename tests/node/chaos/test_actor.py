@@ -107,7 +107,8 @@ def test_what_the_kernel_knows_of_this_process(monkeypatch):
 def test_a_line_of_metrics_that_a_kill_cut_off_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_events(path) == []
-    lines = ['{"event": "round", "partner": null, "time": 1}', '{"event": "rou', '{"event": "round", "partner": "b", "time": 5}', ""]
+    line = '{"event": "round", "partner": "b", "time": 5}'
+    lines = [line.replace("5", "1").replace('"b"', "null"), line[:9], line, ""]
     path.write_text("\n".join(lines))
     events = read_events(path)
     assert len(events) == 2
