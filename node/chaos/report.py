@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ def run_chaos(
 ) -> dict[str, Any]:
     """The report of ``shoal chaos --json`` (``report`` says what is in it). ``outer``: more settings, with dotted keys.
 
+    ``load`` is the machine's load average before it all: what else it did.
+
     Raises:
         ConfigError: a setting cannot be used.
         ChaosError: a swarm did not begin, or all nodes would be hostile.
@@ -69,7 +72,7 @@ def run_chaos(
     if hostile >= peers:
         raise ChaosError("Nobody would be honest: choose a smaller --byzantine.")
     lies = dict.fromkeys(range(peers - hostile, peers), lie)
-    seconds, began = 60 * minutes, time.monotonic()
+    seconds, began, busy = 60 * minutes, time.monotonic(), os.getloadavg()[0]
     plan = draw_plan(
         peers=peers, seconds=seconds, kills_per_minute=kills_per_minute, stops_per_minute=stops_per_minute, seed=seed
     )
@@ -100,6 +103,8 @@ def run_chaos(
         "minutes": minutes,
         "seed": seed,
         **report(harmed, clean, hostile=set(lies), deadline=settings.outer.wait_s, seconds=seconds),
+        "cores": os.cpu_count(),
+        "load": busy,
         "wall_s": time.monotonic() - began,
     }
 
