@@ -45,6 +45,10 @@ class Running:
     """Where it notes its steps."""
     read: int = 0
     """Bytes of that which are known already."""
+    read_out: bool = False
+    """It has ended, and all is known."""
+    daemon: int | None = None
+    """The process id of its network daemon, once known."""
 
     @property
     def alive(self) -> bool:
@@ -109,6 +113,7 @@ class Fleet(Nodes):
         running.life.ended, running.life.killed = time.time(), True
         running.process.wait()
         self._stopped_pids.pop(peer, None)
+        self.read_steps()
         return running.life.ended
 
     def pause(self, peer: int, *, daemon: bool) -> None:
@@ -129,7 +134,8 @@ class Fleet(Nodes):
 
     def read_steps(self) -> None:
         """Bring all lives up to date with what the nodes have noted."""
-        for running in self.running:
+        for running in (each for each in self.running if not each.read_out):
+            running.read_out = not running.alive
             with contextlib.suppress(FileNotFoundError), running.log.open("rb") as file:
                 file.seek(running.read)
                 data = file.read()

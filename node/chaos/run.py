@@ -123,11 +123,11 @@ class _Run:
                 _, _, what, peer, hit = heapq.heappop(self._agenda)
                 self._do(what, peer, hit)
             if now >= sample:
+                self.fleet.read_steps()
                 self._sample()
                 sample = max(sample + SAMPLE_S, now)
             for ended in self.fleet.ended():
                 self._ended_by_itself(ended)
-            self.fleet.read_steps()
             tick.wait(TICK_S)
 
     def _do(self, what: str, peer: int, hit: Hit | None) -> None:
@@ -160,6 +160,7 @@ class _Run:
 
     def _may_be_hit(self, peer: int) -> bool:
         """It trains, and so do as many others that at least half of all are left. (The plan cannot know how soon one is back.)"""
+        self.fleet.read_steps()
         here = {each for each in range(self.peers) if (now := self.fleet.now(each)).alive and now.life.steps}
         return peer in here - self.fleet.stopped and len(here - self.fleet.stopped) > self.peers // 2
 
@@ -167,6 +168,7 @@ class _Run:
         peer = ended.life.peer
         said = f"peer-{peer} ended by itself with code {ended.process.returncode}: {self.fleet.last_words(peer)}"
         self.display.message(said)
+        self.fleet.read_steps()
         if not ended.life.steps:
             self.seen.failed_starts.append(said)
         elif peer not in self.fleet.lies:  # those may ruin themselves
@@ -178,11 +180,12 @@ class _Run:
             pid = running.process.pid
             if not running.alive or (node_mb := processes.resident_mb(pid)) is None:
                 continue
-            daemon = processes.daemon_of(pid)
+            if running.daemon is None or processes.resident_mb(running.daemon) is None:
+                running.daemon = processes.daemon_of(pid)
             sample = Sample(
                 time.time(),
                 node_mb,
-                None if daemon is None else processes.resident_mb(daemon),
+                None if running.daemon is None else processes.resident_mb(running.daemon),
                 float(processes.descriptors(pid) or 0),
             )
             self.seen.samples.setdefault(place, []).append(sample)
