@@ -169,8 +169,8 @@ class Fleet(Nodes):
                 running.process.wait()
                 said.append(f"{name} did not end within {END_S:g} s of being asked to")
                 continue
-            # Asked while it still imports what it needs, it is ended by the signal itself.
-            young = not running.life.steps and code == -signal.SIGTERM
+            # Asked while it still imports what it needs, it is ended by the signal itself, or Python says that it was interrupted.
+            young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
             if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
                 said.append(f"{name} ended with code {code} when it was asked to end: {self.last_words(running.life.peer)}")
         return said

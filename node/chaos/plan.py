@@ -36,7 +36,7 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
 
     Kills come one in each of equally long slots, at a random moment of it; stops likewise. Everybody's turn comes before
     anybody's second, and the creator's is among the first. Never more than half of the nodes are down at once: a hit that would
-    make it more is left out.
+    make it more comes later, or not at all if the run is nearly over then.
 
     Raises:
         ValueError: fewer than two peers, or a negative number.
@@ -51,23 +51,27 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
         slot = (seconds - head - tail) / max(count, 1)
         moments += [(head + (number + rng.random()) * slot, kill) for number in range(count)]
     killed = sum(kill for _, kill in moments)
-    turns: list[int] = []
-    busy = [0.0] * peers  # until when each is down
+    turns_of: dict[bool, list[int]] = {True: [], False: []}
+    busy, most = [0.0] * peers, max(peers // 2, 1)  # until when each is down, and how many may be at once
     plan: list[Hit] = []
     for at, kill in sorted(moments):
+        turns = turns_of[kill]
         if len(turns) < peers:
             more = rng.sample(range(peers), peers)
-            if not turns and 0 < killed < peers:  # else its turn might not come
+            if kill and not turns and killed < peers:  # else its turn might not come
                 more.remove(0)
-                more.insert(rng.randrange(killed), 0)
+                more.insert(rng.randrange(max(killed - 1, 1)), 0)  # not the last: it may be stopped when its turn comes
             turns += more
-        free = [peer for peer in turns if busy[peer] <= at]
-        if not free or sum(until > at for until in busy) >= max(peers // 2, 1):
-            continue
-        peer = free[0]
+        at = max(at, plan[-1].at_s if plan else 0.0)
+        down = sorted(until for until in busy if until > at)
+        if len(down) >= most:
+            at = down[-most]
+        if at > seconds - tail / 2:
+            break
+        peer = next(peer for peer in turns if busy[peer] <= at)
         turns.remove(peer)
         pause = rng.uniform(*(REST_S if kill else STOP_S))
         kind: Kind = "kill" if kill else rng.choice(("stop", "sleep"))
-        plan.append(Hit(round(at, 3), peer, kind, round(pause, 3), not kill or rng.random() < KEEPS))
+        plan.append(Hit(at, peer, kind, pause, not kill or rng.random() < KEEPS))
         busy[peer] = at + pause + (back if kill else 0.0)
     return plan

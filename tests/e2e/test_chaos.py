@@ -13,7 +13,7 @@ KEYS = {
 @pytest.mark.slow
 def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal):
     report = shoal.start(
-        "chaos", "--peers", 3, "--minutes", 0.25, "--kills-per-minute", 4, "--stops-per-minute", 4, "--no-unharmed", "--every", 5,
+        "chaos", "--peers", 3, "--minutes", 0.3, "--kills-per-minute", 4, "--stops-per-minute", 3, "--no-unharmed", "--every", 5,
         "--json",
     ).json(150)  # fmt: skip
     assert report.keys() >= KEYS
