@@ -9,7 +9,7 @@ from typing import Literal
 Kind = Literal["kill", "stop", "sleep"]
 
 HEAD_S, TAIL_S = 8.0, 20.0  # no kill so early that nothing is saved, or so late that the node could not be back; of long runs
-REST_S = (1.0, 6.0)  # seconds from a kill to the restart
+REST_S = (1.0, 6.0)  # seconds from a kill to the restart; in short runs the most is less
 STOP_S = (1.0, 8.0)
 RETURN_S = 8.0  # seconds that a node may need to be of use again after its restart; of long runs
 KEEPS = 0.75  # of the killed nodes, so many have their checkpoints when they return
@@ -70,7 +70,8 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
             break
         peer = next(peer for peer in turns if busy[peer] <= at)
         turns.remove(peer)
-        pause = rng.uniform(*(REST_S if kill else STOP_S))
+        shortest, longest = REST_S if kill else STOP_S
+        pause = rng.uniform(shortest, max(min(longest, 0.15 * seconds), shortest))
         kind: Kind = "kill" if kill else rng.choice(("stop", "sleep"))
         plan.append(Hit(at, peer, kind, pause, not kill or rng.random() < KEEPS))
         busy[peer] = at + pause + (back if kill else 0.0)
