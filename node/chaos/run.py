@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from node.config import Settings
 from node.demo import LINK_S, settings_toml
 from node.display import Display
 from node.hooks import load_task
+from node.result import write_json
 from node.run import METRICS
 from node.task import Shard
 from node.trainer import Trainer
 from optim import Alone
 from swarm.errors import ShoalError
 
+SEEN = "seen.json"
 READY_S, READY_EACH_S = 60.0, 10.0  # seconds for all nodes to begin to train, and for each besides
 SAMPLE_S = 2.0
 TICK_S = 0.05
@@ -231,6 +233,8 @@ def run_swarm(
 ) -> Seen:
     """Train with as many nodes as ``settings.swarm.start_when`` for ``seconds``, while ``plan`` is carried out.
 
+    What was seen is in ``seen.json`` too, for who keeps the folder and wants to know more than the report says.
+
     Raises:
         ChaosError: it did not begin. All processes are ended then, and also at a KeyboardInterrupt.
     """
@@ -241,6 +245,7 @@ def run_swarm(
         run.begin()
         run.live(plan, seconds)
         seen = run.end()
+    write_json(folder / SEEN, {name: value for name, value in asdict(seen).items() if name != "events"})
     seen.losses = held_out(settings, folder, [peer for peer in range(settings.swarm.start_when) if peer not in lies])
     return seen
 
