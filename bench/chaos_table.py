@@ -27,7 +27,7 @@ def _two(report: Report, first: str, second: str, form: str) -> str:
 
 
 def _what(report: Report) -> str:
-    parts = [f"{report['peers']} × {report['minutes']:g} min", report["method"]]
+    parts = [f"{report['peers']} × {report['minutes']:g} min", report["method"], f"every {report['every']}"]
     if report["byzantine"]:
         parts.append(f"{report['byzantine']} hostile ({report['lie']})")
     if report["robust"] != "none":
@@ -41,6 +41,7 @@ def _unharmed(report: Report, key: str, form: str) -> str:
 
 COLUMNS: Sequence[tuple[str, Callable[[Report], str]]] = (
     ("run", _what),
+    ("load before", lambda r: f"{r['load']:.1f} on {r['cores']} cores"),
     ("kills, stops, rejoins", lambda r: f"{r['kills']}, {r['stops']}, {r['rejoins']}"),
     ("stall: longest, median node", lambda r: _two(r, "max_stall_s", "median_stall_s", ".2f") + " s"),
     ("unharmed: longest", lambda r: _unharmed(r, "max_stall_s", ".2f") + (" s" if r["unharmed"] else "")),

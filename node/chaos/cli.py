@@ -31,8 +31,8 @@ from node.logs import log_to_stderr
     show_default=True,
     help="Seconds that an inner step takes at least, so that many nodes fit on few cores; 0: as fast as they can.",
 )
-@click.option("--every", type=click.IntRange(1), default=10, show_default=True, help="Inner steps in a round.")
-@click.option("--checkpoint-every", type=click.IntRange(1), default=5, show_default=True, help="Rounds between two checkpoints.")
+@click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
+@click.option("--checkpoint-every", type=click.IntRange(1), default=2, show_default=True, help="Rounds between two checkpoints.")
 @click.option("--method", metavar="METHOD", help="How to average, as for shoal demo.  [default: noloco]")
 @click.option("--codec", metavar="CODEC", help="Numbers on the wire.  [default: the method's]")
 @click.option("--robust", metavar="RULE", help="Against hostile peers: clipped-gossip or centered-clip.  [default: none]")
