@@ -9,11 +9,15 @@ PROC = Path("/proc")
 
 
 def resident_mb(pid: int) -> float | None:
-    """Megabytes (10**6 bytes) of a process in memory; None if it is gone."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024 / 1e6
+    """Megabytes (10**6 bytes) of its own that a process has in memory; None if it is gone.
+
+    Without mapped files, such as libraries: those pages the kernel takes away and brings back as it likes.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        status = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if "RssAnon" in fields:  # a process that has ended and was not waited for has none
+            return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024 / 1e6
     return None
 
 
