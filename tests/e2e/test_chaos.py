@@ -15,7 +15,7 @@ def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal):
     report = shoal.start(
         "chaos", "--peers", 3, "--minutes", 0.3, "--kills-per-minute", 4, "--stops-per-minute", 3, "--no-unharmed", "--every", 5,
         "--json",
-    ).json(150)  # fmt: skip
+    ).json(240)  # fmt: skip
     assert report.keys() >= KEYS
     assert (report["kills"], report["stops"], report["steps_lost"], report["orphans"], report["troubles"]) == (1, 1, 0, 0, [])
     assert report["loss_last"] < report["loss_first"]
@@ -31,7 +31,7 @@ def test_nothing_is_left_when_it_is_ended_in_the_middle(shoal, eventually, numbe
     run = shoal.start(
         "chaos", "--peers", 2, "--minutes", 5, "--kills-per-minute", 0, "--stops-per-minute", 60, "--no-unharmed", "--keep", "kept"
     )  # fmt: skip
-    eventually(lambda: "sleeps" in run.said(), 90, "a node that sleeps")
+    eventually(lambda: "sleeps" in run.said(), 180, "a node that sleeps")
     run.signal(number)
     assert run.wait() == (130 if number == signal.SIGINT else -number)
     eventually(lambda: not shoal.left(), 10, "the end of all nodes and daemons")
