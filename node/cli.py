@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from node.chaos.cli import chaos
 from node.exit_codes import ExitCode, epilogue
 from node.logs import log_to_stderr
 from node.pull_cli import pull
@@ -139,6 +140,7 @@ def cli() -> None:
 cli.add_command(verify)
 cli.add_command(seed)
 cli.add_command(pull)
+cli.add_command(chaos)
 
 
 @cli.command()
