@@ -13,6 +13,7 @@ from swarm.messages import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unsea
 from swarm.round_setting import RoundSetting
 from swarm.verify_setting import StretchTerms, Terms, VerifySettings
 
+MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]

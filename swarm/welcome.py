@@ -24,14 +24,13 @@ from swarm.digest import HashList, digest
 from swarm.errors import MessageError, NetworkError, ShoalError
 from swarm.fields import pack_shapes
 from swarm.link import Link
-from swarm.manifest import Manifest, open_manifest
+from swarm.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
 from swarm.messages import Answer, ManifestReply, ManifestRequest, StateHeader, StateRequest, pack, unpack
 
 if TYPE_CHECKING:
     from swarm.host import Host
     from swarm.stream import Stream
 
-MANIFEST_PROTOCOL = "/shoal/manifest/1"
 STATE_PROTOCOL = "/shoal/state/1"
 SMALL_S = 10.0  # seconds for one small message
 ANSWER_S = 5.0  # seconds in which a peer that is awake says whether it will hand out its weights

@@ -19,6 +19,7 @@ from swarm.errors import MessageError
 from swarm.identity import Identity, verify
 
 KIB = 1024
+MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops what is above 1 MiB, without a word
 ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 
 # Containers in one message: no schema needs more, and every one that is announced costs memory.
