@@ -77,6 +77,18 @@ def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
     return signer, message
 
 
+def peek(data: bytes, limit: int) -> dict[Any, Any]:
+    """The fields of a sealed message of at most ``limit`` bytes, bounded but neither verified nor validated: for whoever knows the
+    bytes by their hash. Raises MessageError and nothing else.
+    """
+    _check_size(data, limit + ENVELOPE)
+    envelope = _decode(data, "signed message")
+    message = _decode(envelope[1], "message") if isinstance(envelope, tuple) and [*map(type, envelope)] == [str, bytes, bytes] else ()
+    if not isinstance(message, tuple) or len(message) != 3 or not isinstance(message[2], dict):
+        raise _malformed("signed message", "it is not [peer id, [kind, version, fields], signature]", diagnose(data))
+    return message[2]
+
+
 def _context(kind: type[Message]) -> str:
     return f"shoal/{kind.KIND}/{kind.VERSION}"
 

@@ -30,7 +30,7 @@ from node.watch.gate import Gate
 from swarm.errors import MessageError
 from swarm.identity import b58encode
 from swarm.link import Link, address_problem
-from swarm.manifest import MANIFEST_PROTOCOL, open_manifest, swarm_id
+from swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
 from swarm.messages import ManifestReply, ManifestRequest, Member, pack, unpack, unseal
 from swarm.parcel import topic_of
 from swarm.seed_messages import SEED_PROTOCOL, SeedReply, SeedRequest
@@ -196,9 +196,9 @@ class LightClient:
         reply = unpack(data, ManifestReply)
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
-        manifest = open_manifest(reply.manifest)
+        title = title_of(reply.manifest)
         self._described = True
-        self._tell(Described(time=self._clock(), name=manifest.name, task=manifest.task, method=manifest.outer.method))
+        self._tell(Described(time=self._clock(), name=title.name, task=title.task, method=title.method))
         return True
 
     async def _ask_seed(self, peer: str) -> None:
