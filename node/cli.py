@@ -19,6 +19,7 @@ from node.logs import log_to_stderr
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
+from node.watch.cli import watch
 
 SUGGEST_LOG = "run again with --verbose to see what happened"
 
@@ -137,6 +138,7 @@ def cli() -> None:
 
 cli.add_command(verify)
 cli.add_command(seed)
+cli.add_command(watch)
 
 
 @cli.command()

@@ -61,7 +61,7 @@ class Reporter:
         )
         with self._lock:
             self._rounds.append(done)
-            self._faults["alone"] += not others
+            self._faults["alone"] += not others and self._membership.manifest.outer.method != "none"
             self._faults["refused"] += record.suspicious
         self._gossip.hint()
 

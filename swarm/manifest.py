@@ -244,7 +244,7 @@ class Title(NamedTuple):
 
 
 def title_of(sealed: bytes) -> Title:
-    """What a sealed manifest, whose hash was found right, is about. Unlike `open_manifest` it checks no setting, and needs no torch.
+    """What a sealed manifest, whose hash was found right, is about. Unlike `open_manifest` it checks no setting, so needs no torch.
 
     Raises MessageError.
     """

@@ -14,13 +14,12 @@ from collections.abc import Callable
 
 from swarm.errors import MessageError
 from swarm.gossip import Gossip
-from swarm.status_record import Status
+from swarm.status_record import PER_SECOND, Status
 
 log = logging.getLogger(__name__)
 
 GAP_S = 0.5  # seconds between two statuses of a node, at least
 BEAT_S = 1.0  # seconds after which a node says again how it is, though no round has ended
-PER_SECOND = 10.0  # statuses of all nodes together
 
 
 class StatusGossip:

@@ -17,6 +17,7 @@ PARTNERS = 8  # of a round that are named
 ADDRESSES = 4
 BANNED = 8
 FAULTS = 12
+PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each speaks less often
 TAIL = 8  # characters from the end of a peer id by which a partner is named
 
 Seconds = Annotated[float, Field(ge=0)]

@@ -83,7 +83,8 @@ def peek(data: bytes, limit: int) -> dict[Any, Any]:
     """
     _check_size(data, limit + ENVELOPE)
     envelope = _decode(data, "signed message")
-    message = _decode(envelope[1], "message") if isinstance(envelope, tuple) and [*map(type, envelope)] == [str, bytes, bytes] else ()
+    sealed = isinstance(envelope, tuple) and [type(part) for part in envelope] == [str, bytes, bytes]
+    message = _decode(envelope[1], "message") if sealed else None
     if not isinstance(message, tuple) or len(message) != 3 or not isinstance(message[2], dict):
         raise _malformed("signed message", "it is not [peer id, [kind, version, fields], signature]", diagnose(data))
     return message[2]

@@ -96,4 +96,5 @@ def event_of(line: str, where: str = "the recording") -> Event:
         return _any.validate_json(line)
     except ValidationError as error:
         what = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
-        raise ReplayError(f"Cannot replay: {where} is no event ({ascii(what)[1:-1][:120]}): give a file that --record wrote.") from None
+        said = ascii(what)[1:-1][:120]
+        raise ReplayError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None

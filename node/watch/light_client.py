@@ -159,9 +159,10 @@ class LightClient:
                 addresses = [Multiaddr(address) for address in self._book.addresses(peer)]
                 await self._host.connect(PeerInfo(ID.from_base58(peer), addresses))
                 reached = True
-        except Exception as error:  # the library has no common base for what a dial can raise
+        except Exception:  # the library has no common base for what a dial can raise
             log.debug("dialling %s failed", peer, exc_info=True)
-            why = f"cannot be connected to ({str(error) or type(error).__name__})"
+            at = ", ".join(address.rpartition("/p2p/")[0] for address in self._book.addresses(peer))
+            why = f"nobody answers as this peer at {at}"
         finally:
             self._dialling.discard(peer)
         self._book.tried(peer, trio.current_time(), reached=reached)
@@ -220,7 +221,8 @@ class LightClient:
                 raise MessageError(f"An answer of {size} bytes was refused.", "oversized")
             return await _exactly(stream, size)
         finally:
-            with trio.move_on_after(1.0, shield=True):
+            with trio.move_on_after(1.0) as scope:
+                scope.shield = True
                 await stream.close()
 
 

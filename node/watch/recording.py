@@ -66,7 +66,8 @@ def replay(path: Path, tell: Callable[[Event], None], wait: Callable[[float], bo
     """
     before: float | None = None
     for event in recorded(path):
-        if speed > 0 and before is not None and (pause := min(max(event.time - before, 0.0), PAUSE_MAX) / speed) > 0 and wait(pause):
+        pause = min(max(event.time - before, 0.0), PAUSE_MAX) if before is not None else 0.0
+        if speed > 0 and pause > 0 and wait(pause / speed):
             return
         before = event.time
         tell(event)
