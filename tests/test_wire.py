@@ -27,12 +27,13 @@ from swarm.rendezvous import EXCHANGE_PROTOCOL
 from swarm.rollout_record import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from swarm.seed_messages import SEED_PROTOCOL, TOLD
 from swarm.shelf import BODY_PROTOCOL
+from swarm.status_record import PARTNERS, PER_SECOND, ROUNDS, Status
 from swarm.transfer import OUTCOME_PROTOCOL
 from swarm.trie import CAP
 from swarm.welcome import MANIFEST_PROTOCOL, STATE_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation)}
+SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Status)}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -71,6 +72,9 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
     assert f"records of others, at most {TOLD} " in PAGE
     assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE
+    assert f"its newest {ROUNDS} rounds" in PAGE
+    assert f"at most {PARTNERS} partners" in PAGE
+    assert f"about {PER_SECOND:g} a second" in PAGE
     assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE

@@ -88,5 +88,5 @@ def test_all_nodes_together_say_about_so_much(members):
     least, most = gossip.gaps()
     assert GAP_S <= least <= most
     assert most >= BEAT_S
-    assert members / least <= max(PER_SECOND, 2 * members / (members or 1) * 10)
+    assert members / least <= PER_SECOND
     assert members <= 10 or members / most == pytest.approx(PER_SECOND)

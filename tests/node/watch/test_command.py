@@ -1,6 +1,7 @@
 """``shoal watch`` as it is typed, with recordings and with links that lead nowhere; and what it never imports."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -64,10 +65,12 @@ def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
 
 def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_nor_hivemind():
     pytest.importorskip("trio", reason="libp2p is not installed")
-    code, lines, errors = run(NOBODY, "--json", "--seconds", "6")
-    assert (code, errors) == (0, [])
-    events = [json.loads(line) for line in lines[:-1]]
-    assert events[0]["event"] == "watching"
-    assert {event["event"] for event in events[1:]} == {"unreachable"}
-    assert events[1]["reason"] == "nobody answers as this peer at /ip4/127.0.0.1/tcp/1"
-    assert json.loads(lines[-1]) == ["libp2p"]
+    command = [sys.executable, "-c", ALONE, NOBODY, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.strip()) == (130, "")
+    assert first["event"] == "watching"
+    assert (second["event"], second["reason"]) == ("unreachable", "nobody answers as this peer at /ip4/127.0.0.1/tcp/1")
+    assert json.loads(rest.splitlines()[-1]) == ["libp2p"]

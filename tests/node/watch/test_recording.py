@@ -73,7 +73,9 @@ def test_a_replay_ends_when_it_is_told_to(events, file):
     assert told == events[:3]
 
 
-@pytest.mark.parametrize("line", ["{}", "nonsense", '{"event": "status", "time": 1.0}', '{"event": "connected", "time": NaN, "peer": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["{}", "nonsense", '{"event": "status", "time": 1.0}', '{"event": "connected", "time": NaN, "peer": "x"}']
+)
 def test_a_line_that_is_no_event_is_one_sentence(file, line):
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(ReplayError, match=r"line 8 of .* is no event .*give a file that --record wrote") as caught:
