@@ -18,6 +18,7 @@ MAX_WAITING = 100_000  # events that a screen has not taken yet
 @click.argument("link", required=False)
 @click.option("--tui", "form", flag_value="tui", help="Show a screen that moves.  [default: on a terminal]")
 @click.option("--json", "form", flag_value="json", help="Print every event as a line of JSON.  [default: elsewhere]")
+@click.option("--web", type=click.IntRange(0, 65_535), metavar="PORT", help="Serve a page to this machine; 0: any free port.")
 @click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also keep all events in a new file.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
 @click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Of a replay; 0: without pauses.")
@@ -26,6 +27,7 @@ MAX_WAITING = 100_000  # events that a screen has not taken yet
 def watch(
     link: str | None,
     form: str | None,
+    web: int | None,
     record: Path | None,
     replay: Path | None,
     speed: float,
@@ -39,11 +41,13 @@ def watch(
 
     if (link is None) == (replay is None):
         raise WatchError("Say either the LINK of a swarm or --replay FILE.")
+    if web is not None and form is not None:
+        raise WatchError(f"Say either --web or --{form}.")
     parsed = Link.parse(link) if link is not None else None
     log_to_stderr(verbose)
-    form = form or ("tui" if sys.stdout.isatty() else "json")
-    if form == "tui":
-        _need_textual()
+    form = "web" if web is not None else form or ("tui" if sys.stdout.isatty() else "json")
+    if form != "json":
+        _need("textual" if form == "tui" else "aiohttp")
     from node.watch.stream import print_lines, telling
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
@@ -56,6 +60,10 @@ def watch(
             from node.watch.tui import show
 
             show(inbox, source, live=parsed is not None, seconds=seconds)
+        elif web is not None:
+            from node.watch.web import serve
+
+            serve(inbox, source, web, live=parsed is not None, seconds=seconds, say=click.echo)
         else:
             print_lines(inbox, source, seconds)
     finally:
@@ -66,10 +74,10 @@ def watch(
     return int(ExitCode.OK)
 
 
-def _need_textual() -> None:
+def _need(package: str) -> None:
+    from importlib.util import find_spec
+
     from node.watch.source import WatchError
 
-    try:
-        import textual  # noqa: F401
-    except ImportError:
-        raise WatchError("The screen needs textual: say --json, or install it with pip install 'shoal[watch]'.") from None
+    if find_spec(package) is None:
+        raise WatchError(f"This needs {package}: say --json, or install it with pip install 'shoal[watch]'.")
