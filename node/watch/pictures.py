@@ -29,13 +29,18 @@ def nbytes(value: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def plural(count: int, word: str) -> str:
+    """``count`` things."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def headline(view: SwarmView) -> str:
     """The swarm in one line."""
     totals = view.totals()
     title = view.title
     parts = [f"{title.name} · {title.task} · {title.method}" if title else (view.swarm[:12] + "…" if view.swarm else "shoal watch")]
     if not totals["known"]:
-        parts.append(f"{totals['connected']} connections, no status yet")
+        parts.append(plural(totals["connected"], "connection") + ", no status yet")
     else:
         low, high = totals["round_min"], totals["round_max"]
         parts.append(f"{totals['peers']} of {totals['known']} peers")
@@ -50,9 +55,9 @@ def headline(view: SwarmView) -> str:
             parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
         if totals["claims"] is not None:
             parts.append(f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} invalid")
-        parts.append(f"{totals['connected']} connections")
+        parts.append(plural(totals["connected"], "connection"))
     if totals["refused"]:
-        parts.append(f"{totals['refused']} messages refused")
+        parts.append(plural(totals["refused"], "message") + " refused")
     return "   ".join(parts)
 
 

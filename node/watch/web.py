@@ -26,7 +26,9 @@ FRAME_S = 0.5
 POINTS = 6000  # of all curves in one picture
 MOST_AT_ONCE = 5000  # events taken between two pictures
 MAX_PAGES = 32  # served at once
-KINDS = {"index.html": "text/html", "page.js": "text/javascript", "style.css": "text/css"}
+INDEX = "index.html"
+FIRST = '<script id="first" type="application/json">null</script>'  # in it; the newest picture takes null's place
+KINDS = {INDEX: "text/html", "page.js": "text/javascript", "style.css": "text/css"}
 # Nothing but what this server hands out; names from the swarm can thus do no harm even if the page had a fault.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
@@ -72,14 +74,17 @@ class Page:
         folder = resources.files("node.watch") / "page"
         for name, kind in KINDS.items():
             text = (folder / name).read_text(encoding="utf-8")
-            app.router.add_get(f"/{'' if name == 'index.html' else name}", self._file(text, kind))
+            app.router.add_get(f"/{'' if name == INDEX else name}", self._file(text, kind))
         app.router.add_get("/events", self._events)
         return app
 
-    @staticmethod
-    def _file(text: str, kind: str) -> Callable[[web.Request], Any]:
+    def _file(self, text: str, kind: str) -> Callable[[web.Request], Any]:
+        before, mark, behind = text.partition(FIRST)
+
         async def answer(request: web.Request) -> web.Response:
-            return web.Response(text=text, content_type=kind, headers=HEADERS)
+            # No < from a stranger's name may end the element that the picture stands in.
+            first = FIRST.replace("null", (self._text or "null").replace("<", "\\u003c")) if mark else ""
+            return web.Response(text=before + first + behind, content_type=kind, headers=HEADERS)
 
         return answer
 

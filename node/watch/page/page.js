@@ -23,6 +23,8 @@ function dark() {
 const colour = (index) => `hsl(${(210 + index * 137.5) % 360} 70% ${dark() ? 65 : 40}%)`;
 const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 
+const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
 function bytes(value) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
     if (value < 1000 || unit === "GB") return `${value.toFixed(unit === "B" ? 0 : 1)} ${unit}`;
@@ -48,8 +50,16 @@ function tiles(picture) {
   }));
 }
 
+// Drawn in the pixels that it has, so that its text is readable at any width.
+function sized(svg) {
+  const width = Math.max(svg.parentElement.clientWidth - 24, 240), height = Math.round(Math.min(280, width * 0.62));
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  return [width, height];
+}
+
 function chart(svg, peers, key) {
-  const [width, height, left, right, top, bottom] = [640, 280, 56, 12, 10, 24];
+  const [width, height] = sized(svg);
+  const [left, right, top, bottom] = [56, 12, 10, 24];
   const points = peers.flatMap((peer) => peer[key]);
   const parts = [draw("rect", { class: "frame", x: left, y: top, width: width - left - right, height: height - top - bottom })];
   if (points.length) {
@@ -77,9 +87,11 @@ function chart(svg, peers, key) {
 
 function graph(svg, picture) {
   const peers = picture.peers.slice(0, 48), parts = [], place = new Map();
+  const [width, height] = sized(svg);
+  const [across, down] = [Math.min(width / 2 - 80, 220), height / 2 - 34];
   peers.forEach((peer, index) => {
     const angle = (2 * Math.PI * index) / peers.length - Math.PI / 2;
-    place.set(peer.tail, { x: 200 + 120 * Math.cos(angle), y: 140 + 100 * Math.sin(angle), index, peer, side: Math.cos(angle) });
+    place.set(peer.tail, { x: width / 2 + across * Math.cos(angle), y: height / 2 + down * Math.sin(angle), index, peer, side: Math.cos(angle) });
   });
   const most = Math.max(1, ...picture.pairs.map((pair) => pair[2]));
   for (const [a, b, count] of picture.pairs) {
@@ -97,7 +109,7 @@ function graph(svg, picture) {
     const spot = draw("circle", { cx: x, cy: y, r: 6, fill: peer.here ? colour(index) : "var(--line)" });
     const anchor = side > 0.3 ? "start" : side < -0.3 ? "end" : "middle";
     const away = anchor === "start" ? 10 : anchor === "end" ? -10 : 0;
-    parts.push(spot, draw("text", { class: "name", x: x + away, y: y + (away ? 4 : y < 140 ? -10 : 20), "text-anchor": anchor }, peer.name.slice(0, 12)));
+    parts.push(spot, draw("text", { class: "name", x: x + away, y: y + (away ? 4 : y < height / 2 ? -10 : 20), "text-anchor": anchor }, peer.name.slice(0, 12)));
   }
   svg.replaceChildren(...parts);
 }
@@ -141,7 +153,7 @@ function show(picture) {
   byId("title").textContent = title;
   document.title = `${picture.totals.peers} peers · ${title}`;
   const silent = picture.totals.connected === 0 && !picture.ended;
-  byId("state").textContent = picture.ended ? "end of the recording" : silent ? "no connection to any peer" : `${picture.totals.connected} connections`;
+  byId("state").textContent = picture.ended ? "end of the recording" : silent ? "no connection to any peer" : plural(picture.totals.connected, "connection");
   tiles(picture);
   chart(byId("loss"), picture.peers, "curve");
   byId("reward-section").hidden = !picture.peers.some((peer) => peer.rewards.length);
@@ -156,6 +168,8 @@ byId("theme").addEventListener("click", () => {
   show(last);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(last));
+addEventListener("resize", () => show(last));
+show(JSON.parse(byId("first").textContent)); // so that it shows something before the stream is there
 const source = new EventSource("events");
 source.addEventListener("message", (event) => show(JSON.parse(event.data)));
 source.addEventListener("error", () => { byId("state").textContent = "shoal watch has ended, or cannot be reached"; });

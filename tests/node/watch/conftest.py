@@ -1,5 +1,8 @@
 """Statuses of peers that exist here alone, and the bytes in which they would arrive."""
 
+import threading
+import time
+
 import pytest
 
 from node.watch.events import Heard
@@ -47,3 +50,17 @@ class Author:
 @pytest.fixture
 def authors():
     return [Author(name) for name in ("anna", "bert", "carl")]
+
+
+@pytest.fixture
+def until():
+    """Waits for a condition, ``seconds`` at most."""
+
+    def wait(condition, seconds, what):
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < end, f"no {what} within {seconds:g} s"
+            threading.Event().wait(0.05)
+        return value
+
+    return wait

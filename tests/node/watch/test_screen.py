@@ -57,7 +57,7 @@ def test_any_curve_fits_any_size(curves, size):
 def test_the_headline_says_how_the_swarm_is(view):
     line = pictures.headline(view)
     assert line.startswith("first · text · noloco   3 of 3 peers   rounds 1 to 3   loss ")
-    assert "1 messages refused" in line
+    assert "1 message refused" in line
     assert pictures.headline(SwarmView()) == "shoal watch   0 connections, no status yet"
 
 

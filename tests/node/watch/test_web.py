@@ -79,6 +79,8 @@ def test_pictures_are_streamed_when_something_changed(authors):
     async def work(client, page, inbox, source):
         assert await page.step()
         assert not await page.step()
+        first = re.search(r'<script id="first" type="application/json">([^<]*)</script>', await (await client.get("/")).text())
+        assert json.loads(first[1])["peers"][0]["name"] == "<b>anna</b>"
         response = await client.get("/events")
         assert response.content_type == "text/event-stream"
         shown = await pictured(response)
