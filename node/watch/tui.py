@@ -23,7 +23,7 @@ MOST_AT_ONCE = 2000  # events taken between two frames
 STYLES = {"peer": "", "fault": "yellow", "verdict": "red"}
 
 
-class WatchApp(App[None]):
+class WatchApp(App[None]):  # type: ignore[misc]
     """Shows what arrives in ``inbox`` until it is told to end. Not ``live``: in a replay time is what the events say."""
 
     TITLE = "shoal watch"
@@ -48,6 +48,7 @@ class WatchApp(App[None]):
         self._inbox, self._source, self._live = inbox, source, live
         self.view = SwarmView()
         self._held = False
+        self._is_dark = True
         self._news = 0
 
     def compose(self) -> ComposeResult:
@@ -85,7 +86,8 @@ class WatchApp(App[None]):
 
     def action_toggle_dark(self) -> None:
         """The other of the two themes."""
-        self.theme = "textual-light" if self.theme == "textual-dark" else "textual-dark"
+        self._is_dark = not self._is_dark
+        self.theme = "textual-dark" if self._is_dark else "textual-light"
 
     def frame(self) -> None:
         """Take what came, and draw."""

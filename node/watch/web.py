@@ -49,7 +49,7 @@ def picture(view: SwarmView, *, ended: bool) -> dict[str, Any]:
     return {**shot, "ended": ended}
 
 
-@web.middleware
+@web.middleware  # type: ignore[untyped-decorator]
 async def _only_here(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     """Refuses what was asked of another name: a web site elsewhere may have its own name point to this machine."""
     if (request.url.host or "") not in NAMES:
