@@ -8,10 +8,8 @@ few nodes, whose addresses it learns from their statuses; so it goes on when tho
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import trio
@@ -25,11 +23,12 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
+from node.watch.book import Book
 from node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
 from node.watch.gate import Gate
 from swarm.errors import MessageError
 from swarm.identity import b58encode
-from swarm.link import Link, address_problem
+from swarm.link import Link
 from swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
 from swarm.messages import ManifestReply, ManifestRequest, Member, pack, unpack, unseal
 from swarm.parcel import topic_of
@@ -43,52 +42,7 @@ WANTED = 4  # connections that are kept
 DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
-AGAIN_S = 3.0  # seconds before the same peer is dialled again, doubled with each failure
-AGAIN_MAX_S = 60.0
-MAX_KNOWN = 1024  # peers whose addresses are kept
 MAX_RPC = 4 * MAX_MESSAGE  # bytes of one GossipSub frame, which may hold several messages
-
-
-def dialable(address: str) -> bool:
-    """Whether this client can dial ``address``: TCP, and not through a relay."""
-    return address_problem(address) is None and "/tcp/" in address and "/p2p-circuit" not in address
-
-
-class Book:
-    """Whom to dial: addresses by peer, bounded, and when each may be tried again."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-        self._failures: dict[str, int] = {}
-        self._after: dict[str, float] = {}
-
-    def learn(self, peer: str, addresses: Iterable[str]) -> None:
-        """``peer`` says that it is reached there; replaces what was known of it."""
-        usable = tuple(a for a in addresses if dialable(a) and a.endswith(f"/p2p/{peer}"))
-        if not usable:
-            return
-        self._known[peer] = usable
-        self._known.move_to_end(peer)
-        while len(self._known) > MAX_KNOWN:
-            gone, _ = self._known.popitem(last=False)
-            self._failures.pop(gone, None)
-            self._after.pop(gone, None)
-
-    def addresses(self, peer: str) -> tuple[str, ...]:
-        """Where it is reached."""
-        return self._known.get(peer, ())
-
-    def tried(self, peer: str, now: float, *, reached: bool) -> None:
-        """How an attempt ended."""
-        self._failures[peer] = 0 if reached else self._failures.get(peer, 0) + 1
-        self._after[peer] = now + min(AGAIN_S * 2 ** (self._failures[peer] - 1), AGAIN_MAX_S)
-
-    def due(self, now: float, but: Iterable[str]) -> list[str]:
-        """Peers that may be dialled now, those that failed least first."""
-        left_out = set(but)
-        found = [peer for peer in self._known if peer not in left_out and self._after.get(peer, 0.0) <= now]
-        random.shuffle(found)
-        return sorted(found, key=lambda peer: self._failures.get(peer, 0))
 
 
 class LightClient:
