@@ -152,8 +152,9 @@ class LightClient:
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
         title = title_of(reply.manifest)
-        self._described = True
-        self._tell(Described(time=self._clock(), name=title.name, task=title.task, method=title.method))
+        if not self._described:  # another may have answered meanwhile
+            self._described = True
+            self._tell(Described(time=self._clock(), name=title.name, task=title.task, method=title.method))
         return True
 
     async def _ask_seed(self, peer: str) -> None:
