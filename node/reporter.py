@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from node.membership import SHOAL_VERSION, Membership
@@ -75,10 +75,10 @@ class Reporter:
             elif event == "verify":
                 self._more["banned"] = tuple(fields["banned"][:BANNED])
 
-    def verified(self, claims: int, checked: int, invalid: int) -> None:
-        """How many claims this node made, how many it checked, and how many of those it found invalid."""
+    def verified(self, report: Mapping[str, int]) -> None:
+        """What came of verification so far (`node.verify.session.Verification.counted`): claims made, and checks done here."""
         with self._lock:
-            self._more |= {"claims": claims, "checked": checked, "invalid": invalid}
+            self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
 
     def status(self) -> Status:
         """This node, now."""

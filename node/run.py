@@ -309,6 +309,8 @@ class NodeRun:
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
         self.reporter.round(record, info.members)
+        if self.verification is not None:
+            self.reporter.verified(self.verification.counted())
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
             self.display.round(record)
         if self.keep_rounds:
@@ -320,9 +322,6 @@ class NodeRun:
         """Into the metrics, and to those who watch."""
         self.metrics.write(event, **fields)
         self.reporter.event(event, **fields)
-        if event == "verify" and self.verification is not None:
-            found = self.verification.report()
-            self.reporter.verified(found["claimed"], found["checked"], found["invalid"])
 
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()

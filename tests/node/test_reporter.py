@@ -82,7 +82,7 @@ def test_reinforcement_learning_and_verification_are_told(reporter):
         reporter.event("rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1)
     reporter.event("verify", round=1, banned=PEERS[1:], check_s=0.1)
     reporter.event("evaluation", step=3, loss=1.0)
-    reporter.verified(5, 4, 1)
+    reporter.verified({"claimed": 5, "planted": 1, "checked": 4, "invalid": 1})
     status = reporter.status()
     assert (status.reward, status.rollouts_own, status.rollouts_foreign) == (0.5, 8, 4)
     assert (status.claims, status.checked, status.invalid, len(status.banned)) == (5, 4, 1, BANNED)
