@@ -21,6 +21,7 @@ from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
+from node.watch.cli import watch
 
 SUGGEST_LOG = "run again with --verbose to see what happened"
 
@@ -141,6 +142,7 @@ cli.add_command(verify)
 cli.add_command(seed)
 cli.add_command(pull)
 cli.add_command(chaos)
+cli.add_command(watch)
 
 
 @cli.command()

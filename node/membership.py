@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePath
 
 from node.config import Settings
@@ -15,6 +16,7 @@ from node.hooks import BUILT_IN, HookError
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
 from swarm.directory import MAX_ADDRESSES, Directory
+from swarm.gossip import Gossip
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.link import Link, address_problem
@@ -51,6 +53,11 @@ class Membership:
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
         return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
+
+    @cached_property
+    def gossip(self) -> Gossip:
+        """The one gossip of this node: what is too large for it is handed out under one protocol name."""
+        return Gossip(self.host, self.identity, self.swarm, addresses=self.directory.addresses)
 
     def close(self) -> None:
         """Leave the network."""
