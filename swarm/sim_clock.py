@@ -34,7 +34,7 @@ class Process:
         """Those that have not ended, by a number."""
         self.begun = 0
         self.held: list[asyncio.Handle] = []
-        """Callbacks that are called when it wakes, in order."""
+        """Callbacks that are called when it wakes, in order; of a dead process never, unless somebody winds it up."""
         self.context = contextvars.Context()
         self.context.run(_process.set, self)
 
@@ -48,7 +48,7 @@ class _Soon(asyncio.Handle):
     def _run(self) -> None:
         if self.process is None or self.process.state == "awake":
             asyncio.Handle._run(self)
-        elif self.process.state == "asleep":
+        else:
             self.process.held.append(self)
 
 
@@ -61,7 +61,7 @@ class _Later(asyncio.TimerHandle):
     def _run(self) -> None:
         if self.process is None or self.process.state == "awake":
             asyncio.Handle._run(self)
-        elif self.process.state == "asleep":
+        else:
             self.process.held.append(self)
 
 

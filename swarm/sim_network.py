@@ -18,7 +18,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from swarm.errors import NetworkError, ShoalError
 from swarm.identity import Identity
 from swarm.nonce import nonces_from
 from swarm.pipe import NOTHING, End, Road, opened
-from swarm.sim_clock import Process, VirtualLoop
+from swarm.sim_clock import Process, Stuck, VirtualLoop
 from swarm.stream import Stream, Traffic
 
 T = TypeVar("T")
@@ -67,14 +67,16 @@ class Trace:
 
 
 class Network:
-    """All hosts and what lies between them. ``watch``: called after every event."""
+    """All hosts and what lies between them. ``watch``: called with a peer's name after every event of it."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace, watch: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace, watch: Callable[[str], None] = lambda name: None) -> None:
         self.loop, self.links, self.trace, self.watch = loop, links, trace, watch
         self.seed, self.errors = seed, list[BaseException]()
         """What a handler raised that is no error of its peer's."""
         self.chance = random.Random(f"network {seed}")
         self.hosts: dict[str, SimHost] = {}
+        self.every: list[SimHost] = []
+        """All processes that ever were."""
         self.wires: dict[int, Wire] = {}
         """Streams that have not ended, by number."""
         self._number = 0
@@ -88,12 +90,13 @@ class Network:
     def note(self, name: str, event: str) -> None:
         """Something has happened."""
         self.trace.note(self.loop.time(), name, event)
-        self.watch()
+        self.watch(name)
 
     def host(self, name: str, identity: Identity) -> SimHost:
         """A new process; one of the same peer that was there before must be dead."""
         host = SimHost(self, name, identity)
         self.hosts[host.peer_id] = host
+        self.every.append(host)
         return host
 
     def born(self) -> int:
@@ -163,6 +166,24 @@ class Network:
                 end.sever(ConnectionResetError("reset") if reset else None)
 
 
+    def end(self) -> None:
+        """All processes end, also those that were killed: their tasks are cancelled, and run to that end."""
+        for wire in list(self.wires.values()):
+            for end in wire.ends:
+                end.vanish()
+        for _ in range(100):
+            tasks = [task for host in self.every for task in list(host.process.tasks.values())]
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            for host in self.every:
+                self.loop.wake(host.process)
+            with contextlib.suppress(Stuck):
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        raise Stuck(f"tasks do not end: {tasks}")
+
+
 class Wire:
     """One stream, as the network sees it."""
 
@@ -199,24 +220,28 @@ class _Delayed(Road):
         super().__init__(wire.network.loop)
         self._wire, self._source, self._target = wire, source, target
         self._free = self._last = 0.0
-        self._held: list[tuple[int, Callable[[], None]]] = []
+        self._moving: deque[tuple[int, Callable[[], None]]] = deque()
+        self._arrived = 0
+        """How many of those, from the first, wait at the border."""
 
     def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
         """In the order of the calls, later."""
         network, now = self._wire.network, self._loop.time()
         self._free = max(self._free, now) + nbytes / network.links.bandwidth
         self._last = max(self._last, self._free + network.latency(self._source, self._target))
-        self._loop.call_at(self._last, self._arrive, nbytes, deliver, context=NOTHING)
+        self._moving.append((nbytes, deliver))
+        self._loop.call_at(self._last, self._arrive, context=NOTHING)  # of two at one time the loop may call either first
 
-    def _arrive(self, nbytes: int, deliver: Callable[[], None]) -> None:
-        self._held.append((nbytes, deliver))
+    def _arrive(self) -> None:
+        self._arrived += 1
         self.release()
 
     def release(self) -> None:
         """Hand over what has arrived, unless a partition is between."""
         wire = self._wire
-        while self._held and not wire.network.apart(self._source.peer_id, self._target.peer_id):
-            nbytes, deliver = self._held.pop(0)
+        while self._arrived and not wire.network.apart(self._source.peer_id, self._target.peer_id):
+            self._arrived -= 1
+            nbytes, deliver = self._moving.popleft()
             wire.network.note(self._target.name, f"got {nbytes} on {wire.number} from {self._source.name}")
             deliver()
             if not nbytes:

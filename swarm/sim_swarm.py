@@ -79,6 +79,8 @@ class SimPeer:
         self.skew = self.chance.uniform(-swarm.setting.skew, swarm.setting.skew)
         self.weights = torch.rand(VALUES, generator=torch.Generator().manual_seed(number))
         self.serial = self.round = 0
+        self.slept = 0.0
+        """Seconds of the present round that it has slept."""
         self.gone = False
         self.begin()
 
