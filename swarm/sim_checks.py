@@ -7,7 +7,7 @@
 3. A decision is made once, and never for a peer that has gone on.
 4. Rounds grow.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
-6. Left in peace, the replicas come together: in groups of all to equal bits, else the spread shrinks.
+6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
 7. Nothing is left over at the end: no task, no stream, no entry in a table but for what is remembered, and that is bounded.
 """
 
@@ -33,6 +33,7 @@ REMEMBERED = {
     "_absent": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""
+EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
 
 
 class Broken(AssertionError):
@@ -61,7 +62,7 @@ class Checks:
         self._decided: dict[int, Any] = {}
         self._means: dict[tuple[int, int], tuple[bytes, Contribution]] = {}
         """By contribution: the bits of the mean that it is in, and whose outcome that was."""
-        self.spread_at_calm: float | None = None
+        self._apart_at_calm: float | None = None
         swarm.outcome = self.outcome  # type: ignore[method-assign]
 
     def _fail(self, what: str) -> None:
@@ -82,8 +83,8 @@ class Checks:
             self._rounds[process] = now
             if peer.handle is not None:
                 self._decision(peer, peer.handle._decision)
-        if self.spread_at_calm is None and swarm.network.loop.time() > swarm.setting.calm + swarm.setting.wait:
-            self.spread_at_calm = swarm.spread()
+        if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
+            self._apart_at_calm = swarm.spread()
 
     def _decision(self, peer: SimPeer, decision: Any) -> None:
         known = self._decided.get(id(decision), (decision, None, False))
@@ -108,6 +109,14 @@ class Checks:
             self._mean(peer, mine, mine.mean)
         elif (taken := self._means.get((peer.number, mine.serial))) is not None:
             self._apart(mine, taken[1])
+        if self._apart_at_calm is not None and not self._swarm.over:
+            self._swarm.over = self._swarm.spread() <= self._near()
+
+    def _near(self) -> float:
+        """How near to each other the replicas must come."""
+        options, before = self._swarm.setting.options, self._apart_at_calm or 0.0
+        whole = self._swarm.setting.kind == "group" and not options.get("quorum") and "max_group" not in options
+        return EQUAL if whole else max(before / 2, EQUAL)
 
     def _mean(self, peer: SimPeer, mine: Contribution, mean: Mean) -> None:
         parts = [self._named(number, float(value), mean) for number, value in enumerate(mean.tensors[1]) if value != 0]
@@ -166,15 +175,8 @@ class Checks:
         open_now = [w for w in swarm.network.wires.values() if all(host.process.state != "dead" for host in w.hosts)]
         if open_now:
             self._fail(f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}")
-        self._together()
-
-    def _together(self) -> None:
-        swarm = self._swarm
-        spread, before = swarm.spread(), self.spread_at_calm
-        whole = swarm.setting.kind == "group" and swarm.setting.options.get("max_group", 16) >= swarm.setting.peers
-        assert before is not None
-        if spread > (0.0 if whole else max(0.5 * before, 1e-6)):
-            self._fail(f"the spread is {spread} in the end, and was {before}")
+        if not swarm.over:
+            self._fail(f"the spread is still {swarm.spread()}, and was {self._apart_at_calm}")
 
 
 def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:

@@ -7,9 +7,11 @@ import contextlib
 import gc
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from swarm.pipe import NOTHING
 from swarm.sim_checks import Checks, Errors
 from swarm.sim_clock import VirtualLoop
 from swarm.sim_faults import Fault, Mischief, plan
@@ -47,7 +49,6 @@ def setting_of(seed: int) -> Setting:
         kind,  # type: ignore[arg-type]
         chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),
         calm=6.0,
-        end=14.0 if kind == "pair" else 11.0,
         skew=chance.choice((0.0, 0.0, 3.0)),
         lose=chance.choice((0.0, 0.0, 0.2)),
         again=chance.choice((0.0, 0.3)),
@@ -74,14 +75,22 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
             try:
                 checks.look()
                 mischief.look(name)
+                if swarm.over:
+                    rest()
             except Exception as error:
                 broken.append(error)
                 loop.stop()
 
+        resting: list[asyncio.TimerHandle] = []
+
+        def rest() -> None:
+            if not resting:
+                resting.append(loop.call_later(REST, loop.stop, context=NOTHING))
+
         network.watch = watch
         loop.set_exception_handler(lambda _, context: broken.append(context.get("exception") or RuntimeError(context["message"])))
         try:
-            loop.call_at(setting.end + REST, loop.stop)
+            loop.call_at(setting.calm + setting.patience, rest)
             loop.run_forever()
             if broken:
                 raise broken[0]
@@ -109,3 +118,20 @@ def _alone(loop: VirtualLoop) -> Iterator[Errors]:
         if collecting:
             gc.enable()
         loop.close()
+
+
+def main(argv: list[str]) -> int:
+    """Run the seed that is named, and print its trace. The exit code: 1 if something did not hold."""
+    seed = int(argv[1])
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+    report = simulate(seed, keep=True)
+    for line in report.lines or ():
+        print(line)
+    print(f"{report.setting}\n{report.faults}")
+    how = "held" if report.failure is None else f"failed ({report.failure!r})"
+    print(f"seed {seed}: {how}, {report.events} events, trace {report.trace}")
+    return report.failure is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -37,8 +37,8 @@ class Setting:
     peers: int
     calm: float = 12.0
     """The time until which peers train and things go wrong; from then on they only average."""
-    end: float = 24.0
-    """The time at which they leave."""
+    patience: float = 90.0
+    """Seconds after that in which they must have come together; then they leave."""
     wait: float = 3.0
     chunk_timeout: float = 1.0
     exchange_timeout: float = 6.0
@@ -151,7 +151,7 @@ class SimPeer:
     async def _train(self) -> None:
         swarm = self.swarm
         await swarm.sleep(self.chance.uniform(0.0, 0.5))
-        while swarm.network.loop.time() < swarm.setting.end:
+        while not swarm.over:
             await swarm.sleep(self.pace * self.chance.uniform(0.8, 1.2))
             if swarm.network.loop.time() < swarm.setting.calm:
                 self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
@@ -189,6 +189,8 @@ class SimSwarm:
         self.noise = torch.Generator().manual_seed(seed)
         self.contributions: dict[tuple[int, int], Contribution] = {}
         """By the peer's number and the contribution's serial number."""
+        self.over = False
+        """Whether whoever ends a round should leave."""
         self.peers: list[SimPeer] = []
         self.named: dict[str, str] = {}
         for number in range(setting.peers):

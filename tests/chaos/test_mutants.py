@@ -1,0 +1,171 @@
+"""The simulator can fail: each of these faults of ours, put into the protocols on purpose, is found by one of the seeds."""
+
+import asyncio
+
+import pytest
+import torch
+
+from optim.exchange import Mean
+from swarm import group_join, stream
+from swarm.exchange import SwarmExchange
+from swarm.group_decisions import Decisions
+from swarm.group_gather import Gathering
+from swarm.group_messages import GroupDecision
+from swarm.rendezvous import Rendezvous
+from swarm.transfer import Received, Transfers
+from swarm.wire import seal
+
+SEEDS = 500
+
+
+def half_of_the_other(patch):
+    """Half of what was received counts, as if the stream had broken in the middle of writing it."""
+    swap = Transfers._swap
+
+    async def halved(self, stream, mine, theirs):
+        received = await swap(self, stream, mine, theirs)
+        tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
+                   for a, b in zip(received.tensors, mine.tensors(), strict=True)]  # fmt: skip
+        return Received(received.peer, received.weight, tensors)
+
+    patch.setattr(Transfers, "_swap", halved)
+
+
+def callee_does_not_wait(patch):
+    """The callee commits when it is ready, whatever the caller decides."""
+
+    async def follow(self, stream, offer, received, decision):
+        decision.received = received
+
+    patch.setattr(Transfers, "_follow", follow)
+
+
+def caller_forgets_who_gave_up(patch):
+    """The caller answers a question by "aborted" and commits all the same."""
+    answer = Transfers._answer_outcome
+
+    async def forgetful(self, stream):
+        before = set(self._undecided)
+        await answer(self, stream)
+        self._undecided |= before
+
+    patch.setattr(Transfers, "_answer_outcome", forgetful)
+
+
+def each_its_own_decision(patch):
+    """A leader that decides anew whenever it is asked, by what it knows then."""
+
+    def settle(self, nonce, mean):
+        for_whom = self._sealed.get(nonce)
+        usual = seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity)
+        self.heard(nonce, usual)
+        return usual if for_whom is None else for_whom
+
+    async def tell_all(self, message):
+        held = [place for place in range(len(self._seats))]
+        for place, seat in zip(held, self._seats.values(), strict=True):
+            decision = getattr(message, "decision", None)
+            if decision is not None and place == 0 and len(held) > 2:
+                _, said = group_join.unseal_decision(decision)
+                message_here = type(message)(decision=seal(said.model_copy(update={"mean": said.mean & 3}), self._decisions._identity))
+                await self._tell(seat, message_here)
+            else:
+                await self._tell(seat, message)
+
+    patch.setattr(Decisions, "settle", settle)
+
+
+def takes_what_it_does_not_hold(patch):
+    """A member takes a mean without the parts that it lacks."""
+    result, places = Gathering.result, Gathering.places
+
+    def lacking(self, mean):
+        return result(self, mean & places(self))
+
+    patch.setattr(Gathering, "result", lacking)
+    patch.setattr(Gathering, "places", lambda self: self.group.everybody)
+
+
+def round_forgotten(patch):
+    """A call from another swarm round throws the own one back."""
+    meet = Rendezvous.meet
+
+    async def back(self, contribution):
+        outcome = await meet(self, contribution)
+        if contribution.key.round % 3 == 2:
+            self.next_round = contribution.key.round - 1
+        return outcome
+
+    patch.setattr(Rendezvous, "meet", back)
+
+
+def no_deadline(patch):
+    """A transfer waits for as long as it takes."""
+
+    async def watch(self, bulk, sender, chunk_timeout, deadline):
+        await asyncio.wait({sender, bulk.arrived})
+        sender.result(), bulk.arrived.result()
+
+    patch.setattr(stream.Stream, "_watch", watch)
+
+
+def held_for_ever(patch):
+    """Calls that were held stay in the table."""
+    hold = Rendezvous._hold
+
+    async def kept(self, stream, round):
+        try:
+            return await hold(self, stream, round)
+        finally:
+            self._held.setdefault(f"{stream.peer_id} {round}", (round, asyncio.get_running_loop().create_future()))
+
+    patch.setattr(Rendezvous, "_hold", kept)
+
+
+def streams_left_open(patch):
+    """Who has called does not hang up."""
+    patch.setattr(stream.Stream, "close", lambda self: None)
+
+
+def wrong_weights(patch):
+    """A mean that forgets the weights."""
+    mean = SwarmExchange._mean
+
+    def unweighted(self, mine, theirs):
+        right = mean(self, mine, Received(theirs.peer, mine.weight, theirs.tensors))
+        return Mean(right.tensors, mine.weight + theirs.weight, right.members)
+
+    patch.setattr(SwarmExchange, "_mean", unweighted)
+
+
+def an_error_of_ours(patch):
+    """Something that nobody thought of."""
+    note = Rendezvous._note
+
+    def stumbling(self, meeting, peer, answer):
+        if answer.verdict == "wait":
+            raise KeyError(peer)
+        return note(self, meeting, peer, answer)
+
+    patch.setattr(Rendezvous, "_note", stumbling)
+
+
+MUTANTS = {
+    half_of_the_other: "is not that of|never handed in",
+    callee_does_not_wait: "who went on alone",
+    takes_what_it_does_not_hold: "is not of its members|in two means|is not that of|KeyError",
+    round_forgotten: "fell from",
+    no_deadline: "took .* s|still has",
+    held_for_ever: "still has .* in _counter._held|still has .* _held",
+    streams_left_open: "still has|streams are open",
+    wrong_weights: "is not that of|never handed in",
+    an_error_of_ours: "KeyError",
+}
+
+
+@pytest.mark.parametrize(("mutant", "says"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
+    mutant(monkeypatch)
+    seed, failure = seeds.first(range(SEEDS))
+    assert seed is not None
+    assert pytest.raises(type(failure), match=says)
