@@ -1,7 +1,9 @@
 """Runs seeds of the simulator and says how to see one again."""
 
 import gc
+import importlib.util
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,15 @@ def seeds(caplog):
     gc.freeze()
     yield Seeds()
     gc.unfreeze()
+
+
+def _e2e():
+    """The fixtures of tests/e2e for real processes: modules of tests cannot import from each other."""
+    spec = importlib.util.spec_from_file_location("e2e_conftest", Path(__file__).parents[1] / "e2e" / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_of_e2e = _e2e()
+_nursery, nursery, worker_module, eventually = _of_e2e._nursery, _of_e2e.nursery, _of_e2e.worker_module, _of_e2e.eventually

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench._attacks import ATTACKS, Scene
 from node.defence import Watch
+from node.saver import Saver
 from optim import NoLoCo, RoundKey
 from swarm import digest as digest_module
 from swarm import exchange as exchange_module
@@ -152,6 +153,22 @@ class Worker:
         theirs = values(1 - number, floats).tensor_split(7)
         right = mean is not None and all(torch.equal(m, (a + b) / 2) for m, a, b in zip(mean.tensors, own, theirs, strict=True))
         self.say("measured", right=right, grown=peak - before)
+
+    def do_save(self, folder, step, floats, number=0):
+        """Write a checkpoint, and send myself the signal ``number`` in the middle of it."""
+
+        def at(reached):
+            if number and reached == "block":
+                self.die(number)
+
+        saver = Saver(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, say=print, at=at)
+        assert saver.last(step) is None
+        self.say("saved", step=step)
+
+    def die(self, number):
+        """Or stop, in this very call, and go on from here later."""
+        self.say("point")
+        signal.pthread_kill(threading.get_ident(), number)
 
     def do_arm(self, point, number):
         """Send myself the signal ``number`` at ``point``."""
