@@ -189,7 +189,7 @@ class End(_FlowControlMixin):
                 return
             used = len(piece)
             if isinstance(self._protocol, asyncio.BufferedProtocol):
-                room = self._protocol.get_buffer(-1)
+                room = cast(memoryview, self._protocol.get_buffer(-1))
                 used = min(len(room), len(piece))
                 room[:used] = piece[:used]
                 if used < len(piece):

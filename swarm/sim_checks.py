@@ -31,6 +31,7 @@ REMEMBERED = {
     "_over": 8,
     "_usual": 8,
     "_absent": 64,
+    "_silent": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""
 EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
@@ -154,7 +155,7 @@ class Checks:
             if trouble.peers & touched and trouble.since <= ends and trouble.until + 3.0 >= min(alone.begun, taker.begun):
                 return
         names = self._swarm.named
-        self._fail(f"{names[taker.peer]} took a mean with the contribution {alone.serial} of {names[alone.peer]}, who went on alone")
+        self._fail(f"{names[taker.peer]} took a mean with contribution {alone.serial} of {names[alone.peer]}, who went on alone")
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
@@ -172,7 +173,8 @@ class Checks:
                 allowed = REMEMBERED.get(path.rpartition(".")[2], 0)
                 if size > allowed:
                     self._fail(f"{peer.name} still has {size} in {path}")
-        open_now = [w for w in swarm.network.wires.values() if all(host.process.state != "dead" for host in w.hosts)]
+        wires = [wire for wire in swarm.network.wires.values() if not wire.stalled]  # nobody hears the end of those
+        open_now = [wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)]
         if open_now:
             self._fail(f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}")
         if not swarm.over:

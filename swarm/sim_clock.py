@@ -57,6 +57,7 @@ class _Later(asyncio.TimerHandle):
 
     __slots__ = ("process",)
     process: Process | None
+    _scheduled: bool
 
     def _run(self) -> None:
         if self.process is None or self.process.state == "awake":
@@ -74,9 +75,9 @@ class VirtualLoop(BaseEventLoop):
     def __init__(self, busy: int = 1_000_000) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._now = 0.0
-        self._selector = self  # BaseEventLoop waits in its selector
+        self._selector = self  # where BaseEventLoop waits
         self._busy, self._at_once = busy, 0
-        self.set_task_factory(_begin)
+        self.set_task_factory(_begin)  # type: ignore[arg-type]
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -92,7 +93,7 @@ class VirtualLoop(BaseEventLoop):
         self._now += timeout
         return []
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """As everywhere, but for its process."""
@@ -101,7 +102,7 @@ class VirtualLoop(BaseEventLoop):
         self._ready.append(handle)
         return handle
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """As everywhere, but for its process."""
@@ -111,13 +112,15 @@ class VirtualLoop(BaseEventLoop):
         timer._scheduled = True
         return timer
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """There is one thread only."""
         return self.call_soon(callback, *args, context=context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Run it now: a worker thread that takes no time."""
         done: asyncio.Future[Any] = self.create_future()
         try:

@@ -13,8 +13,8 @@ from typing import Literal
 from swarm.pipe import NOTHING
 from swarm.sim_swarm import SimPeer, SimSwarm
 
-Kind = Literal["kill", "sleep", "part", "sever", "slow"]
-KINDS: tuple[Kind, ...] = ("kill", "sleep", "part", "sever", "sever", "slow")
+Kind = Literal["kill", "sleep", "part", "sever", "stall", "slow"]
+KINDS: tuple[Kind, ...] = ("kill", "sleep", "part", "sever", "sever", "stall", "slow")
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,24 @@ class Mischief:
         network.loop.call_later(seconds, network.part, {}, context=NOTHING)
 
     def _sever(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+        number = self._stream(fault, trouble)
+        if number is not None:
+            self._swarm.network.sever(number, reset=fault.dice * 1000 % 1 < 0.5)
+
+    def _stall(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+        number = self._stream(fault, trouble)
+        if number is not None:
+            self._swarm.network.stall(number)
+
+    def _stream(self, fault: Fault, trouble: Trouble) -> int | None:
+        """One that is open now, if there is one; its ends are in trouble."""
         network = self._swarm.network
         open_now = sorted(network.wires)
-        if open_now:
-            number = open_now[int(fault.dice * len(open_now))]
-            self._note(trouble, frozenset(host.peer_id for host in network.wires[number].hosts))
-            network.sever(number, reset=fault.dice * 1000 % 1 < 0.5)
+        if not open_now:
+            return None
+        number = open_now[int(fault.dice * len(open_now))]
+        self._note(trouble, frozenset(host.peer_id for host in network.wires[number].hosts))
+        return number
 
     def _slow(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
         victim = chosen[0]

@@ -8,6 +8,7 @@ What a host's death, sleep and links do to the others:
     sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking streams and bytes, as the real one does
     partition   bytes wait at the border until it is lifted; streams across it cannot be opened
     sever       one stream breaks, with an end of file or with a reset
+    stall       one stream carries nothing any more, and nobody says so, as when a router forgets a connection
     slow        every link of a host gets so many seconds longer, for a while
 """
 
@@ -69,8 +70,9 @@ class Trace:
 class Network:
     """All hosts and what lies between them. ``watch``: called with a peer's name after every event of it."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace, watch: Callable[[str], None] = lambda name: None) -> None:
-        self.loop, self.links, self.trace, self.watch = loop, links, trace, watch
+    def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace) -> None:
+        self.loop, self.links, self.trace = loop, links, trace
+        self.watch: Callable[[str], None] = lambda name: None
         self.seed, self.errors = seed, list[BaseException]()
         """What a handler raised that is no error of its peer's."""
         self.chance = random.Random(f"network {seed}")
@@ -166,6 +168,13 @@ class Network:
                 end.sever(ConnectionResetError("reset") if reset else None)
 
 
+    def stall(self, number: int) -> None:
+        """Let the stream of this number carry nothing any more, if there is one."""
+        wire = self.wires.get(number)
+        if wire is not None:
+            self.note("-", f"stalled {number}")
+            wire.stalled = True
+
     def end(self) -> None:
         """All processes end, also those that were killed: their tasks are cancelled, and run to that end."""
         for wire in list(self.wires.values()):
@@ -191,9 +200,9 @@ class Wire:
         self.network, self.number, self.hosts = network, number, (one, two)
         self.roads = (_Delayed(self, one, two), _Delayed(self, two, one))
         loop = network.loop
-        self.ends = tuple(End(loop, road, host.process.context) for road, host in zip(self.roads, self.hosts, strict=True))
+        self.ends = End(loop, self.roads[0], one.process.context), End(loop, self.roads[1], two.process.context)
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
-        self.ended = 0
+        self.ended, self.stalled = 0, False
 
     def end_of(self, host: SimHost) -> None:
         """That host is dead."""
@@ -239,7 +248,7 @@ class _Delayed(Road):
     def release(self) -> None:
         """Hand over what has arrived, unless a partition is between."""
         wire = self._wire
-        while self._arrived and not wire.network.apart(self._source.peer_id, self._target.peer_id):
+        while self._arrived and not wire.stalled and not wire.network.apart(self._source.peer_id, self._target.peer_id):
             self._arrived -= 1
             nbytes, deliver = self._moving.popleft()
             wire.network.note(self._target.name, f"got {nbytes} on {wire.number} from {self._source.name}")

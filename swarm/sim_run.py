@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.pipe import NOTHING
 from swarm.sim_checks import Checks, Errors
@@ -42,9 +43,10 @@ def setting_of(seed: int) -> Setting:
     """What the swarm of a seed is like."""
     chance = random.Random(f"setting {seed}")
     kind = chance.choice(("pair", "pair", "group"))
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if kind == "group":
-        options = chance.choice(({}, {}, {"quorum": 2, "grace": 0.5}, {"max_group": 2}, {"gather": True}))
+        ways: list[dict[str, Any]] = [{}, {}, {"quorum": 2, "grace": 0.5}, {"max_group": 2}, {"gather": True}]
+        options = chance.choice(ways)
     return Setting(
         kind,  # type: ignore[arg-type]
         chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),

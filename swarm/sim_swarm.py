@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from swarm.handle import SwarmHandle
 from swarm.identity import Identity
 from swarm.messages import Member
 from swarm.sim_network import Network, SimHost
+
+if TYPE_CHECKING:
+    from swarm.host import Host
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EPOCH = 1.0e9  # Unix time at which every simulation begins
@@ -94,9 +97,9 @@ class SimPeer:
         way = SwarmExchange if setting.kind == "pair" else GroupExchange
         options = dict(setting.options) | ({"departed": self.departed} if setting.kind == "pair" else {})
         self.exchange: SwarmExchange | GroupExchange = way(
-            self.host, self.identity, swarm=SWARM, model=MODEL, seed=self.swarm.seed, members=self.members, wait=setting.wait,
-            chunk_timeout=setting.chunk_timeout, exchange_timeout=setting.exchange_timeout, **options,
-        )  # type: ignore[arg-type]  # fmt: skip
+            cast("Host", self.host), self.identity, swarm=SWARM, model=MODEL, seed=self.swarm.seed, members=self.members,
+            wait=setting.wait, chunk_timeout=setting.chunk_timeout, exchange_timeout=setting.exchange_timeout, **options,
+        )  # fmt: skip
         self.exchange.next_round = self.round
         self.host.start(self._announce())
         self.host.start(self._train())
@@ -202,7 +205,7 @@ class SimSwarm:
         """Let virtual time pass."""
         await asyncio.sleep(seconds)
 
-    def outcome(self, peer: SimPeer, contribution: Contribution) -> None:
+    def outcome(self, peer: SimPeer, mine: Contribution) -> None:
         """A round of a peer has come to its end; for whoever looks on to replace."""
 
     def spread(self) -> float:

@@ -1,4 +1,4 @@
-"""Five hundred small swarms, each with a plan of faults of its own: what must hold holds after every event (swarm/sim_checks.py)."""
+"""Five hundred small swarms, each with faults of its own: what must hold (swarm/sim_checks.py) holds after every event."""
 
 import os
 import subprocess
