@@ -73,7 +73,7 @@ class VirtualLoop(BaseEventLoop):
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, busy: int = 1_000_000) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._now = 0.0
         self._selector = self  # where BaseEventLoop waits
         self._busy, self._at_once = busy, 0
