@@ -1,6 +1,7 @@
 """The simulator can fail: each of these faults of ours, put into the protocols on purpose, is found by one of the seeds."""
 
 import asyncio
+import itertools
 import re
 
 import pytest
@@ -14,6 +15,8 @@ from swarm.group_gather import Gathering
 from swarm.group_messages import GroupDecision, GroupReply
 from swarm.group_verdict import Verdict
 from swarm.rendezvous import Rendezvous
+from swarm.sim_faults import Fault
+from swarm.sim_swarm import Setting
 from swarm.transfer import Received, Transfers
 from swarm.wire import seal, unseal
 
@@ -156,7 +159,6 @@ MUTANTS = {
     no_deadline: "took .* s|still has",
     held_for_ever: "still has .* in .*_held",
     streams_left_open: "still has|streams are open",
-    streams_left_to_the_garbage_collector: "streams are open",
     wrong_weights: "is not that of|never handed in",
     an_error_of_ours: "KeyError",
 }
@@ -169,3 +171,16 @@ def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
     seed, failure = seeds.first(range(SEEDS))
     assert seed is not None
     assert re.search(says, repr(failure))
+
+
+def test_an_all_reduce_that_failed_ends_its_streams(seeds, monkeypatch):
+    """Found by a seed: a member that slept wakes to averages and to a broken stream at once."""
+
+    def failures():
+        plans = itertools.product(range(72, 90, 3), (0.1, 0.3))
+        faults = ([Fault(after, "sleep", 2, 0.4, 0.5), Fault(after + 15, "sever", 0, 1.0, dice)] for after, dice in plans)
+        return [failure for plan in faults if (failure := seeds.failure(1, setting=Setting("group", 4, calm=4.0), faults=plan))]
+
+    assert failures() == []
+    streams_left_to_the_garbage_collector(monkeypatch)
+    assert any("streams are open" in str(failure) for failure in failures())
