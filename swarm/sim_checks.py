@@ -8,7 +8,7 @@
 4. Rounds grow.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
-7. Nothing is left over at the end: no task, no stream, no entry in a table but for what is remembered, and that is bounded.
+7. Tables are bounded, and nothing is left over at the end: no task, no stream, no entry but for what is remembered.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ REMEMBERED = {
     "_silent": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""
+GROWN = 64  # entries of any other table, at any time
 EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
 
 
@@ -106,6 +107,7 @@ class Checks:
         if took >= peer.exchange.limit:
             self._fail(f"a round of {peer.name} took {took:.2f} s")
         peer.slept = 0.0
+        self._bounded(peer, GROWN)
         if mine.mean is not None:
             self._mean(peer, mine, mine.mean)
         elif (taken := self._means.get((peer.number, mine.serial))) is not None:
@@ -157,6 +159,11 @@ class Checks:
         names = self._swarm.named
         self._fail(f"{names[taker.peer]} took a mean with contribution {alone.serial} of {names[alone.peer]}, who went on alone")
 
+    def _bounded(self, peer: SimPeer, most: int) -> None:
+        for path, size in tables(peer.exchange, ""):
+            if size > REMEMBERED.get(path.rpartition(".")[2], most):
+                self._fail(f"{peer.name} has {size} in {path}")
+
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
@@ -169,10 +176,7 @@ class Checks:
             tasks = [repr(task) for task in peer.host.process.tasks.values()]
             if tasks or peer.host.busy:
                 self._fail(f"{peer.name} still has {tasks or peer.host.busy}")
-            for path, size in tables(peer.exchange, ""):
-                allowed = REMEMBERED.get(path.rpartition(".")[2], 0)
-                if size > allowed:
-                    self._fail(f"{peer.name} still has {size} in {path}")
+            self._bounded(peer, 0)
         wires = [wire for wire in swarm.network.wires.values() if not wire.stalled]  # nobody hears the end of those
         open_now = [wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)]
         if open_now:
