@@ -109,14 +109,19 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
 
 @contextlib.contextmanager
 def _alone(loop: VirtualLoop) -> Iterator[Errors]:
-    """Nothing but the loop decides what comes when: no garbage collector, which finalizes when it likes."""
+    """Nothing but the loop decides what comes when: no garbage collector, which finalizes when it likes. And what is logged."""
     errors, logger, collecting = Errors(), logging.getLogger("swarm"), gc.isenabled()
+    level, propagate = logger.level, logger.propagate
     logger.addHandler(errors)
+    logger.setLevel(logging.WARNING)  # what it says besides is of interest to nobody: things are meant to go wrong
+    logger.propagate = False
     gc.disable()
     try:
         yield errors
     finally:
         logger.removeHandler(errors)
+        logger.setLevel(level)
+        logger.propagate = propagate
         if collecting:
             gc.enable()
         loop.close()

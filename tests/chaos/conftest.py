@@ -31,10 +31,9 @@ class Seeds:
 
 
 @pytest.fixture
-def seeds(caplog):
+def seeds():
     """What was alive before is no garbage: a collection after a simulation looks at its objects only."""
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # it says that an all-reduce failed, as it is meant to here
-    caplog.set_level(logging.CRITICAL)
     gc.collect()
     gc.freeze()
     yield Seeds()
