@@ -72,7 +72,7 @@ class Mischief:
         if left <= 0:
             return
         there = [peer for peer in swarm.peers if not peer.gone and peer.host.process.state == "awake"]
-        chosen = [peer for peer in there if peer.name == name or peer.number == fault.victim]
+        chosen = [peer for peer in there if (peer.name == name if fault.victim < 0 else peer.number == fault.victim)]
         if fault.kind in ("kill", "sleep", "slow") and not chosen:
             return
         seconds = min(fault.seconds, left)

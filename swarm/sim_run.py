@@ -128,16 +128,18 @@ def _alone(loop: VirtualLoop) -> Iterator[Errors]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the seed that is named, and print its trace. The exit code: 1 if something did not hold."""
-    seed = int(argv[1])
+    """Run the seeds that are named, and print their traces. The exit code: 1 if something did not hold."""
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
-    report = simulate(seed, keep=True)
-    for line in report.lines or ():
-        print(line)
-    print(f"{report.setting}\n{report.faults}")
-    how = "held" if report.failure is None else f"failed ({report.failure!r})"
-    print(f"seed {seed}: {how}, {report.events} events, trace {report.trace}")
-    return report.failure is not None
+    failed = False
+    for seed in map(int, argv[1:]):
+        report = simulate(seed, keep=True)
+        for line in report.lines or ():
+            print(line)
+        print(f"{report.setting}\n{report.faults}")
+        how = "held" if report.failure is None else f"failed ({report.failure!r})"
+        print(f"seed {seed}: {how}, {report.events} events, trace {report.trace}")
+        failed |= report.failure is not None
+    return failed
 
 
 if __name__ == "__main__":

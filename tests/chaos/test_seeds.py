@@ -25,15 +25,17 @@ def test_the_seeds_are_of_every_kind():
     assert {(s.kind, s.peers) for s in settings} >= {("pair", n) for n in (3, 4, 5, 6)} | {("group", n) for n in (3, 4, 5)}
 
 
-@pytest.mark.parametrize("seed", [0, 3, 5])
-def test_one_seed_is_one_trace(seeds, seed):
-    one, two = simulate(seed), simulate(seed)
-    assert (one.trace, one.events) == (two.trace, two.events)
+def test_one_seed_is_one_trace(seeds):
+    """Here twice, and in another process, where sets of strings have another order."""
+    wanted = [0, 2, 3]
+    one, two = ([simulate(seed) for seed in wanted] for _ in range(2))
+    assert [report.trace for report in one] == [report.trace for report in two]
     again = subprocess.run(
-        [sys.executable, "-m", "swarm.sim_run", str(seed)], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "77"},
-        capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, "-m", "swarm.sim_run", *map(str, wanted)], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
-    assert again.stdout.splitlines()[-1] == f"seed {seed}: held, {one.events} events, trace {one.trace}"
+    said = [line for line in again.stdout.splitlines() if line.startswith("seed ")]
+    assert said == [f"seed {report.seed}: held, {report.events} events, trace {report.trace}" for report in one]
 
 
 def test_another_seed_is_another_trace(seeds):
@@ -45,7 +47,8 @@ def test_without_faults_everybody_is_in_the_mean_of_every_round(seeds, kind):
     """Else the seeds would show little: exchanges that always fail keep every promise."""
     report = simulate(7, setting=Setting(kind, 4, calm=5.0), faults=[])
     assert report.failure is None
-    assert report.means >= (0.75 if kind == "pair" else 0.95) * report.rounds > 20
+    assert report.rounds >= 20
+    assert report.means >= (0.75 if kind == "pair" else 0.95) * report.rounds
 
 
 @pytest.mark.parametrize("kind", ["pair", "group"])
