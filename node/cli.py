@@ -14,8 +14,10 @@ from typing import Any
 
 import click
 
+from node.chaos.cli import chaos
 from node.exit_codes import ExitCode, epilogue
 from node.logs import log_to_stderr
+from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
@@ -137,6 +139,8 @@ def cli() -> None:
 
 cli.add_command(verify)
 cli.add_command(seed)
+cli.add_command(pull)
+cli.add_command(chaos)
 
 
 @cli.command()
