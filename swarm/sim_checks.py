@@ -32,6 +32,8 @@ REMEMBERED = {
     "_usual": 8,
     "_absent": 64,
     "_silent": 64,
+    "_events": 64,
+    "_seconds": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""
 GROWN = 64  # entries of any other table, at any time
