@@ -45,7 +45,7 @@ from swarm.exchange import model_digest
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.welcome import State, StateServer
+from swarm.welcome import STATE_PROTOCOL, State, StateServer
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -149,6 +149,7 @@ class NodeRun:
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
+        self.host.entrance.meter(STATE_PROTOCOL, max(int(settings.peers.models_per_hour * FLOAT32.nbytes(shapes)), 1))
         self.state_server = StateServer(self.host, swarm, model, shapes)
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
         self.session: Session | None = None
@@ -227,6 +228,7 @@ class NodeRun:
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
+        result.refused = self.host.entrance.refused()
         result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
             self.display.message(result.not_saved)
@@ -310,6 +312,12 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
+        refused = self.host.entrance.refused()
+        if refused != result.refused:
+            result.refused = refused
+            self.metrics.write("refused", **refused)
+        if line := self.membership.news():
+            self.display.message(line)
 
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()

@@ -29,9 +29,9 @@ from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 # Whoever handles messages takes all of it from here.
 __all__ = [
-    "ENVELOPE", "KIB", "MAX_COUNT", "Abort", "Answer", "Commit", "Digest", "Label", "M", "ManifestReply", "ManifestRequest",
-    "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "Ready", "StateHeader", "StateRequest", "pack",
-    "seal", "unpack", "unseal",
+    "ENVELOPE", "KIB", "MAX_COUNT", "Abort", "AdmissionReply", "Answer", "Commit", "Digest", "Label", "M", "ManifestReply",
+    "ManifestRequest", "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "Ready", "StateHeader",
+    "StateRequest", "pack", "seal", "unpack", "unseal",
 ]  # fmt: skip
 
 
@@ -39,9 +39,12 @@ MAX_EXTRA = 8  # tensors for each parameter that a rule may share
 
 
 class Member(Message):
-    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats."""
+    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 
-    KIND, LIMIT, AUTHOR = "member", 4 * KIB, "peer"
+    ``admission``: its packed `swarm.invitation.Admission`, in a swarm that is by invitation only.
+    """
+
+    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 4 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -56,6 +59,7 @@ class Member(Message):
     state: Literal["waiting", "training", "leaving", "done"]
     issued: Annotated[float, Field(ge=0)]
     version: Label
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:
@@ -77,6 +81,14 @@ class ManifestReply(Message):
     KIND, LIMIT = "manifest-reply", 64 * KIB
     manifest: Annotated[bytes, Field(max_length=60 * KIB)] | None
     swarm: SwarmId
+    reason: Reason = ""
+
+
+class AdmissionReply(Message):
+    """The packed `swarm.invitation.Admission` of the one who was shown the caller's; or why the caller is not let in."""
+
+    KIND, LIMIT = "admission-reply", 4 * KIB
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
     reason: Reason = ""
 
 

@@ -60,7 +60,9 @@ class Session:
             member = directory.members().get(peer)
             return () if member is None else tuple(member.addresses)
 
-        self.gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=addresses)
+        self.gossip = Gossip(
+            membership.host, membership.identity, membership.swarm, addresses=addresses, door=directory.door, look=directory.look
+        )
         env: Env = task.env
         self._pool = RolloutPool(self.gossip, env.knows, limits=Limits(max_age=ANY_ROUND, ttl=TTL_S), barred=directory.is_barred)
         self._metered = Metered(self._pool)

@@ -35,7 +35,15 @@ def start_verification(
     if rl is not None:
         gossip = rl.gossip
     else:
-        gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=membership.directory.addresses)
+        directory = membership.directory
+        gossip = Gossip(
+            membership.host,
+            membership.identity,
+            membership.swarm,
+            addresses=directory.addresses,
+            door=directory.door,
+            look=directory.look,
+        )
     network = SwarmNetwork(membership, gossip)
     kind: Kind
     if isinstance(terms, Terms) and isinstance(task, RLTask):
