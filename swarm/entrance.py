@@ -31,7 +31,6 @@ FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL})
 MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
 MAX_HANDLERS_PER_PEER = 16
 MAX_STRANGERS = 64  # of those, streams of peers that are no members: they cannot keep the members out
-DHT = "dht"  # in place of a protocol: calls to the DHT node
 REASONS = ("denied", "uninvited", "crowded", "rate", "spent")
 
 

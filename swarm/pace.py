@@ -37,7 +37,7 @@ class Pace:
             self._lock = asyncio.Lock()
         async with self._lock:
             while (owed := self.owed()) > 0:
-                await asyncio.sleep(owed / self._rate)
+                await asyncio.sleep(max(owed / self._rate, 0.001))
 
     def owed(self) -> float:
         """Bytes by which the budget is overdrawn; 0 or less if it is not."""
