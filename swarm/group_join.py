@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optim.pairing import order
 from swarm.contribution import Contribution
 from swarm.errors import MessageError, NetworkError
 from swarm.group_allreduce import AllReducing
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 LEADER_PROTOCOL = "/shoal/group/1"
 TRIED = 8  # leaders tried in one round
 PROBE_S = 2.0  # seconds for a leader to say that it is there
+PROBE_PART = 1 / 3  # of the patience that is left, if that is less: two who sleep must not use up a round
 LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last word may take
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Groups:
         while True:
             key = meeting.mine.key
             self._rounds.begin(key.round, key.fragment)
-            leaders = order(self._seed, key.round, self._view.here())
+            leaders = self._view.order(self._seed, key.round)
             if len(leaders) < 2:
                 return
             for peer in leaders[:TRIED]:
@@ -140,16 +140,22 @@ class Groups:
         ready = ready_message(meeting.mine, self._swarm, self._model, patience)
         sealed = seal(ready, self._identity)
         self._leader.expect(ready)
+        probe = loop.time() + max(min(patience * PROBE_PART, PROBE_S), 0.01)
         try:
-            stream = await self._open(leader, addresses, min(max(patience, 0.01), PROBE_S))
+            stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
             log.info("round %d: its leader cannot be had: %s", ready.round, error)
-            self._view.miss([leader])
+            self._view.silence(leader)
             return
         line = Line(stream, self._chunk_timeout)
         try:
-            await stream.send(sealed, PROBE_S)
-            receipt = unpack(await stream.receive(GroupReceipt.LIMIT, PROBE_S), GroupReceipt)
+            await stream.send(sealed, max(probe - loop.time(), 0.01))
+            try:
+                answer = await stream.receive(GroupReceipt.LIMIT, max(probe - loop.time(), 0.01))
+            except NetworkError:
+                self._view.silence(leader)
+                raise
+            receipt = unpack(answer, GroupReceipt)
             if receipt.verdict != "noted":
                 self._note(meeting, leader, receipt)
                 return

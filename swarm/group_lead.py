@@ -134,6 +134,7 @@ class Leader:
             return say("refuse", f"this node is in swarm {self._swarm}, the contribution is for {ready.swarm}")
         if ready.model != self._model:
             return say("refuse", "the models differ in the shapes or types of their parameters")
+        self._view.hear(peer)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
             return say("passed", round=instead)

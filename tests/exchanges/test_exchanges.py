@@ -97,12 +97,14 @@ def test_one_who_comes_late_is_waited_for(world):
 def test_who_does_not_come_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
     """The last peer leaves out round 0. In round 1 it may come too late for those who do not wait for it any more."""
     last = world.size - 1
-    rounds = [step for r in (1, 2) for step in (start(str(r), peer=0, round=r), ["result", str(r)])]
+
+    def play(r):
+        return [start(str(r), peer=0, round=r), ["result", str(r)]]
 
     def script(peer):
         if peer == last:
-            return [["after", "gave up"], *rounds]
-        return [start("0", peer=0), ["result", "0"], ["mark", "gave up"], *rounds]
+            return [["after", "gave up"], *play(1), ["mark", "was told"], *play(2)]
+        return [*play(0), ["mark", "gave up"], *play(1), ["after", "was told"], *play(2)]
 
     notes = world.play(each(world, script), wait=2.0)
     for peer in range(last):

@@ -24,6 +24,7 @@ import script
 import torch.distributed as dist
 
 from optim import Faults, Simulation, mate
+from optim.pairing import order
 from swarm.exchange import SwarmExchange
 from swarm.group import GroupExchange
 from swarm.host import Host
@@ -90,8 +91,8 @@ class Ranks:
 
     def do(self, orders):
         """One order for each rank, all at once; what they returned, None for one that died."""
-        for stream, order in zip(self.streams, orders, strict=True):
-            stream.write(json.dumps(order) + "\n")
+        for stream, wanted in zip(self.streams, orders, strict=True):
+            stream.write(json.dumps(wanted) + "\n")
             stream.flush()
         return [self.answer(stream) for stream in self.streams]
 
@@ -147,7 +148,7 @@ class OnTorchDistributed:
 class OnSwarm:
     """Real hosts, each with a daemon of its own, in this process."""
 
-    size, overlaps, kind = 2, False, SwarmExchange
+    size, overlaps = 2, False
     _tests = itertools.count()
 
     def __init__(self):
@@ -161,11 +162,7 @@ class OnSwarm:
         hosts = self._hosts[: len(scripts)]
         swarm = "".join("abcdefghij"[int(digit)] for digit in f"{next(self._tests):052d}")  # of its own: no late call from before
         ids = [host.peer_id for host, _ in hosts]
-        # The ids are new each time. Of three, the last has a partner in round 1, and the others are partners from round 4 on.
-        partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
-        seed = next(
-            seed for seed in itertools.count() if all(mate(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
-        )
+        seed = next(seed for seed in itertools.count() if self.suits(seed, ids))  # the ids are new each time
         members = {
             host.peer_id: Member(
                 swarm=swarm, peer=host.peer_id, name="x", addresses=host.addresses(), round=0, step=0, loss=None, steps_per_s=0.0,
@@ -174,7 +171,7 @@ class OnSwarm:
             for host, _ in hosts
         }  # fmt: skip
         exchanges = [
-            self.kind(
+            self.exchange(
                 host, identity, swarm=swarm, model="0" * 64, seed=seed, members=lambda: members, wait=wait, chunk_timeout=1.0,
                 exchange_timeout=20.0,
             )
@@ -212,6 +209,14 @@ class OnSwarm:
             raise error
         return notes
 
+    def suits(self, seed, ids):
+        """Of three, the last has a partner in round 1, and the others are partners from round 4 on."""
+        partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
+        return all(mate(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
+
+    def exchange(self, host, identity, **options):
+        return SwarmExchange(host, identity, **options)
+
     def close(self):
         for host, _ in self._hosts:
             host.close()
@@ -220,7 +225,15 @@ class OnSwarm:
 class OnSwarmGroup(OnSwarm):
     """The same, all of them in one group."""
 
-    size, overlaps, kind = 3, True, GroupExchange
+    size, overlaps = 3, True
+
+    def suits(self, seed, ids):
+        """Who tells a latecomer of round 1 that it is late is the one who waits for it in round 2."""
+        return order(seed, 1, ids)[0] == order(seed, 2, ids)[0] == ids[0]
+
+    def exchange(self, host, identity, **options):
+        """A contribution that comes too late is dropped, as the other exchanges do, instead of going to the next round."""
+        return GroupExchange(host, identity, follow=False, **options)
 
 
 def numbered(notes, ids):

@@ -155,8 +155,7 @@ def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatc
 
 
 def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
-    four = school.peers(4, wait=30.0)
-    victim, *others = four
+    *others, victim = school.ranked(school.peers(4, wait=30.0))
     for peer in others:
         peer.exchange._groups._view.miss([victim.id])
         assert victim.id not in peer.exchange._groups._view.expected()
@@ -165,6 +164,41 @@ def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
     for peer in others:
         peer.issued[victim.id] = 2.0
         assert victim.id in peer.exchange._groups._view.expected()
+
+
+def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school):
+    """Else each round that its rank gives to it would cost the others a part of their patience."""
+    leader, *others = school.ranked(school.peers(3, wait=6.0))
+    answering = leader.host.handlers[LEADER_PROTOCOL]
+    asked = []
+
+    async def sleeping(stream):
+        asked.append(stream.peer_id)
+        await stream.drained(60)
+
+    leader.host.handlers[LEADER_PROTOCOL] = sleeping
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    asked.clear()
+    second = next(round for round in range(1, 100) if school.ranked([leader, *others], round)[0] is leader)
+    assert school.values([peer.start(second, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    assert asked == []
+    leader.host.handlers[LEADER_PROTOCOL] = answering
+    for peer in others:
+        peer.issued[leader.id] = 2.0
+    third = next(round for round in range(second + 1, 200) if school.ranked([leader, *others], round)[0] is leader)
+    assert school.values([peer.start(third, 4.0) for peer in (*others, leader)]) == [4.0] * 3
+
+
+def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(school):
+    *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
+    for peer in others:
+        peer.exchange._groups._view.miss([late.id])
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    assert late.start(0, 9.0).result() is None  # it is told the next round, and goes there when it has something new
+    round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0])
+    handles = [peer.start(round, 1.0) for peer in others]
+    school.until(lambda: others[0].seated(round) == 2)
+    assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
 
 
 def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):

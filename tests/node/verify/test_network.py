@@ -42,6 +42,7 @@ def two():
         known[host.peer_id] = SimpleNamespace(name=name, addresses=())
         directory = SimpleNamespace(everyone=lambda: known, barred=lambda peer: False)
         directory.members = lambda own=directory: {peer: member for peer, member in known.items() if not own.barred(peer)}
+        directory.addresses = lambda peer: known[peer].addresses if peer in known else ()
         membership = SimpleNamespace(identity=host.identity, host=host, directory=directory, swarm=SWARM)
         networks.append(SwarmNetwork(membership, Gossip(everyone, host.identity)))
     yield networks
