@@ -142,6 +142,10 @@ class NodeSettings(_Table):
     upload: float = Field(
         default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
     )
+    disk: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",
+    )  # fmt: skip
     calibration: PathSetting | None = Field(
         default=None,
         description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",

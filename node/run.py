@@ -13,6 +13,7 @@ from node import beginning, checkpoint
 from node.anchor import Anchor
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
+from node.disk import room_maker
 from node.display import Display
 from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
@@ -71,7 +72,8 @@ class NodeRun:
         self.settings, self.link, self.display, self.stopper = settings, link, display, stopper
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
-        self.saver = Saver(self.folder, keep=settings.node.keep_checkpoints, state=self._state, say=display.message)
+        keep, room = settings.node.keep_checkpoints, room_maker(self.folder, settings.node.disk)
+        self.saver = Saver(self.folder, keep=keep, state=self._state, say=display.message, room=room)
 
     def run(self) -> Result:
         """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""
