@@ -142,6 +142,10 @@ class NodeSettings(_Table):
     upload: float = Field(
         default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
     )
+    ram: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Gigabytes of memory: a model that needs more is not begun with, and queues shrink with it; 0: no bound.",
+    )  # fmt: skip
     disk: float = Field(
         default=0.0, ge=0, le=1e6,
         description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from node import beginning, checkpoint
+from node import beginning, checkpoint, memory
 from node.anchor import Anchor
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
@@ -118,6 +118,7 @@ class NodeRun:
             on_round=self._on_round,
             speeds=self._speeds,
         )
+        memory.check(self.settings.node.ram, self.trainer)
 
     def _speeds(self) -> list[float]:
         """Inner steps a second of all members, as they say."""
@@ -156,7 +157,8 @@ class NodeRun:
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
-            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
+            ram = settings.node.ram
+            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message, ram)
         self.verification = start_verification(settings, membership, trainer, shard, self.session, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)

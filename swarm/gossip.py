@@ -45,7 +45,7 @@ from swarm.parcel import Body, Encoding, Notice, Opened, Parcel
 from swarm.pubsub import MAX_MESSAGE
 from swarm.quota import Quota, Quotas
 from swarm.seen import Seen
-from swarm.shelf import Shelf
+from swarm.shelf import MAX_SHELF, Shelf
 from swarm.tally import Tally
 from swarm.wire import M, Message, pack
 
@@ -68,7 +68,7 @@ class Gossip:
 
     ``addresses``: where a peer is reached, as far as known (the directory knows), for records that have to be fetched.
     ``fetch_s``: seconds for one of those from one peer. ``door``: whose records are taken. ``look``: called when a
-    stranger publishes.
+    stranger publishes. ``shelf``: bytes of own records too large for gossip that are kept to be fetched.
     """
 
     def __init__(
@@ -81,10 +81,11 @@ class Gossip:
         fetch_s: float = FETCH_S,
         door: Door | None = None,
         look: Callable[[], None] = lambda: None,
+        shelf: int = MAX_SHELF,
     ) -> None:
         self.door, self.look = door or Door(), look
         self.host, self.identity, self.swarm, self.fetch_s = host, identity, swarm, fetch_s
-        self.shelf = Shelf(host, swarm, addresses)
+        self.shelf = Shelf(host, swarm, addresses, nbytes=shelf)
         self._topics: list[Topic[Any]] = []
 
     def join(

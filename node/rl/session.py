@@ -8,6 +8,7 @@ from typing import Any
 
 from node.config import Settings
 from node.membership import Membership
+from node.memory import shares
 from node.rl.environment import Env
 from node.rl.loading import load_env, load_policy
 from node.rl.task import RLRound, RLTask
@@ -52,7 +53,7 @@ class Metered:
 class Session:
     """Rollouts of ``task`` are shared with the swarm from now on. ``write(event, **fields)`` is told each round, ``say`` some."""
 
-    def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None]) -> None:
+    def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None], ram: float = 0.0) -> None:
         self._task, self._write, self._say, self._quiet = task, write, say, time.monotonic()
         directory = membership.directory
 
@@ -60,11 +61,14 @@ class Session:
             member = directory.members().get(peer)
             return () if member is None else tuple(member.addresses)
 
+        pool, shelf = shares(ram)
         self.gossip = Gossip(
-            membership.host, membership.identity, membership.swarm, addresses=addresses, door=directory.door, look=directory.look
-        )
+            membership.host, membership.identity, membership.swarm, addresses=addresses, door=directory.door, look=directory.look,
+            shelf=shelf,
+        )  # fmt: skip
         env: Env = task.env
-        self._pool = RolloutPool(self.gossip, env.knows, limits=Limits(max_age=ANY_ROUND, ttl=TTL_S), barred=directory.is_barred)
+        limits = Limits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=pool)
+        self._pool = RolloutPool(self.gossip, env.knows, limits=limits, barred=directory.is_barred)
         self._metered = Metered(self._pool)
         task.connect(self._metered, membership.host.peer_id, self._on_round)
 
