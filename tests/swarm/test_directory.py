@@ -10,7 +10,6 @@ import msgpack
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage
 from hivemind.dht.validation import DHTRecord
 
 from swarm import trie
@@ -220,25 +219,6 @@ def test_forged_and_misplaced_records_are_refused(me):
     }
     assert accepted(dht_record(good, me.peer_id))
     assert [what for what, record in refused.items() if accepted(record)] == []
-
-
-def test_an_old_record_that_is_replayed_does_not_displace_a_newer_one(me):
-    storage = DHTLocalStorage()
-
-    def put(record):
-        if not accepted(record):
-            return False
-        return storage.store(DHTID(int.from_bytes(record.key, "big")), record.value, record.expiration_time, record.subkey)
-
-    now = time.time()
-    old, new = (make_record("", member(me, issued=now + at), me) for at in (-10.0, 0.0))
-    assert put(dht_record(old, me.peer_id, expires_in=20.0))
-    assert put(dht_record(new, me.peer_id, expires_in=30.0))
-    assert not put(dht_record(old, me.peer_id, expires_in=20.0))
-    assert not put(dht_record(old, me.peer_id, expires_in=60.0))  # a life of its own choice
-    assert not put(dht_record(old, me.peer_id, expires_in=30.5))
-    kept = storage.get(DHTID.generate(source=key_of(SWARM, ""))).value.get(DHTProtocol.serializer.dumps(me.peer_id))
-    assert DHTProtocol.serializer.loads(kept.value) == new
 
 
 def test_hostile_bytes_never_raise(me):
