@@ -18,6 +18,7 @@ from node.exit_codes import ExitCode, epilogue
 from node.invite_cli import invite
 from node.limits_cli import limit_options, limit_overrides
 from node.logs import log_to_stderr
+from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
@@ -140,6 +141,7 @@ def cli() -> None:
 cli.add_command(verify)
 cli.add_command(seed)
 cli.add_command(invite)
+cli.add_command(pull)
 
 
 @cli.command()

@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from node.config import load
 from node.invite import check
@@ -20,7 +19,9 @@ from swarm.manifest import open_manifest
 from swarm.messages import Answer, StateRequest, pack, unpack
 from swarm.rollouts import RolloutPool
 from swarm.shelf import BODY_PROTOCOL
-from swarm.welcome import STATE_PROTOCOL, State, StateServer, fetch_manifest, fetch_state
+from swarm.state_server import StateServer
+from swarm.statements import STATE_PROTOCOL
+from swarm.welcome import fetch_manifest
 
 MODEL = "0" * 64
 SHAPES = [(4,)]
@@ -102,18 +103,11 @@ def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
 def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch):
     anna, bert = club.join(club.invited(), "anna"), club.join(club.invited(), "bert")
     creator = club.first
-    servers = [StateServer(m.host, m.swarm, MODEL, SHAPES) for m in (creator, anna)]
+    for member in (creator, anna):
+        StateServer(member.host, member.swarm, MODEL, SHAPES)
     # Weights are asked for before anybody could have read a record of the newcomer: it shows its invitation first.
-    taken = []
-    giver = [(creator.host.peer_id, creator.host.addresses())]
-    fetching = threading.Thread(
-        target=lambda: taken.append(fetch_state(bert.host, bert.swarm, MODEL, SHAPES, giver)), daemon=True
-    )
-    fetching.start()
-    until(lambda: servers[0]._wanted)
-    servers[0].offer(lambda: State(3, 7, [torch.ones(4)]))
-    fetching.join(10)
-    assert taken[0].round == 3
+    wanted = StateRequest(swarm=creator.swarm, model=MODEL)
+    assert asks(bert.host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
     # Two guests, neither of whom has a record yet, may meet too; and each learns of the other.
     assert not anna.directory.door._guests.keys() & {bert.host.peer_id}
     answer = asks(bert.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=bert.swarm, model=MODEL), anna.host.addresses())

@@ -39,7 +39,8 @@ from swarm.messages import StateRequest, pack
 from swarm.parcel import Parcel
 from swarm.records import MemberValidator, key_of
 from swarm.rollouts import RolloutPool
-from swarm.welcome import StateServer, serve_manifest
+from swarm.state_server import StateServer
+from swarm.welcome import serve_manifest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 UNPICKLING = ("pickle.find_class", "marshal.loads", "marshal.load")
