@@ -9,6 +9,7 @@ import pytest
 from node.config import load
 from node.invite import check
 from node.membership import create, join, new_manifest
+from node.status import visited
 from swarm.door import Door
 from swarm.errors import AdmissionError, NetworkError
 from swarm.gossip import Gossip
@@ -137,6 +138,19 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
     assert anna.host.entrance.refused()["uninvited"] == 4
     # The manifest says that an invitation is needed, so everybody gets it; and the directory shows who is there.
     assert fetch_manifest(spy.host, club.link())[1].invite_only
+
+
+def test_a_visitor_sees_the_members_and_may_fetch_by_an_invitation_only(club):
+    creator = club.first
+    StateServer(creator.host, creator.swarm, MODEL, SHAPES)
+    wanted = StateRequest(swarm=creator.swarm, model=MODEL)
+    with visited(club.link()) as (host, manifest, members):
+        assert manifest.invite_only
+        assert set(members) == {creator.host.peer_id}
+        with pytest.raises(NetworkError, match="has no invitation"):
+            asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses())
+    with visited(club.invited()) as (host, _, _):
+        assert asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
 
 
 def test_the_second_who_comes_by_a_link_for_one_is_told_who_uses_it(club):
