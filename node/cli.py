@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from node.chaos.cli import chaos
 from node.exit_codes import ExitCode, epilogue
 from node.invite_cli import invite
 from node.limits_cli import limit_options, limit_overrides
@@ -22,6 +23,7 @@ from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
+from node.watch.cli import watch
 
 SUGGEST_LOG = "run again with --verbose to see what happened"
 
@@ -142,6 +144,8 @@ cli.add_command(verify)
 cli.add_command(seed)
 cli.add_command(invite)
 cli.add_command(pull)
+cli.add_command(chaos)
+cli.add_command(watch)
 
 
 @cli.command()

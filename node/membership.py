@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePath
 
 from node.config import Settings
@@ -19,6 +20,7 @@ from swarm.admission import Introductions
 from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.door import Door
 from swarm.errors import AdmissionError
+from swarm.gossip import Gossip
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.invitation import admission
@@ -27,6 +29,7 @@ from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
 from swarm.presence import Presence
 from swarm.records import MemberValidator
+from swarm.shelf import MAX_SHELF
 from swarm.verify_setting import StretchTerms, Terms
 from swarm.welcome import fetch_manifest, serve_manifest
 
@@ -51,6 +54,8 @@ class Membership:
     sealed: bytes
     manifest: Manifest
     presence: Presence
+    shelf: int = MAX_SHELF
+    """Bytes of own gossiped records that are kept to be fetched."""
 
     def news(self) -> str:
         """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
@@ -62,6 +67,14 @@ class Membership:
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
         return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
+
+    @cached_property
+    def gossip(self) -> Gossip:
+        """The one gossip of this node: what is too large for it is handed out under one protocol name."""
+        at = self.directory
+        return Gossip(
+            self.host, self.identity, self.swarm, addresses=at.addresses, door=at.door, look=at.look, shelf=self.shelf
+        )
 
     def close(self) -> None:
         """Leave the network."""

@@ -32,6 +32,7 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
 from node.rl.task import RLTask
@@ -91,6 +92,7 @@ class NodeRun:
         membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
         try:
             self.membership = membership
+            membership.shelf = memory.shares(self.settings.node.ram)[1]
             return self._in_swarm(saved)
         finally:
             membership.close()
@@ -165,9 +167,8 @@ class NodeRun:
         self.diagnosis = Diagnosis(health, self.directory, me, self._sketch)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
-            ram = settings.node.ram
-            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message, ram)
-        self.verification = start_verification(settings, membership, trainer, shard, self.session, self._task)
+            self.session = Session(trainer.task, membership, self._note, self.display.message, settings.node.ram)
+        self.verification = start_verification(settings, membership, trainer, shard, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -181,10 +182,12 @@ class NodeRun:
             params=sum(parameter.numel() for parameter in trainer.params),
         )
         self.metrics = Metrics(self.folder / METRICS, self.display.message)
+        self.reporter = Reporter(membership, settings.node.name)
         try:
             return self._train(shard)
         finally:
             self.display.close()
+            self.reporter.close()
             if self.verification is not None:
                 self.verification.close()
             if self.session is not None:
@@ -207,6 +210,7 @@ class NodeRun:
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
         shard = self.trainer.shard
+        self.reporter.progress(state, self.trainer.opt.round, self.trainer.opt.steps, loss, speed)
         self.directory.announce(
             name=self.settings.node.name,
             round=self.trainer.opt.round,
@@ -297,7 +301,7 @@ class NodeRun:
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         self.state_server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
         if self.verification is not None:
-            self.verification.tell(self.display.message, self.metrics.write)
+            self.verification.tell(self.display.message, self._note)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
             self.metrics.write("evaluation", step=opt.steps, loss=self.trainer.evaluate())
@@ -338,6 +342,9 @@ class NodeRun:
         self.diagnosis.waited(record.wait_s)
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
+        self.reporter.round(record, info.members)
+        if self.verification is not None:
+            self.reporter.verified(self.verification.counted())
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
             self.display.round(record)
         if self.keep_rounds:
@@ -350,6 +357,11 @@ class NodeRun:
             self.metrics.write("refused", **refused)
         if line := self.membership.news():
             self.display.message(line)
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Into the metrics, and to those who watch."""
+        self.metrics.write(event, **fields)
+        self.reporter.event(event, **fields)
 
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()

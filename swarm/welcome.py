@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from swarm.errors import MessageError, NetworkError
 from swarm.link import Link
-from swarm.manifest import Manifest, open_manifest
+from swarm.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
 from swarm.messages import ManifestReply, ManifestRequest, pack, unpack
 
 if TYPE_CHECKING:
     from swarm.host import Host
     from swarm.stream import Stream
 
-MANIFEST_PROTOCOL = "/shoal/manifest/1"
 SMALL_S = 10.0  # seconds for one small message
 
 

@@ -19,7 +19,7 @@ from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
 from swarm.link import MAX_CHARS
 from swarm.log_sync import LOG_PROTOCOL, MAX_LOG
 from swarm.log_sync import QUOTA as LOGS
-from swarm.manifest import Manifest, OuterSettings
+from swarm.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
 from swarm.messages import ENVELOPE, Member, Message, Offer
 from swarm.parcel import Notice
 from swarm.pieces import PIECES_PROTOCOL
@@ -31,12 +31,15 @@ from swarm.seed_messages import SEED_PROTOCOL, TOLD
 from swarm.shelf import BODY_PROTOCOL
 from swarm.snapshot import KEPT, UNUSED_S
 from swarm.statements import SAMPLE, STATE_PROTOCOL
+from swarm.status_record import PARTNERS, PER_SECOND, ROUNDS, Status
 from swarm.transfer import OUTCOME_PROTOCOL
 from swarm.trie import CAP
-from swarm.welcome import MANIFEST_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Invitation)}
+SEALED = {
+    kind.KIND
+    for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Invitation, Status)
+}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -83,6 +86,9 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert "at most two snapshots, none two minutes after the last question" in PAGE
     assert "four chunks of both" in PAGE
     assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE
+    assert f"its newest {ROUNDS} rounds" in PAGE
+    assert f"at most {PARTNERS} partners" in PAGE
+    assert f"about {PER_SECOND:g} a second" in PAGE
     assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE
