@@ -140,12 +140,8 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-cli.add_command(verify)
-cli.add_command(seed)
-cli.add_command(invite)
-cli.add_command(pull)
-cli.add_command(chaos)
-cli.add_command(watch)
+for command in (verify, seed, invite, pull, chaos, watch):
+    cli.add_command(command)
 
 
 @cli.command()
