@@ -351,8 +351,7 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
-        refused = self.host.entrance.refused()
-        if refused != result.refused:
+        if (refused := self.host.entrance.refused()) != result.refused:
             result.refused = refused
             self.metrics.write("refused", **refused)
         if line := self.membership.news():
