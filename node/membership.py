@@ -8,6 +8,8 @@ from pathlib import PurePath
 
 from node.config import Settings
 from node.hooks import BUILT_IN, HookError
+from node.memory import shares
+from node.peers_setting import lists
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
 from swarm import membership
@@ -50,29 +52,35 @@ def new_manifest(settings: Settings, identity: Identity, model: str, terms: Term
         model=model,
         start_when=settings.swarm.start_when,
         shards=settings.swarm.shards,
+        invite_only=settings.swarm.invite_only,
     )
     return seal(manifest, identity)
 
 
 def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
-    """Start the first node of the swarm of ``sealed``."""
+    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another's."""
     return membership.create(identity, sealed, place(settings))
 
 
 def join(settings: Settings, identity: Identity, link: Link) -> Membership:
-    """Start a node in the swarm of ``link``. StartupError, NetworkError or MessageError, and nothing left running."""
+    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
     return membership.join(identity, link, place(settings))
 
 
 def place(settings: Settings) -> Place:
-    """Where this node is on the network; it also tries the peers it met in an earlier run."""
-    node = settings.node
+    """Where this node is on the network, and whom it meets; it also tries the peers it met in an earlier run."""
+    node, who = settings.node, lists(settings.peers)
     return Place(
         listen=tuple(node.listen),
         announce=tuple(node.announce),
         bootstrap=tuple(node.bootstrap),
         relay=node.relay,
         known=node.run_folder / KNOWN_PEERS,
+        allow=tuple(sorted(who.allow)),
+        deny=tuple(sorted(who.deny)),
+        upload=node.upload,
+        models_per_hour=settings.peers.models_per_hour,
+        shelf=shares(node.ram)[1],
     )
 
 
@@ -100,7 +108,9 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
                 update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
             )
     task = settings.task.model_copy(update={"hooks": hooks, "options": options})
-    swarm = settings.swarm.model_copy(update={"name": manifest.name, "shards": manifest.shards})
+    swarm = settings.swarm.model_copy(
+        update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}
+    )
     train = manifest.train
     if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
         train = train.model_copy(update={"steps": settings.train.steps})

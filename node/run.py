@@ -9,9 +9,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from node import beginning, checkpoint
+from node import beginning, checkpoint, memory
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
+from node.disk import room_maker
 from node.display import Display
 from node.hooks import load_task
 from node.membership import (
@@ -24,6 +25,7 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
 from node.rl.task import RLTask
@@ -34,6 +36,7 @@ from node.trainer import Progress, Trainer
 from node.verify.start import start_verification
 from node.verify.terms import make_terms
 from optim import FLOAT32, Alone, RoundInfo
+from swarm.catching_up import catch_up
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
@@ -41,9 +44,9 @@ from swarm.follower import Follower
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.membership import SHOAL_VERSION, Membership, catch_up
+from swarm.membership import SHOAL_VERSION, Membership
 from swarm.method_exchange import make_exchange, make_watch
-from swarm.welcome import State
+from swarm.snapshot import State
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -69,7 +72,8 @@ class NodeRun:
         self.settings, self.link, self.display, self.stopper = settings, link, display, stopper
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
-        self.saver = Saver(self.folder, keep=settings.node.keep_checkpoints, state=self._state, say=display.message)
+        keep, room = settings.node.keep_checkpoints, room_maker(self.folder, settings.node.disk)
+        self.saver = Saver(self.folder, keep=keep, state=self._state, say=display.message, room=room)
 
     def run(self) -> Result:
         """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""
@@ -114,6 +118,7 @@ class NodeRun:
             on_round=self._on_round,
             speeds=self._speeds,
         )
+        memory.check(self.settings.node.ram, self.trainer)
 
     def _speeds(self) -> list[float]:
         """Inner steps a second of all members, as they say."""
@@ -127,7 +132,6 @@ class NodeRun:
         self.host, self.directory = membership.host, membership.directory
         trainer, settings, swarm = self.trainer, self.settings, membership.swarm
         model = self.model = model_digest(trainer.params)
-        shapes = [tuple(parameter.shape) for parameter in trainer.params]
         if self.link is not None:
             self.directory.refresh(10.0)
         own = beginning.own_run(saved, swarm, settings.node)
@@ -137,7 +141,7 @@ class NodeRun:
             shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
-        state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
+        state = None if alone else catch_up(membership, model, trainer.opt)
         if saved is not None and own is None and state is None and not alone:
             raise checkpoint.CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
@@ -147,11 +151,12 @@ class NodeRun:
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.follower = Follower(membership, model, trainer.opt, self.exchange)
+        self.follower = Follower(membership, model, trainer.opt, self.exchange, self.watch)
+        self.condition = self.follower.condition
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
-            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
-        self.verification = start_verification(settings, membership, trainer, shard, self.session, self._task)
+            self.session = Session(trainer.task, membership, self._note, self.display.message, settings.node.ram)
+        self.verification = start_verification(settings, membership, trainer, shard, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.follower.begin()
@@ -165,10 +170,12 @@ class NodeRun:
             params=sum(parameter.numel() for parameter in trainer.params),
         )
         self.metrics = Metrics(self.folder / METRICS, self.display.message)
+        self.reporter = Reporter(membership, settings.node.name)
         try:
             return self._train(shard)
         finally:
             self.display.close()
+            self.reporter.close()
             if self.verification is not None:
                 self.verification.close()
             if self.session is not None:
@@ -188,6 +195,7 @@ class NodeRun:
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
         shard = self.trainer.shard
+        self.reporter.progress(state, self.trainer.opt.round, self.trainer.opt.steps, loss, speed)
         self.directory.announce(
             name=self.settings.node.name,
             round=self.trainer.opt.round,
@@ -199,6 +207,7 @@ class NodeRun:
             model=self.model,
             state=state,
             version=SHOAL_VERSION,
+            details=self.condition.details(),
         )
 
     def _train(self, shard: Shard) -> Result:
@@ -223,6 +232,7 @@ class NodeRun:
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
+        result.refused = self.host.entrance.refused()
         result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
             self.display.message(result.not_saved)
@@ -255,6 +265,10 @@ class NodeRun:
     def _on_progress(self, progress: Progress) -> None:
         self._speed, self._loss = progress.steps_per_s, progress.loss
         self.display.update(progress.step, progress.loss, progress.steps_per_s)
+        for sentence in self.condition.news():
+            self.display.message(sentence)
+            suspicion = self.condition.absence.suspicion
+            self.metrics.write("partition", said=sentence, missing=list(suspicion.names) if suspicion is not None else [])
         self._announce("training", self._speed, self._loss)
 
     def _after_step(self) -> None:
@@ -262,7 +276,7 @@ class NodeRun:
         if self.follower.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         if self.verification is not None:
-            self.verification.tell(self.display.message, self.metrics.write)
+            self.verification.tell(self.display.message, self._note)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
             self.metrics.write("evaluation", step=opt.steps, loss=self.trainer.evaluate())
@@ -292,14 +306,28 @@ class NodeRun:
             weights=self._digest(info.key.fragment),
             suspicious=suspicious,
         )
+        self.condition.waited(record.wait_s)
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
+        self.reporter.round(record, info.members)
+        if self.verification is not None:
+            self.reporter.verified(self.verification.counted())
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
             self.display.round(record)
         if self.keep_rounds:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
+        if (refused := self.host.entrance.refused()) != result.refused:
+            result.refused = refused
+            self.metrics.write("refused", **refused)
+        if line := self.membership.news():
+            self.display.message(line)
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Into the metrics, and to those who watch."""
+        self.metrics.write(event, **fields)
+        self.reporter.event(event, **fields)
 
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()

@@ -13,6 +13,10 @@ class LinkError(ShoalError):
     """A ``shoal://`` link is malformed."""
 
 
+class AdmissionError(ShoalError):
+    """This node may not come into the swarm: no invitation, a wrong one, or one that others use."""
+
+
 class MessageError(ShoalError):
     """A message from a peer is too large, malformed, of another version, or wrongly signed.
 
@@ -30,4 +34,8 @@ class StartupError(ShoalError):
 
 
 class NetworkError(ShoalError):
-    """A call to a peer or to the own daemon failed or ran out of time."""
+    """A call to a peer or to the own daemon failed or ran out of time. ``reason``: the kind of failure (swarm/health.py)."""
+
+    def __init__(self, text: str = "", reason: str = "broken") -> None:
+        super().__init__(text)
+        self.reason = reason

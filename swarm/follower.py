@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from optim import OuterOptimizer, RoundInfo
+from optim import FLOAT32, OuterOptimizer, RoundInfo
+from optim.sketch import sketch
 from swarm.anchor import Anchor
-from swarm.handle import Waiter
+from swarm.condition import Condition
+from swarm.defence import Watch
+from swarm.drift import Drift
+from swarm.exchange import SwarmExchange
+from swarm.group import GroupExchange
 from swarm.membership import Membership
-from swarm.welcome import State, StateServer
+from swarm.pieces import PIECES_PROTOCOL
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 
 
 class Follower:
@@ -14,18 +21,29 @@ class Follower:
 
     Args:
         membership, model: the swarm, and the digest of the model's shapes.
-        exchange: the optimizer's.
+        exchange, watch: the optimizer's, and what that exchange asks what to refuse.
     """
 
-    def __init__(self, membership: Membership, model: str, opt: OuterOptimizer, exchange: Waiter) -> None:
-        self._opt, self._exchange = opt, exchange
-        self._server = StateServer(membership.host, membership.swarm, model, [tuple(tensor.shape) for tensor in opt.slow])
-        self._anchor = Anchor(membership, model, self._server, opt)
+    def __init__(
+        self, membership: Membership, model: str, opt: OuterOptimizer, exchange: SwarmExchange | GroupExchange, watch: Watch
+    ) -> None:
+        self._opt, self._exchange, self._watch, self._directory = opt, exchange, watch, membership.directory
+        host, me = membership.host, membership.identity.peer_id
+        shapes = [tuple(tensor.shape) for tensor in opt.slow]
+        host.entrance.meter(PIECES_PROTOCOL, max(int(membership.place.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        self._server = StateServer(host, membership.swarm, model, shapes)
+        self._anchor = Anchor(membership, model, self._server, opt, exchange.health, self._took_over)
+        self._drift = Drift(me, model, membership.manifest.outer.max_group)
+        self.condition = Condition(exchange.health, membership.directory, me, self._sketch)
+        """What this node tells others of itself."""
 
     def begin_from(self, state: State) -> None:
-        """Take over the weights and the round of a swarm that is under way."""
+        """Take over the weights and the round of a swarm that is under way, or those that it begins with."""
         self._opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
+        if state.round > 0:
+            self._opt.listen()  # weights of strangers, and not yet trained here: the first round does not count
         self._anchor.joined(state)
+        self._server.keep(state)
 
     def begin(self) -> None:
         """Before the first step, when weights and round are those to start from."""
@@ -33,11 +51,17 @@ class Follower:
 
     def saw(self, info: RoundInfo) -> None:
         """After each exchange, from the optimizer's ``on_round``."""
+        opt = self._opt
         # Who fell behind met the others in a later round than its own: go on from there.
-        moved = self._exchange.next_round > self._opt.round
-        self._opt.round = max(self._opt.round, self._exchange.next_round)
-        self._exchange.next_round = self._opt.round
-        self._anchor.saw(info, moved=moved)
+        behind = max(self._exchange.next_round - opt.round, 0)
+        opt.round = max(opt.round, self._exchange.next_round)
+        self._exchange.next_round = opt.round
+        if behind:  # the round's own number is not that in which it was counted
+            self._drift.moved()
+        elif opt.anchored and info.key.fragment < opt.fragments:
+            self._drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
+        split = self._drift.split(self._directory.members()) if opt.anchored else None
+        self._anchor.saw(info, behind=behind, split=split)
 
     def after_step(self) -> bool:
         """Between two steps. True if the swarm's weights were taken over just now, after a missed round."""
@@ -50,4 +74,12 @@ class Follower:
     def offer(self) -> None:
         """Hand out the slow weights if somebody waits for them."""
         opt = self._opt
-        self._server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
+        self._server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
+
+    def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
+        return None if self._anchor.astray else self._drift.newest  # nobody should give way to weights that have drifted
+
+    def _took_over(self) -> None:
+        self._drift.moved()
+        if not self._opt.anchored:  # then it was refused for being far away, and is no longer
+            self._watch.forget()

@@ -60,12 +60,13 @@ class Reduced:
     weight: float
     flat: Tensor
     mine: Contribution
+    counted: int
 
     def mean(self) -> Mean:
         """In the shapes that were handed in."""
         sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
         parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
-        return Mean(parts, self.weight, self.members)
+        return Mean(parts, self.weight, self.members, self.counted)
 
 
 class AllReducing:
@@ -98,8 +99,8 @@ class AllReducing:
     def result(self, mean: int) -> Reduced:
         """The mean of all."""
         assert self._mean is not None
-        weight = sum(self.group.readies[peer].weight for peer in self.group.members)
-        return Reduced(self.group.members, weight, self._mean, self._mine)
+        weights = [self.group.weight(peer) for peer in self.group.members]
+        return Reduced(self.group.members, sum(weights), self._mean, self._mine, sum(weight > 0 for weight in weights))
 
     def lose(self, places: int) -> None:
         """Without them it fails."""
@@ -157,6 +158,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         self.failed = asyncio.Event()
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype
         self._silence = SENDER * streams.chunk_timeout
+        self._calls: dict[Stream, None] = {}
         flat = mine.payload.view(mine.codec.dtype)
         share = -(-flat.numel() // len(group.members)) * flat.element_size()
         super().__init__(
@@ -165,7 +167,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             prefix=None,
             group_id=group.nonce,
             tensors=[flat],
-            weight=mine.weight,
+            weight=group.weight(me),
             ordered_peer_ids=[PeerID.from_base58(peer) for peer in group.members],
             peer_fractions=(1 / len(group.members),) * len(group.members),
             sender_timeout=self._silence,
@@ -187,6 +189,8 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             return whole.result()
         finally:
             await _stop(whole, failing)
+            for stream in self._calls:  # of generators that were dropped on the way: the garbage collector may take its time
+                stream.abort()
             if self._future.done() and not self._future.cancelled():
                 self._future.exception()
 
@@ -199,6 +203,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         """Send this node's parts of another member's share; the averages come back as they are ready."""
         name = peer.to_base58()
         stream = await self._streams.open(name, self._group.nonce)
+        self._calls[stream] = None
 
         async def send() -> None:
             async for message in parts:
@@ -214,6 +219,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         finally:
             await _stop(sending)
             stream.close()
+            self._calls.pop(stream, None)
 
     async def serve(self, stream: Stream) -> None:
         """The other end of ``averages``."""
@@ -229,7 +235,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             stream.abort()
 
     async def _parts(self, stream: Stream) -> AsyncIterator[Any]:
-        weight = self._group.readies[stream.peer_id].weight
+        weight = self._group.weight(stream.peer_id)
         for part in self.parts_for_local_averaging:
             data = await self._received(stream, part.numel() * part.element_size(), self._silence)
             yield averaging_pb2.AveragingData(

@@ -47,7 +47,7 @@ class Line:
             while True:
                 now = loop.time()
                 if now >= until:
-                    raise NetworkError(f"peer …{self.peer[-8:]} did not come to an end in time.")
+                    raise NetworkError(f"peer …{self.peer[-8:]} did not come to an end in time.", "timeout")
                 if now >= beat:
                     await self.tell(GroupAlive())
                     beat = now + self.patience / BEATS
@@ -64,6 +64,8 @@ class Line:
             if reading is not None:
                 reading.cancel()
                 await asyncio.wait({reading})  # only one may read from a stream
+                if not reading.cancelled():
+                    reading.exception()  # seen: asyncio need not complain about it
 
     def close(self) -> None:
         """Send what is buffered, then end the line."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from optim.exchange import Mean
 from swarm.errors import NetworkError
+from swarm.health import Health
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -46,6 +47,8 @@ class Waiter:
         self.limit = limit
         """Seconds that one round can take at most."""
         self.until = float("inf")
+        self.health = Health()
+        """How its exchanges went."""
         self.waited = 0.0
         """Seconds that the calling thread was blocked here, in all."""
 
@@ -87,6 +90,19 @@ class SwarmHandle(Generic[R]):
             received = self._decision.received
         finally:
             self._waiter.waited += time.monotonic() - began
+        return self._mean_of(received)
+
+    async def settled(self) -> Mean | None:
+        """As ``result()``, for a coroutine on the host's loop and by its clock."""
+        work = asyncio.wrap_future(self._future)
+        await asyncio.wait({work}, timeout=self._waiter.limit)
+        if not work.done():
+            self._decision.closed = True
+            self._future.cancel()
+            await asyncio.wait({work})
+        return self._mean_of(self._decision.received if work.cancelled() else work.result())
+
+    def _mean_of(self, received: R | None) -> Mean | None:
         if received is not None and self._mean is None:  # once, for it is computed in place
             self._mean = self._make(received)
         return self._mean

@@ -1,4 +1,4 @@
-"""Being a member of a swarm: on its network, in its directory, with its manifest; and the weights that a newcomer starts from."""
+"""Being a member of a swarm: let in, on its network, in its directory, with its manifest."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from optim.codec import Shape
+from swarm.admission import Introductions
 from swarm.daemon_process import Relay
 from swarm.directory import MAX_ADDRESSES, Directory
-from swarm.errors import NetworkError
+from swarm.door import Door, Lists
+from swarm.errors import AdmissionError
+from swarm.gossip import Gossip
 from swarm.host import Host
-from swarm.identity import Identity
+from swarm.identity import Identity, is_peer_id
+from swarm.invitation import admission
 from swarm.link import Link, address_problem
 from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member
 from swarm.presence import Presence
 from swarm.records import MemberValidator
-from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
+from swarm.shelf import MAX_SHELF
+from swarm.welcome import fetch_manifest, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
 OWN_LOOP = "own-loop"
 """The task of a swarm whose members bring training loops of their own (swarm/session.py)."""
 SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
-ASKED = 8  # members whose weights a newcomer asks for, in turn
+READ_S = 10.0  # seconds for the directory, to see who came by the same invitation
+BYTES_OF_MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node is on the network, as ``Host.start`` takes it."""
+    """Where a node is on the network, whom it meets there, and how much others may take up."""
 
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
     announce: Sequence[str] = ()
@@ -39,6 +45,16 @@ class Place:
     relay: Relay = "auto"
     known: Path | None = None
     """A file that keeps addresses of peers from run to run."""
+    allow: Sequence[str] = ()
+    """Peer ids: if there are any, nobody else is met."""
+    deny: Sequence[str] = ()
+    """Peer ids that are never met."""
+    upload: float = 0.0
+    """Megabits a second that this node sends at most; 0: no bound."""
+    models_per_hour: float = 60.0
+    """How many times the model's size one peer may download from this node in an hour."""
+    shelf: int = MAX_SHELF
+    """Bytes of own gossiped records that are kept to be fetched."""
 
 
 @dataclass
@@ -52,6 +68,11 @@ class Membership:
     sealed: bytes
     manifest: Manifest
     presence: Presence
+    place: Place
+
+    def news(self) -> str:
+        """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
+        return self.directory.door.news()
 
     def link(self) -> Link:
         """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
@@ -59,6 +80,14 @@ class Membership:
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
         return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
+
+    @cached_property
+    def gossip(self) -> Gossip:
+        """The one gossip of this node: what is too large for it is handed out under one protocol name."""
+        at = self.directory
+        return Gossip(
+            self.host, self.identity, self.swarm, addresses=at.addresses, door=at.door, look=at.look, shelf=self.place.shelf
+        )
 
     def close(self) -> None:
         """Leave the network."""
@@ -69,23 +98,52 @@ class Membership:
 
 
 def create(identity: Identity, sealed: bytes, place: Place) -> Membership:
-    """Start the first node of the swarm of ``sealed``. StartupError."""
+    """Start the first node of the swarm of ``sealed``.
+
+    Raises:
+        AdmissionError: it is by invitation only, and another's.
+        StartupError: the node does not get onto the network.
+    """
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
-    return _membership(identity, _start(identity, swarm, place, place.bootstrap, must_join=False), swarm, sealed, manifest)
+    if manifest.invite_only and manifest.creator != identity.peer_id:
+        raise AdmissionError(
+            f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
+            "join by a link with an invitation, or begin a new swarm with --resume-from."
+        )
+    door = _door(identity, place)
+    host = _start(identity, swarm, place, place.bootstrap, door, must_join=False)
+    return _membership(identity, host, swarm, sealed, manifest, place, door)
 
 
 def join(identity: Identity, link: Link, place: Place) -> Membership:
-    """Start a node in the swarm of ``link``. StartupError, NetworkError or MessageError, and nothing left running."""
-    host = _start(identity, link.swarm, place, (*link.bootstrap, *place.bootstrap))
+    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
+    ticket = admission(link.invite, identity) if link.invite else b""
+    door = _door(identity, place)
+    host = _start(identity, link.swarm, place, (*link.bootstrap, *place.bootstrap), door)
     try:
         sealed, manifest = fetch_manifest(host, link)
-        return _membership(identity, host, link.swarm, sealed, manifest)
+        membership = _membership(identity, host, link.swarm, sealed, manifest, place, door, ticket)
+        if manifest.invite_only:
+            membership.directory.door.check_own()  # what the invitation itself says
+            membership.directory.refresh(READ_S)
+            membership.directory.door.check_own()  # and whether others came by it
+        return membership
     except BaseException:
         host.close()
         raise
 
 
-def _start(identity: Identity, swarm: str, place: Place, bootstrap: Sequence[str], *, must_join: bool = True) -> Host:
+def _door(identity: Identity, place: Place) -> Door:
+    """The node's own lists; the swarm's manifest is not known yet."""
+    wrong = next((entry for entry in (*place.allow, *place.deny) if not is_peer_id(entry)), None)
+    if wrong is not None:
+        raise AdmissionError(f"{wrong[:60]!r} is no peer id, and the lists of who is allowed and denied hold nothing else.")
+    return Door(identity.peer_id, lists=Lists(frozenset(place.allow), frozenset(place.deny)))
+
+
+def _start(
+    identity: Identity, swarm: str, place: Place, bootstrap: Sequence[str], door: Door, *, must_join: bool = True
+) -> Host:
     return Host.start(
         identity,
         listen=place.listen,
@@ -96,13 +154,22 @@ def _start(identity: Identity, swarm: str, place: Place, bootstrap: Sequence[str
         swarm=swarm,
         known=place.known,
         must_join=must_join,
+        door=door,
+        upload=place.upload * BYTES_OF_MBIT,
     )
 
 
-def _membership(identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest) -> Membership:
+def _membership(
+    identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest, place: Place, door: Door, ticket: bytes = b""
+) -> Membership:
+    if manifest.invite_only:
+        door = Door(identity.peer_id, lists=door.lists, swarm=swarm, creator=manifest.creator, ticket=ticket)
+        host.entrance.door = door
+        host.introduce = Introductions(host, door).before
     serve_manifest(host, swarm, sealed)
-    directory = Directory(host, identity, swarm)
-    return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm))
+    directory = Directory(host, identity, swarm, door=door)
+    host.entrance.known = directory.knows
+    return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm), place)
 
 
 def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
@@ -113,37 +180,3 @@ def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
         return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
 
     return min(range(shards), key=preference)
-
-
-def catch_up(
-    membership: Membership,
-    model: str,
-    shapes: Sequence[Shape],
-    extra: Mapping[str, Sequence[Shape]],
-    *,
-    begun: bool = True,
-) -> State | None:
-    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
-
-    ``begun`` False: from members in their first round too, for who cannot make the weights that the swarm began with. From those
-    that still wait only in a swarm of own loops: others hand out nothing before they train.
-
-    Raises:
-        ModelDiffersError: this node's model does not fit.
-        NetworkError: it is under way, but nobody hands out weights.
-    """
-    others = [m for peer, m in membership.directory.members().items() if peer != membership.identity.peer_id]
-    fits = model == membership.manifest.model
-    if fits:
-        # Who waits in a later round than 0 has resumed, and is about to train.
-        early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
-        others = [m for m in others if m.model == model and (m.round > 0 or m.state in early)]
-    # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
-    first = membership.manifest.creator
-    givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: (-m.round, m.peer != first))[:ASKED]]
-    state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)
-    if not fits:
-        raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
-    if state is None and givers:
-        raise NetworkError("The swarm is training but none of its members handed out the weights to start from: try again.")
-    return state

@@ -31,18 +31,20 @@ from torch import Tensor, nn
 
 from optim import Alone, OuterOptimizer, RoundInfo, Stepped, difference
 from swarm import membership as members
+from swarm.catching_up import check_model
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
 from swarm.follower import Follower
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.membership import SHOAL_VERSION, Membership, Place, catch_up
+from swarm.membership import SHOAL_VERSION, Membership, Place
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.outer import make_outer
 from swarm.round_length import Speed, round_length
 from swarm.session_exchange import SessionExchange
 from swarm.session_start import SessionError, begin, new_swarm, parameters_of
+from swarm.stream import short
 
 ANNOUNCE_S = 1.0  # seconds between two announcements within a round
 LEAVE_S = 2.0
@@ -73,6 +75,7 @@ class Session:
         self.shard = Shard(members.least_used(everyone, of, peer), of)
         """Which part of the data to train on, so that peers learn from different ones; nobody checks it."""
         self._digest = model_digest(params)
+        self._watch = make_watch(self.settings)
         self._exchange: SessionExchange | None = None
         self._follower: Follower | None = None
         self._opt: OuterOptimizer | None = None
@@ -80,6 +83,7 @@ class Session:
         self._loss: float | None = None
         self._speed, self._announced, self._round = Speed(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
+        self._waited_before = 0.0
         self._finished = self._closed = False
 
     @property
@@ -93,7 +97,7 @@ class Session:
             inner = make_exchange(
                 self._membership,
                 self.settings,
-                make_watch(self.settings),
+                self._watch,
                 seed=self.seed,
                 model=self._digest,
                 fragments=self._expected().fragments,
@@ -148,7 +152,7 @@ class Session:
         self._on_round, opt.on_round = opt.on_round, self._saw
         try:
             self._follower = begin(
-                self._membership, self._digest, opt, self._exchange.inner, self._announce, first=self._first
+                self._membership, self._digest, opt, self._exchange.inner, self._watch, self._announce, first=self._first
             )
         except BaseException:
             self._opt, opt.on_round = None, self._on_round
@@ -175,6 +179,7 @@ class Session:
             model=self._digest,
             state=state,
             version=SHOAL_VERSION,
+            details=self._follower.condition.details() if self._follower is not None else None,
         )
 
     def report(self, loss: float) -> None:
@@ -182,8 +187,15 @@ class Session:
         self._loss = float(loss) if math.isfinite(loss) else None
 
     def _saw(self, info: RoundInfo) -> None:
-        if self._follower is not None:
+        if self._follower is not None and self._exchange is not None:
             self._follower.saw(info)
+            waited = self._exchange.inner.waited
+            self._follower.condition.waited(waited - self._waited_before)
+            self._waited_before = waited
+            for suspicion in self._watch.suspicions():
+                log.warning("refused what peer %s sent in round %d: %s", short(suspicion.peer), suspicion.key.round, suspicion)
+            if line := self._membership.news():
+                log.warning("%s", line)
         if self._on_round is not None:
             self._on_round(info)
 
@@ -193,6 +205,8 @@ class Session:
             return
         if self._follower.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round)
+        for sentence in self._follower.condition.news():
+            log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")
 
@@ -261,6 +275,7 @@ def create(
     start_when: int = 1,
     shards: int = 8,
     seed: int = 0,
+    invite_only: bool = False,
     place: Place | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
     **outer: Any,
@@ -273,16 +288,19 @@ def create(
         start_when: peers that must be there before training begins.
         shards: parts that the data is dealt into.
         seed: of the pairing, and of what else peers agree on.
+        invite_only: only who has an invitation of `shoal invite` gets in; that needs this node's ``identity``, so name a file.
         place: where this node listens, and so on.
         identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
         outer: ``method``, ``every`` and whatever else ``OuterSettings`` has.
 
     Raises:
-        SessionError, IdentityError: something that was handed in cannot be used.
+        SessionError, IdentityError, AdmissionError: something that was handed in cannot be used.
         StartupError: the node does not get onto the network; nothing is left running.
     """
     params, node, key = parameters_of(state), _name(node), _identity(identity)
-    sealed = new_swarm(key, params, name=name, seed=seed, start_when=start_when, shards=shards, outer=outer)
+    sealed = new_swarm(
+        key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer
+    )
     membership = members.create(key, sealed, place or Place())
     return _session(membership, state, params, node, first=True)
 
@@ -300,6 +318,7 @@ def join(
     Raises:
         LinkError, IdentityError: the link or the key cannot be used.
         SessionError, ModelDiffersError: the state does not fit the swarm.
+        AdmissionError: it is by invitation only, and the link has none that can be used.
         StartupError, NetworkError, MessageError: the swarm is not reached; nothing is left running.
     """
     params, node, key = parameters_of(state), _name(node), _identity(identity)
@@ -309,9 +328,7 @@ def join(
         membership.directory.refresh(READ_S)
         if membership.manifest.outer.method == "none":
             raise SessionError("The peers of this swarm share no weights (method none): join it with `shoal join`.")
-        model = model_digest(params)
-        if model != membership.manifest.model:
-            catch_up(membership, model, [tuple(p.shape) for p in params], {})  # raises, and names the difference
+        check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
         return _session(membership, state, params, node, first=False)
     except BaseException:
         membership.close()

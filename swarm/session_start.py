@@ -14,17 +14,19 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from optim import FLOAT32, OuterOptimizer
+from swarm.catching_up import catch_up
+from swarm.defence import Watch
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.errors import NetworkError, ShoalError
-from swarm.exchange import model_digest
+from swarm.exchange import SwarmExchange, model_digest
 from swarm.follower import Follower
-from swarm.handle import Waiter
+from swarm.group import GroupExchange
 from swarm.identity import Identity
 from swarm.manifest import Manifest, OuterSettings, TrainSettings
-from swarm.membership import OWN_LOOP, Membership, catch_up
+from swarm.membership import OWN_LOOP, Membership
 from swarm.messages import seal
-from swarm.welcome import State
+from swarm.snapshot import State
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""
@@ -60,7 +62,15 @@ def digest_of(params: Sequence[Tensor]) -> str:
 
 
 def new_swarm(
-    identity: Identity, params: Sequence[Tensor], *, name: str, seed: int, start_when: int, shards: int, outer: dict[str, object]
+    identity: Identity,
+    params: Sequence[Tensor],
+    *,
+    name: str,
+    seed: int,
+    start_when: int,
+    shards: int,
+    invite_only: bool,
+    outer: dict[str, object],
 ) -> bytes:
     """The sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used."""
     try:
@@ -78,6 +88,7 @@ def new_swarm(
             model=model_digest(params),
             start_when=start_when,
             shards=shards,
+            invite_only=invite_only,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -91,7 +102,8 @@ def begin(
     membership: Membership,
     model: str,
     opt: OuterOptimizer,
-    exchange: Waiter,
+    exchange: SwarmExchange | GroupExchange,
+    watch: Watch,
     announce: Callable[[DirectoryState], None],
     *,
     first: bool,
@@ -103,7 +115,7 @@ def begin(
         SessionError, NetworkError: nobody hands out weights, or too few peers come, within ``PATIENCE_S``.
     """
     state = None if first else _weights(membership, model, opt, announce)
-    follower = Follower(membership, model, opt, exchange)
+    follower = Follower(membership, model, opt, exchange, watch)
     if state is not None:
         follower.begin_from(state)
         log.info("took over the swarm's weights at round %d", state.round)
@@ -117,7 +129,7 @@ def _weights(
     membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]
 ) -> State | None:
     """None if those of ``opt`` are what all begin with, and nobody has finished a round."""
-    directory, shapes = membership.directory, [tuple(tensor.shape) for tensor in opt.slow]
+    directory = membership.directory
     same = membership.manifest.task_options.get(START) == digest_of(opt.slow)
     began = time.monotonic()
     reminder, end = began + REMIND_S, began + PATIENCE_S
@@ -126,7 +138,7 @@ def _weights(
     announced = membership.manifest.task == OWN_LOOP
     while True:
         try:
-            state = catch_up(membership, model, shapes, opt.shared_shapes, begun=same)
+            state = catch_up(membership, model, opt, begun=same)
             if state is not None or same:
                 return state
         except NetworkError:

@@ -11,8 +11,8 @@ from optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
 from optim.codecs import INT8
 from swarm.errors import LinkError
 from swarm.identity import Identity
+from swarm.newcomer import ModelDiffersError
 from swarm.session_start import SessionError, parameters_of
-from swarm.welcome import ModelDiffersError
 
 HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
