@@ -284,7 +284,8 @@ def create(
 
     Args:
         state: what is averaged: a module's parameters that require a gradient, or a list of parameters.
-        name, node: of the swarm, and of this node, for people.
+        name: of the swarm, for people.
+        node: this node's name, for people.
         start_when: peers that must be there before training begins.
         shards: parts that the data is dealt into.
         seed: of the pairing, and of what else peers agree on.

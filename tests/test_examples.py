@@ -79,6 +79,7 @@ def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
     assert outs[0][:4] == [f"round {number}: 2 peers" for number in range(4)]
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_by_transformers_own_trainer(tmp_path):
     pytest.importorskip("peft", reason="peft is not installed")
     out = ended(start("lora.py", "--steps", 4, "--every", 2, "--out", tmp_path / "adapters", HERE, folder=tmp_path))
