@@ -15,6 +15,7 @@ from node.hooks import BUILT_IN, HookError
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
 from optim.codec import Shape
+from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.errors import NetworkError
 from swarm.host import Host
@@ -24,6 +25,7 @@ from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
 from swarm.presence import Presence
 from swarm.records import MemberValidator
+from swarm.speed import SPEED_PROTOCOL, SpeedTest
 from swarm.verify_setting import StretchTerms, Terms
 from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
 
@@ -130,6 +132,8 @@ def _start(
 
 def _membership(identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest) -> Membership:
     serve_manifest(host, swarm, sealed)
+    host.serve(DIAL_PROTOCOL, DialBack().answer)
+    host.serve(SPEED_PROTOCOL, SpeedTest().answer)
     directory = Directory(host, identity, swarm)
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm))
 
