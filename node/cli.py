@@ -14,7 +14,9 @@ from typing import Any
 
 import click
 
+from node.doctor.cli import doctor
 from node.exit_codes import ExitCode, epilogue
+from node.init_cli import init
 from node.logs import log_to_stderr
 from node.seed_cli import seed
 from node.shadow import shadowed
@@ -137,6 +139,8 @@ def cli() -> None:
 
 cli.add_command(verify)
 cli.add_command(seed)
+cli.add_command(doctor)
+cli.add_command(init)
 
 
 @cli.command()

@@ -151,5 +151,5 @@ def test_every_command_and_option_has_a_help_text(path, command):
 def test_the_first_help_shows_exit_codes_and_every_command():
     shown = CliRunner().invoke(cli, ["--help"]).output
     assert "Exit codes:" in shown
-    assert set(cli.commands) == {"up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify"}
+    assert set(cli.commands) == {"up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "doctor", "init"}
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)
