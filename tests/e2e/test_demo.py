@@ -52,6 +52,7 @@ def test_a_model_of_ones_own_and_plain_averaging(shoal):
     assert shoal.left() == []
 
 
+@pytest.mark.slow
 def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     demo = shoal.start(
         "demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",

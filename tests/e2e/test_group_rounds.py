@@ -54,10 +54,10 @@ def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, o
     stop(third, second, first)
 
 
-SLEEP = [pytest.param(OUTER["diloco"], id="diloco"), pytest.param(OUTER["streaming"], id="streaming", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("outer", SLEEP)
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [pytest.param(OUTER[name], id=name) for name in ("diloco", "streaming")])
 def test_who_slept_ends_with_the_weights_of_the_others(shoal, eventually, outer):
     table = shoal.toml(swarm={"name": "group", "start_when": 3}, outer={**outer, "wait_s": 2.0}, options={"context": 32})
     first = shoal.node("up", table, "a")

@@ -69,7 +69,7 @@ def killed(node):
     node.wait()
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco"])
+@pytest.mark.parametrize("method", [pytest.param("noloco", marks=pytest.mark.slow), "diloco"])
 def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, method):
     first = up(shoal, "first", "--method", method)
     link = first.line()

@@ -38,6 +38,7 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
     assert shoal.left() == []
 
 
+@pytest.mark.slow
 def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, eventually):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0})
     awake = shoal.node("up", table, "awake", "--hooks", TASK, "--shard", "0/2")
