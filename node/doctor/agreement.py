@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
-from node.doctor.checkup import Check, Note, Skip, Tell
+from node.doctor.checkup import Check, Note, Skip, Tell, many
 from node.doctor.machine import GB, free_memory
 from node.doctor.visit import FoundError, Visit
 from node.exit_codes import ExitCode
@@ -29,7 +29,7 @@ def swarm(visit: Visit, tell: Tell) -> str:
     visit.directory.refresh(15.0)
     found = visit.manifest
     named = found.outer.resolved()
-    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}, {len(visit.members())} peers are in view"
+    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}, {many(len(visit.members()), 'peer')} in view"
 
 
 def version(visit: Visit, tell: Tell) -> str:
@@ -40,7 +40,7 @@ def version(visit: Visit, tell: Tell) -> str:
     if not versions:
         raise Skip("no member is in view.")
     if set(versions) == {SHOAL_VERSION}:
-        return f"{SHOAL_VERSION} here and on {versions[SHOAL_VERSION]} members"
+        return f"{SHOAL_VERSION} here and on {many(versions[SHOAL_VERSION], 'member')}"
     shown = ", ".join(f"{name} on {number}" for name, number in versions.most_common(4))
     usual = versions.most_common(1)[0][0]
     sentence = f"this is shoal {SHOAL_VERSION}, the members run another ({shown})"

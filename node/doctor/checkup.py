@@ -76,6 +76,11 @@ def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple
     return findings, code
 
 
+def many(number: int, what: str) -> str:
+    """``1 peer``, ``2 peers``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def _run(check: Check, note: Tell) -> Finding:
     began = time.monotonic()
     ended: list[Finding] = []

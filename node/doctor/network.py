@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-from node.doctor.checkup import Check, Finding, Note, Skip, Tell
+from node.doctor.checkup import Check, Finding, Note, Skip, Tell, many
 from node.doctor.visit import FoundError, Visit
 from node.exit_codes import ExitCode
 from swarm.dial_back import DIAL_PROTOCOL, Outcome, Seen, ask, doorbell
@@ -67,7 +67,7 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     if not visit.reached:
         raise FoundError("only seeds answer, and they name no member that does: the swarm's last node may have left, ask for one.")
     dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answered)
-    said = f"{len(visit.reached)} members and {len(visit.seeds)} seeds answer"
+    said = f"{many(len(visit.reached), 'member')} and {many(len(visit.seeds), 'seed')} answer"
     if dead:
         raise Note(f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link.")
     return said
@@ -114,10 +114,10 @@ def clock(visit: Visit, tell: Tell) -> str:
     if abs(skew) > CLOCK_S + error_s:
         way = "behind" if skew > 0 else "ahead of"
         raise FoundError(
-            f"this machine's clock is {abs(skew):.1f} s {way} that of {len(visit.seen)} peers: set it by NTP "
+            f"this machine's clock is {abs(skew):.1f} s {way} that of {many(len(visit.seen), 'peer')}: set it by NTP "
             "(`timedatectl set-ntp true`), or its records are refused."
         )
-    return f"{abs(skew):.2f} s off the clocks of {len(visit.seen)} peers, give or take {error_s:.2f}"
+    return f"{abs(skew):.2f} s off the clock of {many(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
 
 
 async def _look(stream: Stream, port: int | None, token: bytes = b"") -> tuple[Seen, Outcome | None]:

@@ -1,7 +1,9 @@
 """``shoal doctor`` names what is wrong: the faults of issue 7, planted in this machine and in swarms of one real host."""
 
+import asyncio
 import errno
 import json
+import queue
 import shutil
 import socket
 import threading
@@ -19,6 +21,7 @@ from node.doctor.run import diagnose
 from node.exit_codes import ExitCode
 from node.hooks import load_task
 from node.membership import SHOAL_VERSION, new_manifest
+from swarm import seed_client
 from swarm.daemon import Daemon
 from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.directory import Directory
@@ -28,7 +31,10 @@ from swarm.host import Host
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import swarm_id
+from swarm.messages import seal
 from swarm.records import MemberValidator
+from swarm.seed import Seed
+from swarm.seed_messages import SEED_PROTOCOL
 from swarm.speed import SPEED_PROTOCOL, SpeedTest
 from swarm.welcome import StateServer, serve_manifest
 
@@ -118,7 +124,7 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
 def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
     found, code = examined(strange.link())
     assert {name for name, finding in found.items() if finding.outcome == "failed"} == {"clock", "version", "model"}
-    assert "clock is 3600.0 s behind that of 1 peers: set it by NTP" in found["clock"].said
+    assert "clock is 3600.0 s behind that of 1 peer: set it by NTP" in found["clock"].said
     assert f"this is shoal {SHOAL_VERSION}, the members run another (9.9.9 on 1): install" in found["version"].said
     assert "does not fit the swarm" in found["model"].said
     assert "16" in found["model"].said  # the shape here and the one there
@@ -143,6 +149,49 @@ def test_a_dead_bootstrap_peer_is_named():
         "needs 'bootstrap', see there"
     }
     assert code == ExitCode.UNREACHED
+
+
+@pytest.fixture
+def seed():
+    """A seed in a thread of its own; what it is reached by."""
+    loop, told = asyncio.new_event_loop(), queue.Queue()
+    made = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    running = asyncio.run_coroutine_threadsafe(made.run(), loop)
+    yield told.get(timeout=30)[0]
+
+    async def end():
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(end(), loop).result(20)
+    assert running.cancelled()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
+    found, code = examined(str(Link(healthy.swarm, (seed,))))
+    assert found["bootstrap"].said.startswith("only seeds answer, and they name no member")
+    assert code == ExitCode.UNREACHED
+
+    async def report():
+        stream = await healthy.host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, addresses=(seed,), timeout=10.0)
+        try:
+            await seed_client.ask(stream, healthy.swarm, seal(healthy.directory.own(), healthy.identity))
+        finally:
+            stream.close()
+
+    healthy.host.call(report(), 20.0)
+    found, code = examined(str(Link(healthy.swarm, (seed,))))
+    assert {name for name, finding in found.items() if finding.outcome != "ok"} == set()
+    assert found["bootstrap"].said == "1 member and 1 seed answer"
+    assert "the clock of 2 peers" in found["clock"].said
+    assert code == ExitCode.OK
 
 
 class TestThisMachine:
