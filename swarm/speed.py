@@ -64,7 +64,7 @@ class SpeedTest:
         if not stream.origin:  # the relay's bytes are not ours to spend
             reason = "the connection goes through a relay"
         elif not (self._each.take(stream.origin, 1, request.nbytes) and self._all.take("", 1, request.nbytes)):
-            reason = "it was asked too often within a minute"
+            reason = "it was asked too often, so try again in a minute"
         await stream.send(pack(SpeedReply(reason=reason)), SMALL_S)
         if not reason:
             await _swap(stream, request.nbytes, bytearray(request.nbytes), None)
@@ -87,7 +87,7 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Speed:
     await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
     reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
     if reply.reason:
-        raise NetworkError(f"peer …{stream.peer_id[-8:]} does not measure now, {reply.reason}: try again in a minute.")
+        raise NetworkError(f"peer …{stream.peer_id[-8:]} does not measure: {reply.reason}.")
     loop = asyncio.get_running_loop()
     began, moved = loop.time(), [(loop.time(), 0)]
     whole = True

@@ -57,6 +57,8 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     problems = dict(zip(addresses, host.call(all_of_them(), CONNECT_S + 2.0), strict=True))
     answered = {address.rpartition("/p2p/")[2] for address, problem in problems.items() if not problem}
     for address, problem in problems.items():
+        if problem and address.rpartition("/p2p/")[2] in answered:  # an address of its local network, for instance
+            problem = "no answer from here, but the peer answers at another of its addresses"
         tell(Finding(f"peer {address}", "note" if problem else "ok", problem or "answers"))
     # Each once: a peer that was reached is connected, whatever its other addresses are worth.
     found = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
@@ -81,7 +83,7 @@ def _sort(visit: Visit, address: str) -> None:
         named = addresses_of(visit.ask(address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), 15.0))
     except (NetworkError, MessageError) as error:
         if OLD in str(error):  # no seed: a member, unless it says otherwise when asked for the manifest
-            visit.reached.append(address)
+            _add(visit, address)
         return
     visit.seeds.append(address)
 
@@ -96,8 +98,13 @@ def _sort(visit: Visit, address: str) -> None:
         return [each for each in await asyncio.gather(*map(met, named[:8])) if each is not None]
 
     for each in host.call(meet(), CONNECT_S + 2.0):
-        if each.rpartition("/p2p/")[2] not in {a.rpartition("/p2p/")[2] for a in visit.reached}:
-            visit.reached.append(each)
+        _add(visit, each)
+
+
+def _add(visit: Visit, address: str) -> None:
+    """Note a member that was reached, once: the link and a seed may both name it."""
+    if address.rpartition("/p2p/")[2] not in {known.rpartition("/p2p/")[2] for known in visit.reached}:
+        visit.reached.append(address)
 
 
 def clock(visit: Visit, tell: Tell) -> str:
