@@ -139,7 +139,8 @@ def test_the_demo_of_the_readme_runs(made, template):
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["peers"] == 2
     if template == "rl":
-        assert all(node["rounds"] == report["rounds"] for node in report.get("nodes", []))
+        assert report["rounds"] == 20
+        assert report["used"] > 0
     else:
         assert report["exchanges"] > 0
         assert report["loss_last"] < report["loss_first"]
