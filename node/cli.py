@@ -14,13 +14,16 @@ from typing import Any
 
 import click
 
+from node.chaos.cli import chaos
 from node.doctor.cli import doctor
 from node.exit_codes import ExitCode, epilogue
 from node.init_cli import init
 from node.logs import log_to_stderr
+from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
 from node.verify.cli import verify
+from node.watch.cli import watch
 
 SUGGEST_LOG = "run again with --verbose to see what happened"
 
@@ -141,6 +144,9 @@ cli.add_command(verify)
 cli.add_command(seed)
 cli.add_command(doctor)
 cli.add_command(init)
+cli.add_command(pull)
+cli.add_command(chaos)
+cli.add_command(watch)
 
 
 @cli.command()

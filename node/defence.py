@@ -146,15 +146,26 @@ class Watch:
         """The plain mean, or what the robust rule makes of it."""
         if self.robust == "none":
             return weighted_mean(contributions)
-        whole = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
-        if self.robust == "centered-clip":
+        everyone = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
+        # Who has weight 0 does not move the others; it takes over what they come to, with one partner within its own clip.
+        whole = [item for item in everyone if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)]
+        whole = whole if any(weight for _, weight, _ in everyone) else everyone
+        if len(whole) == 1:
+            shares = [GRID]
+        elif self.robust == "centered-clip":
             shares = centered_clip(squared_distances([tensors for _, _, tensors in whole]), self.times)
         else:
             theirs = clipped_gossip(*self._radius[fragment, next(peer for peer, _, _ in whole if peer != me)])
             shares = [GRID - theirs if peer == me else theirs for peer, _, _ in whole]
         counted = [(peer, float(share), tensors) for share, (peer, _, tensors) in zip(shares, whole, strict=True) if share]
         mean = weighted_mean(counted)
-        return Mean(mean.tensors, sum(weight for _, weight, _ in whole), tuple(peer for peer, _, _ in whole))
+        total = sum(weight or 1.0 for _, weight, _ in whole)
+        return Mean(mean.tensors, total, tuple(peer for peer, _, _ in everyone), len(whole))
+
+    def forget(self) -> None:
+        """This node's weights are others' now: how far those were from its own says nothing any more."""
+        with self._lock:
+            self._seen.clear()
 
     def suspicions(self) -> list[Suspicion]:
         """Those since the last call."""

@@ -62,11 +62,18 @@ class Nodes:
         self._stopped = True
         raise KeyboardInterrupt
 
-    def start(self, arguments: Sequence[str], name: str) -> subprocess.Popen[str]:
+    def start(
+        self,
+        arguments: Sequence[str],
+        name: str,
+        *,
+        program: Sequence[str] = ("-m", "node"),
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
         """Start ``shoal ARGUMENTS`` as the node ``name``."""
-        log = (self.folder / f"{name}.log").open("w", encoding="utf-8")
+        log = (self.folder / f"{name}.log").open("a", encoding="utf-8")
         self._logs.append(log)
-        command = [sys.executable, "-m", "node", *arguments, "--name", name, "--folder", str(self.folder / name)]
+        command = [sys.executable, *program, *arguments, "--name", name, "--folder", str(self.folder / name)]
         command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(os.getpid())]
         process = subprocess.Popen(
             command,
@@ -74,6 +81,7 @@ class Nodes:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env=env,
             start_new_session=True,  # Ctrl-C is for the demo, which then ends its nodes in order
         )
         self.processes.append(process)
@@ -164,11 +172,11 @@ def run_demo(
 
 
 @contextmanager
-def stage(keep: Path | None) -> Iterator[tuple[Path, Display]]:
+def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display]]:
     """A folder for the nodes, ``keep`` or a temporary one, and where to show what they do. CheckpointError if it is not usable."""
     if keep is not None:
         check_writable(keep)
-    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix="shoal-demo-") as place:
+    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix=f"shoal-{name}-") as place:
         yield Path(place).resolve(), make_display()
 
 

@@ -1,4 +1,4 @@
-"""Getting into a swarm: the manifest made or fetched, the settings that follow from it, the shard, the weights to start from."""
+"""Getting into a swarm: the manifest made or fetched, the settings that follow from it, the shard."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePath
 
 from node.config import Settings
 from node.hooks import BUILT_IN, HookError
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
-from optim.codec import Shape
 from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.directory import MAX_ADDRESSES, Directory
-from swarm.errors import NetworkError
+from swarm.gossip import Gossip
 from swarm.host import Host
 from swarm.identity import Identity
 from swarm.link import Link, address_problem
@@ -27,7 +27,7 @@ from swarm.presence import Presence
 from swarm.records import MemberValidator
 from swarm.speed import SPEED_PROTOCOL, SpeedTest
 from swarm.verify_setting import StretchTerms, Terms
-from swarm.welcome import ModelDiffersError, State, fetch_manifest, fetch_state, serve_manifest
+from swarm.welcome import fetch_manifest, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
 SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
@@ -55,6 +55,11 @@ class Membership:
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
         return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
+
+    @cached_property
+    def gossip(self) -> Gossip:
+        """The one gossip of this node: what is too large for it is handed out under one protocol name."""
+        return Gossip(self.host, self.identity, self.swarm, addresses=self.directory.addresses)
 
     def close(self) -> None:
         """Leave the network."""
@@ -196,27 +201,3 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
         return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
 
     return Shard(min(range(manifest.shards), key=preference), manifest.shards, seed)
-
-
-def catch_up(
-    membership: Membership, model: str, shapes: Sequence[Shape], extra: Mapping[str, Sequence[Shape]]
-) -> State | None:
-    """Slow weights, shared outer state and round of a swarm that is under way; None if nobody else has finished a round yet.
-
-    Raises:
-        ModelDiffersError: this node's model does not fit.
-        NetworkError: it is under way, but nobody hands out weights.
-    """
-    others = [m for peer, m in membership.directory.members().items() if peer != membership.identity.peer_id]
-    fits = model == membership.manifest.model
-    if fits:
-        # Who waits in a later round than 0 has resumed, and is about to train.
-        others = [m for m in others if m.model == model and m.state in ("waiting", "training") and m.round > 0]
-    # Where the model does not fit, anybody's header will do: the shapes in it name the difference.
-    givers = [(m.peer, m.addresses) for m in sorted(others, key=lambda m: -m.round)[:8]]
-    state = fetch_state(membership.host, membership.swarm, model, shapes, givers, extra)
-    if not fits:
-        raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
-    if state is None and givers:
-        raise NetworkError("The swarm is training but none of its members handed out the weights to start from: try again.")
-    return state

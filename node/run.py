@@ -12,15 +12,17 @@ from safetensors.torch import save_file
 from node import beginning, checkpoint
 from node.anchor import Anchor
 from node.beginning import Saved
+from node.catching_up import catch_up
 from node.config import Settings, resolve_device, use_threads
+from node.diagnosis import Diagnosis
 from node.display import Display
+from node.drift import Drift
 from node.exchange import make_exchange, make_watch
 from node.hooks import load_task
 from node.membership import (
     RL,
     SHOAL_VERSION,
     Membership,
-    catch_up,
     choose_shard,
     create,
     join,
@@ -29,6 +31,7 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
 from node.rl.task import RLTask
@@ -39,13 +42,15 @@ from node.trainer import Progress, Trainer
 from node.verify.start import start_verification
 from node.verify.terms import make_terms
 from optim import FLOAT32, Alone, RoundInfo
+from optim.sketch import sketch
 from swarm.digest import digest
 from swarm.directory import State as DirectoryState
 from swarm.exchange import model_digest
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.welcome import State, StateServer
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -129,7 +134,6 @@ class NodeRun:
         self.host, self.directory = membership.host, membership.directory
         trainer, settings, swarm = self.trainer, self.settings, membership.swarm
         model = self.model = model_digest(trainer.params)
-        shapes = [tuple(parameter.shape) for parameter in trainer.params]
         if self.link is not None:
             self.directory.refresh(10.0)
         own = beginning.own_run(saved, swarm, settings.node)
@@ -139,7 +143,7 @@ class NodeRun:
             shard = choose_shard(settings, membership.manifest, self.directory.members(), self.host.peer_id)
         # Who shares rollouts and no weights may have another model, and has its own weights to start from.
         alone = self.link is None or (settings.task.hooks == RL and settings.outer.method == "none")
-        state = None if alone else catch_up(membership, model, shapes, trainer.opt.shared_shapes)
+        state = None if alone else catch_up(membership, model, trainer.opt)
         if saved is not None and own is None and state is None and not alone:
             raise checkpoint.CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
@@ -149,12 +153,15 @@ class NodeRun:
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.state_server = StateServer(self.host, swarm, model, shapes)
-        self.anchor = Anchor(membership, model, self.state_server, trainer.opt)
+        self.state_server = StateServer(self.host, swarm, model, [tuple(tensor.shape) for tensor in trainer.opt.slow])
+        health, me = self.exchange.health, self.host.peer_id
+        self.anchor = Anchor(membership, model, self.state_server, trainer.opt, health, self._took_over)
+        self.drift = Drift(me, model, settings.outer.max_group)
+        self.diagnosis = Diagnosis(health, self.directory, me, self._sketch)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
-            self.session = Session(trainer.task, membership, lambda *a, **k: self.metrics.write(*a, **k), self.display.message)
-        self.verification = start_verification(settings, membership, trainer, shard, self.session, self._task)
+            self.session = Session(trainer.task, membership, self._note, self.display.message)
+        self.verification = start_verification(settings, membership, trainer, shard, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
         self.exchange.next_round = trainer.opt.round
@@ -168,10 +175,12 @@ class NodeRun:
             params=sum(parameter.numel() for parameter in trainer.params),
         )
         self.metrics = Metrics(self.folder / METRICS, self.display.message)
+        self.reporter = Reporter(membership, settings.node.name)
         try:
             return self._train(shard)
         finally:
             self.display.close()
+            self.reporter.close()
             if self.verification is not None:
                 self.verification.close()
             if self.session is not None:
@@ -187,11 +196,14 @@ class NodeRun:
                 state = None  # the checkpoint is the newer one
         if state is not None:
             opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
+            opt.listen()  # weights of strangers, and not yet trained here: the first round does not count
             self.anchor.joined(state)
+            self.state_server.keep(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
         shard = self.trainer.shard
+        self.reporter.progress(state, self.trainer.opt.round, self.trainer.opt.steps, loss, speed)
         self.directory.announce(
             name=self.settings.node.name,
             round=self.trainer.opt.round,
@@ -203,6 +215,7 @@ class NodeRun:
             model=self.model,
             state=state,
             version=SHOAL_VERSION,
+            details=self.diagnosis.details(),
         )
 
     def _train(self, shard: Shard) -> Result:
@@ -259,16 +272,28 @@ class NodeRun:
     def _on_progress(self, progress: Progress) -> None:
         self._speed, self._loss = progress.steps_per_s, progress.loss
         self.display.update(progress.step, progress.loss, progress.steps_per_s)
+        for sentence in self.diagnosis.news():
+            self.display.message(sentence)
+            suspicion = self.diagnosis.absence.suspicion
+            self.metrics.write("partition", said=sentence, missing=list(suspicion.names) if suspicion is not None else [])
         self._announce("training", self._speed, self._loss)
+
+    def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
+        return None if self.anchor.astray else self.drift.newest  # nobody should give way to weights that have drifted
+
+    def _took_over(self) -> None:
+        self.drift.moved()
+        if not self.trainer.opt.anchored:  # then it was refused for being far away, and is no longer
+            self.watch.forget()
 
     def _after_step(self) -> None:
         opt, every = self.trainer.opt, self.settings.train.eval_every
         if self.anchor.settle():
             self.exchange.next_round = opt.round
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
-        self.state_server.offer(lambda: State(opt.round, opt.steps, opt.slow, opt.shared, opt.applied))
+        self.state_server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
         if self.verification is not None:
-            self.verification.tell(self.display.message, self.metrics.write)
+            self.verification.tell(self.display.message, self._note)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
             self.metrics.write("evaluation", step=opt.steps, loss=self.trainer.evaluate())
@@ -278,10 +303,14 @@ class NodeRun:
     def _on_round(self, info: RoundInfo) -> None:
         opt, traffic, result = self.trainer.opt, self.host.traffic, self.result
         # A node that fell behind met the others in a later round than its own: go on from there.
-        moved = self.exchange.next_round > opt.round
+        behind = max(self.exchange.next_round - opt.round, 0)
         opt.round = max(opt.round, self.exchange.next_round)
         self.exchange.next_round = opt.round
-        self.anchor.saw(info, moved=moved)
+        if behind:  # the round's own number is not that in which it was counted
+            self.drift.moved()
+        elif opt.anchored and info.key.fragment < opt.fragments:
+            self.drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
+        self.anchor.saw(info, behind=behind, split=self.drift.split(self.directory.members()) if opt.anchored else None)
         partner = next((peer for peer in info.members if peer != self.host.peer_id), None)
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1
@@ -302,14 +331,23 @@ class NodeRun:
             weights=self._digest(info.key.fragment),
             suspicious=suspicious,
         )
+        self.diagnosis.waited(record.wait_s)
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
+        self.reporter.round(record, info.members)
+        if self.verification is not None:
+            self.reporter.verified(self.verification.counted())
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
             self.display.round(record)
         if self.keep_rounds:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Into the metrics, and to those who watch."""
+        self.metrics.write(event, **fields)
+        self.reporter.event(event, **fields)
 
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()

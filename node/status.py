@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from node.display import clean
+from node.findings import findings
 from swarm.directory import Directory
 from swarm.host import Host
 from swarm.identity import Identity
@@ -19,6 +21,9 @@ from swarm.manifest import Manifest
 from swarm.messages import Member
 from swarm.records import MemberValidator
 from swarm.welcome import fetch_manifest
+
+COLUMNS = ("name", "peer", "state", "round", "step", "loss", "s/step", "exchange", "wait", "failed", "shard", "reach", "seen")
+NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
 
 
 @contextlib.contextmanager
@@ -60,6 +65,12 @@ def read_status(link: Link) -> dict[str, Any]:
                 "step": member.step,
                 "loss": member.loss,
                 "steps_per_s": member.steps_per_s,
+                "step_s": 1 / member.steps_per_s if member.steps_per_s else None,
+                "exchange_s": member.exchange_s,
+                "wait_s": member.wait_s,
+                "exchanges": member.exchanges,
+                "failures": dict(member.failures),
+                "missing": list(member.missing_names),
                 "shard": f"{member.shard}/{member.shards}",
                 "version": member.version,
                 "reach": reach(member),
@@ -67,6 +78,7 @@ def read_status(link: Link) -> dict[str, Any]:
             }
             for peer, member in sorted(members.items(), key=lambda item: item[1].name)
         ],
+        "findings": findings(members, now),
     }
 
 
@@ -76,10 +88,10 @@ def reach(member: Member) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report for people: a table, and below it what is wrong, in sentences."""
     grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {report['peers']} peers"))
-    for column in ("name", "peer", "state", "round", "step", "loss", "steps/s", "shard", "reach", "seen"):
-        grid.add_column(column, justify="right" if column in ("round", "step", "loss", "steps/s") else "left")
+    for column in COLUMNS:
+        grid.add_column(column, justify="right" if column in NUMBERS else "left")
     for member in report["members"]:
         loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
         cells = [
@@ -89,13 +101,30 @@ def table(report: dict[str, Any]) -> str:
             str(member["round"]),
             str(member["step"]),
             loss,
-            f"{member['steps_per_s']:.1f}",
+            _seconds(member["step_s"]),
+            _seconds(member["exchange_s"]),
+            _seconds(member["wait_s"]),
+            _failed(member),
             member["shard"],
             member["reach"],
-            f"{member['seen_s_ago']:.0f} s ago",
+            f"{member['seen_s_ago']:.0f} s",
         ]
         grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
-    console = Console(width=120)
+    console = Console(width=150)
     with console.capture() as capture:
         console.print(grid)
-    return capture.get().rstrip()
+    # One line each, however wide the terminal: sentences may be copied.
+    return "\n".join([capture.get().rstrip(), *(clean(sentence) for sentence in report["findings"])])
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3g} s" if value else "-"
+
+
+def _failed(member: dict[str, Any]) -> str:
+    """How many exchanges failed of how many, and in which way most of them."""
+    failures: dict[str, int] = member["failures"]
+    if not member["exchanges"]:
+        return "-"
+    worst = f" {max(failures, key=lambda kind: failures[kind])}" if failures else ""
+    return f"{sum(failures.values())}/{member['exchanges']}{worst}"

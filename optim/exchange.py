@@ -35,7 +35,9 @@ class Mean:
     weight: float
     """Sum of the members' weights."""
     members: tuple[str, ...]
-    """Sorted peer ids whose contributions are in the mean, the own one included."""
+    """Sorted peer ids who took part, the own one included."""
+    counted: int | None = None
+    """How many of them have a weight that is not 0, and so are in the mean; None: all."""
 
 
 class Handle(Protocol):
@@ -71,11 +73,15 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]]) 
     """Weighted mean of (peer id, weight, tensors), computed in place of the first peer's tensors (in order of peer id).
 
     The order of additions depends only on the peer ids, so every member gets the same bits. With two equal weights each
-    product is exact, and the result is the correctly rounded mean. ValueError unless every weight is positive.
+    product is exact, and the result is the correctly rounded mean. Who has weight 0 takes part, and is not in the mean; where
+    nobody has any weight all count the same. ValueError unless every weight is finite and not negative.
     """
-    if not contributions or any(not 0 < weight < float("inf") for _, weight, _ in contributions):
-        raise ValueError(f"weights must be positive and finite, got {[weight for _, weight, _ in contributions]}")
-    ordered = sorted(contributions, key=lambda item: item[0])
+    if not contributions or any(not 0 <= weight < float("inf") for _, weight, _ in contributions):
+        raise ValueError(f"weights must be finite and not negative, got {[weight for _, weight, _ in contributions]}")
+    members = tuple(sorted(peer for peer, _, _ in contributions))
+    ordered = sorted((item for item in contributions if item[1] > 0), key=lambda item: item[0])
+    if not ordered:
+        ordered = [(peer, 1.0, tensors) for peer, _, tensors in sorted(contributions, key=lambda item: item[0])]
     total = sum(weight for _, weight, _ in ordered)
     _, first_weight, first = ordered[0]
     result = list(first)
@@ -84,7 +90,7 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]]) 
     for _, weight, tensors in ordered[1:]:
         for accumulated, tensor in zip(result, tensors, strict=True):
             accumulated.add_(tensor, alpha=weight / total)
-    return Mean(result, total, tuple(peer for peer, _, _ in ordered))
+    return Mean(result, total, members, len(ordered))
 
 
 class Alone:

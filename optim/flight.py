@@ -24,6 +24,8 @@ class Flight:
     """In the schedule, when it was sent."""
     landed: bool = False
     mean: Mean | None = None
+    listening: bool = False
+    """It went with weight 0."""
 
     def land(self, codec: Codec) -> None:
         """Wait for the outcome, once, and tell it to the codec."""

@@ -123,6 +123,8 @@ class OuterOptimizer(OuterState):
         self.applied = [-1] * len(self._parts)
         """The round whose outcome each fragment was given last; -1: none yet."""
         self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._listening: set[int] = set()
+        """Fragments whose next contribution does not count."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
@@ -155,6 +157,14 @@ class OuterOptimizer(OuterState):
     def count(self, tokens: int) -> None:
         """Tell how many tokens (or samples) the coming step has learnt from, for weights that depend on them."""
         self.tokens += tokens
+
+    def listen(self) -> None:
+        """Take part in the next round (of every fragment) with weight 0: for who has joined late, and has hardly trained yet.
+
+        The mean is then that of the others, and they go on as if this peer were absent. The exchange must take weights of 0;
+        ``Distributed`` does not.
+        """
+        self._listening = set(range(len(self._parts)))
 
     @torch.no_grad()
     def _read_fast(self, part: Sequence[int]) -> None:
@@ -189,18 +199,23 @@ class OuterOptimizer(OuterState):
         weight = self._weigh(fragment)
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
-        facts = RoundFacts(RoundKey(self.run, self.round, fragment), weight or 1.0, weight or 1.0)
+        listening = fragment in self._listening
+        self._listening.discard(fragment)
+        stated = 1.0 if listening or not weight else weight
+        facts = RoundFacts(RoundKey(self.run, self.round, fragment), stated, stated)
         contribution = self.rule.contribution(slow, fast, state, facts)
         codec = self._codecs[fragment]
         tail = self._buffers if fragment == 0 else []
         if weight > 0:
             wire = WithTail(codec, len(tail)) if tail else codec
-            handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], weight, wire)
+            sent = 0.0 if listening else weight
+            handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], sent, wire)
         else:
             handle = Nobody()
             if isinstance(self.exchange, TellsAbsence):
                 self.exchange.absent(facts.key)
-        self._in_flight[fragment].append(Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0))
+        flight = Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0, listening=listening)
+        self._in_flight[fragment].append(flight)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
@@ -232,7 +247,11 @@ class OuterOptimizer(OuterState):
             self._read_fast(part)
         slow, fast, state = self._of(fragment)
         count, weight = len(flight.contribution), flight.facts.weight
-        total, members = (weight, 1) if mean is None else (mean.weight, len(mean.members))
+        total, members = weight, 1
+        if mean is not None:
+            total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
+            if flight.listening and members < len(mean.members):  # where nobody has weight all count
+                weight = 0.0
         facts = RoundFacts(flight.facts.key, weight, total, members, lag, flight.contribution)
         tensors = flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
         self.rule.apply(slow, fast, tensors, state, facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class OuterState(torch.optim.Optimizer):
     _sent_at: list[tuple[int, int]]
     _in_flight: dict[int, list[Flight]]
     _model: nn.Module | None
+
+    def _read_fast(self, part: Sequence[int]) -> None:
+        """Stage the model's weights, with what it cannot hold of them."""
+        raise NotImplementedError
 
     def _share_with_inner(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -177,12 +181,18 @@ class OuterState(torch.optim.Optimizer):
         into_model: bool = False,
         shared: Mapping[str, Sequence[Tensor]] | None = None,
         applied: Sequence[int] | None = None,
+        rebase: Collection[int] = (),
     ) -> list[int]:
         """Take over slow weights, the round, and what is ``shared``, of a running swarm, dropping what is in flight.
 
         ``into_model`` also starts the fast weights there, as a joiner does. ``applied`` (of the peer who gave the weights): take
         over only those fragments whose last round there is not older than here, and keep what is in flight for later rounds;
         else a round's outcome would be missing in them or be there twice. Returns the fragments that were taken over.
+
+        The fast weights stay where they are, so the next contribution holds all that sets this peer apart from the swarm: right
+        after one missed round, whose progress it so brings in late. In the fragments ``rebase`` they move with the slow ones, so
+        that the next contribution is what was learnt since the last one and no more: after several rounds apart, for else the swarm
+        would be pulled back, and, if all were refused, each outer step taken alone would be taken again and grow.
 
         Raises:
             ValueError: names or shapes do not fit; nothing is changed then.
@@ -197,13 +207,23 @@ class OuterState(torch.optim.Optimizer):
         every = range(len(self._parts))
         taken = list(every) if applied is None or into_model else [p for p in every if applied[p] >= self.applied[p]]
         for fragment in taken:
+            moves = fragment in rebase and not into_model
+            if moves:
+                self._read_fast(self._parts[fragment])
             for i in self._parts[fragment]:
                 # The model goes on from where it is, so what it could not hold stays what it was.
-                if not into_model and self._params[i].dtype.itemsize < 4:
+                if not into_model and not moves and self._params[i].dtype.itemsize < 4:
                     self._rounding[i] = self._lost(i)
+                if moves:
+                    move = slow[i].to(self.slow[i].device) - self.slow[i]
+                    for follows in (self._fast, self.rule_state.get(START, ())):
+                        if follows:
+                            follows[i].add_(move)
                 self.slow[i].copy_(slow[i])
                 for name, tensors in (shared or {}).items():
                     self.rule_state[name][i].copy_(tensors[i])
+            if moves:
+                self._restart(self._parts[fragment])
             self._drop(fragment, math.inf if applied is None else applied[fragment])
             if applied is not None:
                 self.applied[fragment] = applied[fragment]

@@ -31,11 +31,11 @@ class RoundFacts:
     key: RoundKey
     """The same for all peers of the group, so what follows from it need not be sent."""
     weight: float = 1.0
-    """Of the own contribution; positive."""
+    """Of the own contribution; 0 only where a mean is applied in which this peer did not count (``OuterOptimizer.listen``)."""
     total: float = 1.0
     """Sum of the weights of the members; the own weight when nobody answered."""
     members: int = 1
-    """Peers in the mean, this one included. 0: there is no mean yet (the first round of a delayed schedule)."""
+    """Peers in the mean, this one included if it counts. 0: there is no mean yet (the first round of a delayed schedule)."""
     lag: int = 0
     """Inner steps between sending and applying."""
     sent: Sequence[Tensor] = field(default_factory=list)
@@ -43,7 +43,7 @@ class RoundFacts:
 
     @property
     def share(self) -> float:
-        """The part of the own contribution in the mean, in (0, 1]."""
+        """The part of the own contribution in the mean, in [0, 1]."""
         return self.weight / self.total
 
 

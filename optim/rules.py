@@ -95,7 +95,7 @@ class NoLoCoRule:
             count, scale = len(slow), _mean_weight(facts)
             for v, s, g, mean_slow in zip(velocity, slow, mean[:count], mean[count:], strict=True):
                 v.mul_(self.momentum).add_(g, alpha=self.lr)
-                if facts.members > 1:  # alone nothing pulls, and rounding must not either
+                if facts.members > 1 or facts.weight == 0:  # alone nothing pulls, and rounding must not either
                     v.add_(s - mean_slow * scale, alpha=self.gamma)
                 s.sub_(v)
         assign(fast, slow)

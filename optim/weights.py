@@ -5,7 +5,8 @@
 
 Unless a function is given every peer counts the same, also where tokens were counted: whether peers are weighted decides what
 some methods send (NoLoCo), so it must not depend on what a loop happens to call. A node of a swarm weighs by tokens where rounds
-are seconds. All peers must use the same function. A weight of 0 keeps a peer out of the mean for that round, as if it were absent.
+are seconds. All peers must use the same function. A weight of 0 keeps a peer out of the mean for that round, as if it were absent:
+nobody waits for it, and it hears nothing. To take part without counting is ``OuterOptimizer.listen``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from optim.defence import TRUSTING, Defence
 from optim.exchange import RoundKey
 from swarm.digest import digest
 from swarm.handle import Decision
+from swarm.health import Health, Problem
 
 BARRED = "this node has banned its caller for a while, for what it said in verification"
 
@@ -31,6 +32,8 @@ class Contribution:
     """Kept when the contribution moves to another round: it is decided once."""
     defence: Defence = TRUSTING
     """What this node makes of the others' contributions to the round."""
+    health: Health = field(default_factory=Health)
+    """Where this node counts how its exchanges go."""
 
     def view(self) -> memoryview:
         """The payload's bytes, without a copy."""
@@ -40,26 +43,34 @@ class Contribution:
         """As the others decode them; may be views into the payload."""
         return self.codec.decode(self.payload, self.shapes)
 
-    def problem(self, peer: str, payload: Tensor) -> tuple[str | None, list[Tensor]]:
+    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, list[Tensor]]:
         """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Slow: for a worker thread."""
         try:
             tensors = self.codec.decode(payload, self.shapes)
         except ValueError as error:  # what a codec raises at bytes that its other side never made
-            return f"it is not {self.codec.name}: {error}", []
+            return Problem("damaged", f"it is not {self.codec.name}: {error}"), []
         if not finite(tensors):
-            return "it holds NaN or infinity", tensors
-        return self.defence.problem(self.key, self.tensors, peer, tensors), tensors
+            return Problem("damaged", "it holds NaN or infinity"), tensors
+        distrust = self.defence.problem(self.key, self.tensors, peer, tensors)
+        return None if distrust is None else Problem("suspicious", distrust), tensors
 
 
 def contribution(
-    swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, defence: Defence = TRUSTING
+    swarm: str,
+    key: RoundKey,
+    tensors: Sequence[Tensor],
+    weight: float,
+    codec: Codec,
+    defence: Defence = TRUSTING,
+    health: Health | None = None,
 ) -> Contribution:
     """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     payload = codec.encode(tensors)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    return Contribution(key, payload, shapes, codec, float(weight), digest(payload.numpy().data), defence=defence)
+    sha256 = digest(payload.numpy().data)
+    return Contribution(key, payload, shapes, codec, float(weight), sha256, defence=defence, health=health or Health())
 
 
 def finite(tensors: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -117,8 +117,11 @@ class Directory:
         model: str,
         state: State,
         version: str,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         """Set what is published about this node (`Member` says what the fields mean). Returns at once.
+
+        ``details``: fields of `Member` that have defaults.
 
         A new round or state is published as soon as may be, anything else with the next period. Raises pydantic's
         ValidationError for a field that `Member` does not allow.
@@ -134,6 +137,7 @@ class Directory:
             "model": model,
             "state": state,
             "version": version,
+            **(details or {}),
         }
         self._member(fields)
         with self._changed:

@@ -30,4 +30,8 @@ class StartupError(ShoalError):
 
 
 class NetworkError(ShoalError):
-    """A call to a peer or to the own daemon failed or ran out of time."""
+    """A call to a peer or to the own daemon failed or ran out of time. ``reason``: the kind of failure (swarm/health.py)."""
+
+    def __init__(self, text: str = "", reason: str = "broken") -> None:
+        super().__init__(text)
+        self.reason = reason

@@ -79,7 +79,7 @@ class SwarmExchange(Waiter):
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Received]:
         """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""
-        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence)
+        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence, self.health)
         decision: Decision[Received] = mine.decision
         return SwarmHandle(self, decision, self._meet(mine), lambda received: self._mean(mine, received))
 

@@ -68,14 +68,16 @@ def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
 SwarmId = Annotated[str, Field(pattern=r"^[a-z2-7]{52}$")]
 PeerId = Annotated[str, Field(max_length=64), AfterValidator(_peer_id)]
 Label = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
+ShortLabel = Annotated[str, Field(min_length=1, max_length=16), AfterValidator(_printable)]
 Address = Annotated[str, Field(max_length=256, pattern=r"^/[\x21-\x7e]+$")]
 Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-# Sums and products of such weights stay finite in float32.
-Weight = Annotated[float, Field(gt=0, le=1e30)]
+# Sums and products of such weights stay finite in float32. 0: takes part, and does not count.
+Weight = Annotated[float, Field(ge=0, le=1e30)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 # One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.

@@ -39,13 +39,12 @@ from swarm.errors import MessageError, NetworkError
 from swarm.fetching import FETCH_S, Fetching
 from swarm.identity import Identity
 from swarm.mailbox import Mailbox
-from swarm.parcel import Body, Encoding, Notice, Opened, Parcel
-from swarm.pubsub import MAX_MESSAGE
+from swarm.parcel import Body, Encoding, Notice, Opened, Parcel, topic_of
 from swarm.quota import Quota, Quotas
 from swarm.seen import Seen
 from swarm.shelf import Shelf
 from swarm.tally import Tally
-from swarm.wire import M, Message, pack
+from swarm.wire import MAX_MESSAGE, M, Message, pack
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -82,13 +81,14 @@ class Gossip:
         self._topics: list[Topic[Any]] = []
 
     def join(
-        self, kind: type[M], handler: Handler[M], quota: Quota | None = None, inbox: tuple[int, int] = INBOX
+        self, kind: type[M], handler: Handler[M] | None, quota: Quota | None = None, inbox: tuple[int, int] = INBOX
     ) -> Topic[M]:
         """Take part in the topic of ``kind`` from now on.
 
         ``handler(author, record)`` runs on the host's loop, once for each record of others; it must not wait. It refuses a
-        record by MessageError, whose reason is counted. ``quota`` bounds each publisher; ``inbox`` the messages, and their
-        bytes, that wait to be opened: what comes beyond it costs the oldest of them.
+        record by MessageError, whose reason is counted. None: this node only publishes and its daemon passes on; what comes is
+        dropped unopened. ``quota`` bounds each publisher; ``inbox`` the messages, and their bytes, that wait to be opened: what
+        comes beyond it costs the oldest of them.
         """
         topic = Topic(self, kind, handler, quota or Quota(), inbox)
         self._topics.append(topic)
@@ -103,8 +103,8 @@ class Gossip:
 class Topic(Generic[M]):
     """One kind of record; see `Gossip.join`. ``tally`` counts ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
 
-    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M], quota: Quota, inbox: tuple[int, int]) -> None:
-        self.name = f"shoal/{gossip.swarm}/{kind.KIND}/{kind.VERSION}"
+    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M] | None, quota: Quota, inbox: tuple[int, int]) -> None:
+        self.name = topic_of(gossip.swarm, kind)
         self.tally = Tally()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
         self._kind, self._handler = kind, handler
@@ -166,7 +166,8 @@ class Topic(Generic[M]):
                     publisher, data = await subscription.next()
                     if publisher != self._identity.peer_id:
                         self.tally.add("received")
-                        self._guarded(self._take, publisher, data)
+                        if self._handler is not None:
+                            self._guarded(self._take, publisher, data)
             except NetworkError as error:
                 log.debug("%s: %s", self.name, error)
             finally:
@@ -222,7 +223,8 @@ class Topic(Generic[M]):
             self._seen.add(opened.content)  # only now: one publisher's quota must not keep the next one's copy out
             return
         self._seen.add(opened.content)
-        self._handler(opened.author, cast(M, opened.message))
+        if self._handler is not None:
+            self._handler(opened.author, cast(M, opened.message))
         self.tally.add("accepted")
 
     def _announced(self, publisher: str, notice: Notice) -> None:

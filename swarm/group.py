@@ -104,6 +104,6 @@ class GroupExchange(Waiter):
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Outcome]:
         """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
-        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence)
+        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence, self.health)
         decision: Decision[Outcome] = mine.decision
         return SwarmHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())

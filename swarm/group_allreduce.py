@@ -60,12 +60,13 @@ class Reduced:
     weight: float
     flat: Tensor
     mine: Contribution
+    counted: int
 
     def mean(self) -> Mean:
         """In the shapes that were handed in."""
         sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
         parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
-        return Mean(parts, self.weight, self.members)
+        return Mean(parts, self.weight, self.members, self.counted)
 
 
 class AllReducing:
@@ -98,8 +99,8 @@ class AllReducing:
     def result(self, mean: int) -> Reduced:
         """The mean of all."""
         assert self._mean is not None
-        weight = sum(self.group.readies[peer].weight for peer in self.group.members)
-        return Reduced(self.group.members, weight, self._mean, self._mine)
+        weights = [self.group.weight(peer) for peer in self.group.members]
+        return Reduced(self.group.members, sum(weights), self._mean, self._mine, sum(weight > 0 for weight in weights))
 
     def lose(self, places: int) -> None:
         """Without them it fails."""
@@ -165,7 +166,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             prefix=None,
             group_id=group.nonce,
             tensors=[flat],
-            weight=mine.weight,
+            weight=group.weight(me),
             ordered_peer_ids=[PeerID.from_base58(peer) for peer in group.members],
             peer_fractions=(1 / len(group.members),) * len(group.members),
             sender_timeout=self._silence,
@@ -229,7 +230,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             stream.abort()
 
     async def _parts(self, stream: Stream) -> AsyncIterator[Any]:
-        weight = self._group.readies[stream.peer_id].weight
+        weight = self._group.weight(stream.peer_id)
         for part in self.parts_for_local_averaging:
             data = await self._received(stream, part.numel() * part.element_size(), self._silence)
             yield averaging_pb2.AveragingData(

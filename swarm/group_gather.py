@@ -102,6 +102,7 @@ class Gathering:
                 stream.close()
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from …%s: %s", self._mine.key.round, peer[-8:], error)
+            self._mine.health.failed(self._mine.key, peer, error)
 
     async def accept(self, stream: Stream) -> None:
         """A member has called."""
@@ -124,10 +125,11 @@ class Gathering:
                 on_progress=hashes.advance,
             )  # fmt: skip
             if hashes.digest() != ready.sha256:
-                raise MessageError(f"the payload of peer …{peer[-8:]} does not match the digest it announced.")
+                raise MessageError(f"the payload of peer …{peer[-8:]} does not match the digest it announced.", "damaged")
             problem, _ = await asyncio.to_thread(self._mine.problem, peer, scratch)
             if problem is not None:
-                raise MessageError(f"the contribution of peer …{peer[-8:]} was refused: {problem}.")
+                raise MessageError(f"the contribution of peer …{peer[-8:]} was refused: {problem}.", problem.kind)
             self._parts[peer] = (ready.weight, scratch)
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from …%s: %s", self._mine.key.round, peer[-8:], error)
+            self._mine.health.failed(self._mine.key, peer, error)

@@ -145,6 +145,7 @@ class Groups:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
             log.info("round %d: its leader cannot be had: %s", ready.round, error)
+            meeting.mine.health.failed(meeting.mine.key, leader, error)
             self._view.silence(leader)
             return
         line = Line(stream, self._chunk_timeout)
@@ -175,6 +176,8 @@ class Groups:
                 if before is not None:
                     self._view.miss(set(before.members) - set(group.members))
                 elif group.alone:
+                    for late in self._view.expected() - set(group.members):
+                        meeting.mine.health.failed(meeting.mine.key, late, "timeout")
                     self._view.miss(self._view.here() - set(group.members))
                 again = await self._attempt(line, group, meeting.mine, until)
                 if again is None:
@@ -184,6 +187,8 @@ class Groups:
                 self._note(meeting, leader, formed)
         except (NetworkError, MessageError) as error:
             self._view.miss([leader])
+            if leader != self._identity.peer_id:  # then it was nobody's fault: nobody else came
+                meeting.mine.health.failed(meeting.mine.key, leader, error)
             log.info("round %d: no group with leader …%s: %s", ready.round, leader[-8:], error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
@@ -218,6 +223,7 @@ class Groups:
             meeting.elsewhere = receipt
         elif receipt.verdict == "refuse":
             log.warning("peer …%s will not exchange with this node: %s", leader[-8:], receipt.reason)
+            meeting.mine.health.failed(key, leader, "refused")
 
     async def _attempt(self, line: Line, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
         """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
@@ -225,9 +231,10 @@ class Groups:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
         way = AllReducing if group.reduction == "allreduce" else Gathering
         reduction: Reduction = way(self._streams, group, self._identity.peer_id, mine, until)
+        began = asyncio.get_running_loop().time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(line, reduction, until))
+        listening = asyncio.ensure_future(self._listen(line, reduction, mine, until))
         try:
             await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
@@ -255,9 +262,10 @@ class Groups:
             mine_in = mean & group.places([self._identity.peer_id])
             if mine_in and not mean & ~reduction.places() and not mine.decision.closed:
                 mine.decision.received = reduction.result(mean)
+                mine.health.done(mine.key, asyncio.get_running_loop().time() - began)
         return None
 
-    async def _listen(self, line: Line, reduction: Reduction, until: float) -> GroupFormed | GroupReply:
+    async def _listen(self, line: Line, reduction: Reduction, mine: Contribution, until: float) -> GroupFormed | GroupReply:
         while True:
             word: Message = await line.hear(until + 4 * self._chunk_timeout, GroupFormed, GroupReply, GroupLost)
             if isinstance(word, GroupFormed | GroupReply):
@@ -265,6 +273,8 @@ class Groups:
             if isinstance(word, GroupLost) and word.nonce == reduction.group.nonce:
                 reduction.lose(word.lost)
                 self._view.miss(reduction.group.at(word.lost))
+                for peer in reduction.group.at(word.lost):
+                    mine.health.failed(mine.key, peer, "broken")
 
     async def _ask(self, group: Group) -> bytes | None:
         others = [peer for peer in group.members if peer != self._identity.peer_id]

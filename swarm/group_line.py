@@ -47,7 +47,7 @@ class Line:
             while True:
                 now = loop.time()
                 if now >= until:
-                    raise NetworkError(f"peer …{self.peer[-8:]} did not come to an end in time.")
+                    raise NetworkError(f"peer …{self.peer[-8:]} did not come to an end in time.", "timeout")
                 if now >= beat:
                     await self.tell(GroupAlive())
                     beat = now + self.patience / BEATS

@@ -19,7 +19,7 @@ Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
 class GroupReady(Message):
     """Signed: what the sender brings to a round, for its leader and then for its whole group; ``patience`` in seconds."""
 
-    KIND = "group-ready"
+    KIND, VERSION = "group-ready", 2
     swarm: SwarmId
     round: Count
     fragment: Count

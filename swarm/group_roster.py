@@ -38,6 +38,10 @@ class Group:
         """All places, as bits."""
         return (1 << len(self.readies)) - 1
 
+    def weight(self, peer: str) -> float:
+        """What a member counts: what it signed; where nobody has any weight all count the same."""
+        return self.readies[peer].weight if any(ready.weight for ready in self.readies.values()) else 1.0
+
     def places(self, peers: Iterable[str]) -> int:
         """The places of ``peers``, as bits."""
         wanted = set(peers)

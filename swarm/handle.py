@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from optim.exchange import Mean
 from swarm.errors import NetworkError
+from swarm.health import Health
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -46,6 +47,8 @@ class Waiter:
         self.limit = limit
         """Seconds that one round can take at most."""
         self.until = float("inf")
+        self.health = Health()
+        """How its exchanges went."""
         self.waited = 0.0
         """Seconds that the calling thread was blocked here, in all."""
 

@@ -178,6 +178,10 @@ class Host:
         """Addresses of peers by which to find the swarm again after the daemon has died."""
         self._uplink.known.remember(addresses)
 
+    def known(self) -> list[str]:
+        """Full multiaddrs of the peers heard of last, also those that cannot be reached now; newest first, 64 peers at most."""
+        return self._uplink.known.addresses()
+
     def entry(self) -> tuple[str, ...]:
         """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
         return self._uplink.entry[:16]
@@ -251,13 +255,15 @@ class Host:
             text = str(error)
             if "protocols not supported" in text:
                 raise NetworkError(
-                    f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its shoal is of another version."
+                    f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its shoal is of another version.",
+                    "refused",
                 ) from None
-            raise NetworkError(f"peer {short(peer_id)} {boot.why(error, addresses[0] if addresses else '')}.") from None
+            why = boot.why(error, addresses[0] if addresses else "")
+            raise NetworkError(f"peer {short(peer_id)} {why}.", "unreachable") from None
         except (OSError, EOFError, ValueError) as error:
-            raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).") from None
+            raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
         except asyncio.TimeoutError:
-            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.") from None
+            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     async def connect(self, address: str, timeout: float) -> None:
         """Connect to the peer of a full multiaddr, if we are not. NetworkError: why not, beginning with the address."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -12,7 +12,9 @@ from swarm.errors import MessageError
 from swarm.messages import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unseal
 from swarm.round_setting import RoundSetting
 from swarm.verify_setting import StretchTerms, Terms, VerifySettings
+from swarm.wire import peek
 
+MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -231,6 +233,27 @@ class Manifest(Message):
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
+
+
+class Title(NamedTuple):
+    """What a swarm is, for people."""
+
+    name: str
+    task: str
+    method: str
+
+
+def title_of(sealed: bytes) -> Title:
+    """What a sealed manifest, whose hash was found right, is about. Unlike `open_manifest` it checks no setting, so needs no torch.
+
+    Raises MessageError.
+    """
+    fields = peek(sealed, Manifest.LIMIT)
+    outer = fields.get("outer")
+    said = (fields.get("name"), fields.get("task"), outer.get("method") if isinstance(outer, dict) else None)
+    if not all(isinstance(text, str) for text in said):
+        raise MessageError("A malformed manifest was refused: it names no task and method.")
+    return Title(*("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in said))
 
 
 def swarm_id(sealed: bytes) -> str:

@@ -19,29 +19,41 @@ from swarm.fields import (
     Nonce,
     PeerId,
     Reason,
+    Seconds,
     Sha256,
     Shapes,
+    ShortLabel,
     SwarmId,
     Token,
     Weight,
 )
+from swarm.health import BLAMED, FAILURES, Failure
 from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 # Whoever handles messages takes all of it from here.
 __all__ = [
     "ENVELOPE", "KIB", "MAX_COUNT", "Abort", "Answer", "Commit", "Digest", "Label", "M", "ManifestReply", "ManifestRequest",
-    "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "Ready", "StateHeader", "StateRequest", "pack",
-    "seal", "unpack", "unseal",
+    "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "PieceReply", "PieceRequest", "Ready", "StateHeader",
+    "StateRequest", "pack", "seal", "unpack", "unseal",
 ]  # fmt: skip
 
 
+MAX_MISSING = 4  # names of members that are missing
+SKETCH = 4  # numbers that a sketch of the slow weights is made of
 MAX_EXTRA = 8  # tensors for each parameter that a rule may share
 
 
 class Member(Message):
-    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats."""
+    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 
-    KIND, LIMIT, AUTHOR = "member", 4 * KIB, "peer"
+    How its exchanges went (swarm/health.py): ``exchange_s``, seconds that moving the bytes of one took of late, and ``wait_s``,
+    that training stood still for a round; ``failures`` among its last ``exchanges``, by kind, and with whom it met most of them
+    (``blamed``). ``missing``: how many of ``missing_of`` members it lost sight of at about the same moment, and some of their names
+    (swarm/absence.py). ``sketch``: the round and fragment that it finished last, and what its slow weights then come to
+    (node/drift.py), where the method keeps them the same on all peers.
+    """
+
+    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 4 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -56,6 +68,16 @@ class Member(Message):
     state: Literal["waiting", "training", "leaving", "done"]
     issued: Annotated[float, Field(ge=0)]
     version: Label
+    exchange_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    exchanges: Count = 0
+    failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
+    blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=BLAMED)] = ()
+    missing: Count = 0
+    missing_of: Count = 0
+    missing_within_s: Seconds = 0.0
+    missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
+    sketch: tuple[Count, Count, Annotated[tuple[float, ...], Field(min_length=SKETCH, max_length=SKETCH)]] | None = None
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:
@@ -83,7 +105,7 @@ class ManifestReply(Message):
 class Offer(Message):
     """Opens an exchange: what the sender is about to send, ``nbytes`` encoded bytes with digest ``sha256``."""
 
-    KIND, LIMIT = "offer", 1024 * KIB
+    KIND, VERSION, LIMIT = "offer", 2, 1024 * KIB
     swarm: SwarmId
     round: Count
     fragment: Count
@@ -144,27 +166,48 @@ class OutcomeReply(Message):
 
 
 class StateRequest(Message):
-    """Asks for a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away."""
+    """Asks for a snapshot of a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away.
 
-    KIND = "state-request"
+    ``since``: of this round or a later one.
+    """
+
+    KIND, VERSION = "state-request", 2
     swarm: SwarmId
     model: Digest
     astray: bool = False
+    since: Count = 0
 
 
 class StateHeader(Message):
-    """Announces ``nbytes`` bytes with digest ``sha256``: the slow weights, of ``shapes``, and then the rule's shared state.
+    """A snapshot of ``nbytes`` bytes: the slow weights, of ``shapes``, and then the rule's shared state. Its SHA-256 is its id.
 
-    ``extra``: for each part of that state, in order, its name and the SHA-256 of its shapes as the wire has them. ``applied``: for
-    each fragment, as a little-endian u64, one more than the round whose outcome is in it.
+    ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the shared state, in order, its name
+    and the SHA-256 of its shapes as the wire has them. ``applied``: for each fragment, as a little-endian u64, one more than the
+    round whose outcome is in it. Nothing in it differs between peers that hold the same.
     """
 
-    KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
+    KIND, VERSION, LIMIT = "state-header", 3, 1024 * KIB
     round: Count
-    step: Count
     nbytes: Bytes
     shapes: Shapes
     dtype: Token
     sha256: Sha256
     extra: Annotated[tuple[tuple[Token, Sha256], ...], Field(max_length=MAX_EXTRA)] = ()
     applied: Annotated[bytes, Field(max_length=32 * KIB)] = b""
+
+
+class PieceRequest(Message):
+    """Asks for a piece of the snapshot with that id: chunk number ``chunk``, or (None) the list of the digests of all chunks."""
+
+    KIND = "piece-request"
+    swarm: SwarmId
+    snapshot: Sha256
+    chunk: Count | None
+
+
+class PieceReply(Message):
+    """How many bytes follow; 0: they are not held, and why."""
+
+    KIND, LIMIT = "piece-reply", 4 * KIB
+    nbytes: Bytes
+    reason: Reason = ""

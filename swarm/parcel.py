@@ -14,8 +14,7 @@ from pydantic import Field
 from swarm.errors import MessageError
 from swarm.fields import Bytes, PeerId, Sha256, SwarmId
 from swarm.identity import Identity
-from swarm.pubsub import MAX_MESSAGE
-from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
+from swarm.wire import ENVELOPE, KIB, MAX_MESSAGE, M, Message, pack, seal, unpack, unseal
 
 Encoding = Literal["plain", "zlib"]
 LEVEL = 6  # of zlib: text of 256 KiB takes some 10 ms
@@ -72,6 +71,11 @@ class Body(NamedTuple):
     encoding: Encoding
     size: int
     data: bytes
+
+
+def topic_of(swarm: str, kind: type[Message]) -> str:
+    """The name of the topic on which records of ``kind`` are gossiped in ``swarm``."""
+    return f"shoal/{swarm}/{kind.KIND}/{kind.VERSION}"
 
 
 def content_of(author: str, message: Message) -> bytes:

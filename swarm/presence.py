@@ -1,4 +1,4 @@
-"""Tells the seeds of a swarm that this node is there, so that newcomers find it, and meets whom they name.
+"""Tells the seeds of a swarm that this node is there, so that newcomers find it, and meets whom they name, and who was lost.
 
 So a swarm of which every address in the link is dead but the seed's can still be joined; and two parts of a swarm that lost each
 other, but not the seed, meet again.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from swarm.errors import MessageError, NetworkError
 from swarm.messages import seal
+from swarm.reunion import Reunion
 from swarm.seed_client import addresses_of, ask
 from swarm.seed_messages import SEED_PROTOCOL
 from swarm.stream import short
@@ -37,6 +38,8 @@ class Presence:
         self._identity = identity
         self._swarm = swarm
         self._running = host.submit(self._run())
+        reunion = Reunion(host.known, directory.everyone, directory.departed, host.meet)
+        self._looking = host.submit(reunion.run())
 
     def report(self, timeout: float) -> None:
         """Tell all seeds now, in at most ``timeout`` seconds; for any thread but the host's. No answer is no error."""
@@ -49,6 +52,7 @@ class Presence:
     def close(self) -> None:
         """Stop reporting. What was said last stays with the seeds until they forget it."""
         self._running.cancel()
+        self._looking.cancel()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

@@ -16,8 +16,8 @@ from hivemind.proto import p2pd_pb2
 from swarm.errors import NetworkError
 from swarm.identity import b58encode
 from swarm.uplink import DAEMON_GONE, Uplink
+from swarm.wire import MAX_MESSAGE
 
-MAX_MESSAGE = 256 * 1024  # bytes of one message
 MAX_FRAME = 2 << 20  # bytes of one message as the daemon hands it over; GossipSub itself stops at 1 MiB
 MAX_ID = 64  # bytes of a peer id of any kind
 CALL_S = 5.0  # seconds for one call to the own daemon

@@ -55,6 +55,8 @@ class Meeting:
     """One round of this node."""
 
     contribution: Contribution
+    mate: str | None = None
+    """Whom the round belongs with: only its failure to come is one, for others may well be busy."""
     dialing: str | None = None
     expecting: str | None = None
     """A peer that said "wait"."""
@@ -121,6 +123,7 @@ class Rendezvous:
         deadline = loop.time() + self._wait
         while True:
             partner, order = self._order(meeting.key.round)
+            meeting.mate = partner
             self._release_held(keep=partner)
             if partner is None or not order:
                 return None  # the odd one out, whom nobody expects in this round, or the last one here
@@ -169,6 +172,8 @@ class Rendezvous:
             received = await self._call(meeting, peer, seconds)
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", meeting.key.round, error)
+            if peer == meeting.mate:
+                meeting.contribution.health.failed(meeting.key, peer, error)
             received = None
         finally:
             meeting.dialing = None
@@ -262,6 +267,7 @@ class Rendezvous:
             meeting.expecting = peer
         elif answer.verdict == "refuse":
             log.warning("peer …%s will not exchange with this node: %s", peer[-8:], answer.reason)
+            meeting.contribution.health.failed(meeting.key, peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)

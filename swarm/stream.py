@@ -129,11 +129,12 @@ class Stream:
             if bulk.moved() != moved:
                 moved, since = bulk.moved(), now
             if now >= deadline:
-                raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.")
+                raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.", "timeout")
             if now - since >= chunk_timeout:
                 raise NetworkError(
                     f"peer {short(self.peer_id)} neither sent nor took a byte for {chunk_timeout:g} s in the middle of a "
-                    "transfer."
+                    "transfer.",
+                    "timeout",
                 )
             wait = min(chunk_timeout / 4, 0.25, deadline - now)
             done, pending = await asyncio.wait(pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
@@ -146,7 +147,7 @@ class Stream:
         try:
             return await asyncio.wait_for(work, timeout)
         except asyncio.TimeoutError:
-            raise NetworkError(f"peer {short(self.peer_id)} {what} within {timeout:.3g} s.") from None
+            raise NetworkError(f"peer {short(self.peer_id)} {what} within {timeout:.3g} s.", "timeout") from None
         except _GONE:
             raise self._ended() from None
 

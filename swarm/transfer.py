@@ -36,6 +36,7 @@ from swarm.contribution import Contribution
 from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
 from swarm.handle import Decision
+from swarm.health import Problem
 from swarm.messages import Abort, Commit, M, Message, Offer, OutcomeReply, OutcomeRequest, Ready, pack, unpack
 
 if TYPE_CHECKING:
@@ -75,12 +76,17 @@ class Transfers:
         exchange = (stream.peer_id, theirs.nonce)
         if caller:
             self._undecided.add(exchange)
+        began = asyncio.get_running_loop().time()
         try:
             received = await self._swap(stream, mine, theirs)
             confirm = self._decide if caller else self._follow
             await confirm(stream, theirs, received, mine.decision)
         except (NetworkError, MessageError) as error:
             log.info("round %d: no exchange with …%s: %s", mine.key.round, stream.peer_id[-8:], error)
+            mine.health.failed(mine.key, stream.peer_id, error)
+        else:
+            if mine.decision.received is not None:
+                mine.health.done(mine.key, asyncio.get_running_loop().time() - began)
         finally:
             if exchange in self._undecided:
                 self._settle(exchange, "aborted")
@@ -106,20 +112,20 @@ class Transfers:
             deadline=asyncio.get_running_loop().time() + self.exchange_timeout,
             on_progress=hashes.advance,
         )
-        problem: str | None = "it does not match the digest it announced"
+        problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
         tensors = list[Tensor]()
         if hashes.digest() == theirs.sha256:
             problem, tensors = await asyncio.to_thread(mine.problem, stream.peer_id, scratch)
         if problem is not None:
-            await self._tell(stream, Abort(nonce=theirs.nonce, reason=problem))
-            raise MessageError(f"the contribution of peer …{stream.peer_id[-8:]} was refused: {problem}.")
+            await self._tell(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
+            raise MessageError(f"the contribution of peer …{stream.peer_id[-8:]} was refused: {problem}.", problem.kind)
         return Received(stream.peer_id, theirs.weight, tensors)
 
     async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
         """The caller's half of the confirm."""
         reply = await self._hear(stream, Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
-            raise MessageError(f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.")
+            raise _called_off(reply)
         exchange = (stream.peer_id, offer.nonce)
         # Not so if the callee gave up, asked and was told that it is off, or if this node's own time was up.
         if exchange in self._undecided and not decision.closed:
@@ -129,9 +135,14 @@ class Transfers:
 
     async def _follow(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
         """The callee's half of the confirm."""
-        await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
+        try:
+            await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
+        except NetworkError:
+            raise _called_off(await self._hear(stream, Abort)) from None  # it closed the stream: maybe it said why before
         try:
             reply = await self._hear(stream, Commit, Abort)
+            if isinstance(reply, Abort):
+                raise _called_off(reply)
             committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
         except NetworkError:
             committed = await self._ask(stream.peer_id, offer.nonce)
@@ -174,3 +185,7 @@ class Transfers:
             await stream.send(pack(message), self.chunk_timeout)
         except NetworkError as error:
             log.info("%s was not sent: %s", message.KIND, error)
+
+
+def _called_off(reply: Message) -> MessageError:
+    return MessageError(f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.", "refused")

@@ -19,6 +19,7 @@ from swarm.errors import MessageError
 from swarm.identity import Identity, verify
 
 KIB = 1024
+MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops what is above 1 MiB, without a word
 ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 
 # Containers in one message: no schema needs more, and every one that is announced costs memory.
@@ -74,6 +75,19 @@ def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
     if kind.AUTHOR is not None and getattr(message, kind.AUTHOR) != signer:
         raise MessageError(f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.", "forged")
     return signer, message
+
+
+def peek(data: bytes, limit: int) -> dict[Any, Any]:
+    """The fields of a sealed message of at most ``limit`` bytes, bounded but neither verified nor validated: for whoever knows the
+    bytes by their hash. Raises MessageError and nothing else.
+    """
+    _check_size(data, limit + ENVELOPE)
+    envelope = _decode(data, "signed message")
+    sealed = isinstance(envelope, tuple) and [type(part) for part in envelope] == [str, bytes, bytes]
+    message = _decode(envelope[1], "message") if sealed else None
+    if not isinstance(message, tuple) or len(message) != 3 or not isinstance(message[2], dict):
+        raise _malformed("signed message", "it is not [peer id, [kind, version, fields], signature]", diagnose(data))
+    return message[2]
 
 
 def _context(kind: type[Message]) -> str:

@@ -151,5 +151,9 @@ def test_every_command_and_option_has_a_help_text(path, command):
 def test_the_first_help_shows_exit_codes_and_every_command():
     shown = CliRunner().invoke(cli, ["--help"]).output
     assert "Exit codes:" in shown
-    assert set(cli.commands) == {"up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "doctor", "init"}
+    expected = {
+        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "chaos", "watch", "doctor",
+        "init",
+    }  # fmt: skip
+    assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

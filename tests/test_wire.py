@@ -21,25 +21,28 @@ from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
 from swarm.link import MAX_CHARS
 from swarm.log_sync import LOG_PROTOCOL, MAX_LOG
 from swarm.log_sync import QUOTA as LOGS
-from swarm.manifest import Manifest, OuterSettings
+from swarm.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
 from swarm.messages import ENVELOPE, Member, Message, Offer
 from swarm.parcel import Notice
+from swarm.pieces import PIECES_PROTOCOL
 from swarm.pubsub import MAX_MESSAGE
 from swarm.quota import Quota
 from swarm.rendezvous import EXCHANGE_PROTOCOL
 from swarm.rollout_record import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from swarm.seed_messages import SEED_PROTOCOL, TOLD
 from swarm.shelf import BODY_PROTOCOL
+from swarm.snapshot import KEPT, UNUSED_S
 from swarm.speed import ALL as TESTS
 from swarm.speed import EACH as TESTS_EACH
 from swarm.speed import MAX_BYTES as TEST_BYTES
 from swarm.speed import MOVE_S, SPEED_PROTOCOL
+from swarm.statements import SAMPLE, STATE_PROTOCOL
+from swarm.status_record import PARTNERS, PER_SECOND, ROUNDS, Status
 from swarm.transfer import OUTCOME_PROTOCOL
 from swarm.trie import CAP
-from swarm.welcome import MANIFEST_PROTOCOL, STATE_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation)}
+SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Status)}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -54,7 +57,8 @@ def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
     served += [DIAL_PROTOCOL, SPEED_PROTOCOL]
-    assert sorted(rows) == sorted([*served, STATE_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL])
+    served += [STATE_PROTOCOL, PIECES_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL]
+    assert sorted(rows) == sorted(served)
 
 
 def test_deadlines_are_the_defaults():
@@ -78,7 +82,13 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
     assert f"records of others, at most {TOLD} " in PAGE
+    assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
+    assert "at most two snapshots, none two minutes after the last question" in PAGE
+    assert "four chunks of both" in PAGE
     assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE
+    assert f"its newest {ROUNDS} rounds" in PAGE
+    assert f"at most {PARTNERS} partners" in PAGE
+    assert f"about {PER_SECOND:g} a second" in PAGE
     assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE

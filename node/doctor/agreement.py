@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from functools import partial
 
@@ -9,7 +10,9 @@ from node.doctor.checkup import Check, Note, Skip, Tell, many
 from node.doctor.machine import GB, free_memory
 from node.doctor.visit import FoundError, Visit
 from node.exit_codes import ExitCode
+from swarm.errors import NetworkError
 from swarm.link import MAX_ADDRESSES, Link
+from swarm.messages import StateRequest
 
 COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte numbers
 
@@ -57,7 +60,8 @@ def model(visit: Visit, tell: Tell) -> str:
     from node.hooks import load_task
     from node.membership import RL, swarm_settings
     from swarm.exchange import model_digest
-    from swarm.welcome import fetch_state
+    from swarm.newcomer import Wish
+    from swarm.statements import ask
 
     manifest = visit.agreed()
     settings = swarm_settings(load(None, {"task.hooks": visit.hooks}), manifest)
@@ -75,7 +79,10 @@ def model(visit: Visit, tell: Tell) -> str:
     if digest != manifest.model:
         givers = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
         assert visit.link is not None
-        fetch_state(visit.running(), visit.link.swarm, digest, shapes, givers)  # names the first difference
+        wish = Wish(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
+        for giver in givers:
+            with contextlib.suppress(NetworkError):
+                wish.check(giver[0], visit.running().call(ask(visit.running(), giver, wish.request), 15.0))  # names the difference
         raise FoundError(
             f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
         )

@@ -11,7 +11,6 @@ from node.membership import Membership
 from node.rl.environment import Env
 from node.rl.loading import load_env, load_policy
 from node.rl.task import RLRound, RLTask
-from swarm.gossip import Gossip
 from swarm.messages import pack
 from swarm.rollout_record import Rollout
 from swarm.rollouts import Limits, RolloutPool
@@ -54,15 +53,9 @@ class Session:
 
     def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None]) -> None:
         self._task, self._write, self._say, self._quiet = task, write, say, time.monotonic()
-        directory = membership.directory
-
-        def addresses(peer: str) -> tuple[str, ...]:
-            member = directory.members().get(peer)
-            return () if member is None else tuple(member.addresses)
-
-        self.gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=addresses)
         env: Env = task.env
-        self._pool = RolloutPool(self.gossip, env.knows, limits=Limits(max_age=ANY_ROUND, ttl=TTL_S), barred=directory.is_barred)
+        limits = Limits(max_age=ANY_ROUND, ttl=TTL_S)
+        self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
         self._metered = Metered(self._pool)
         task.connect(self._metered, membership.host.peer_id, self._on_round)
 
@@ -105,4 +98,3 @@ class Session:
     def close(self) -> None:
         """Share no more."""
         self._pool.close()
-        self.gossip.close()

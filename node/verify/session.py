@@ -96,6 +96,11 @@ class Verification:
         """Hand on what happened since the last call, sentences for people and events for the metrics."""
         self._news.tell(say, write)
 
+    def counted(self) -> dict[str, int]:
+        """Claims made here, checks done here, and how many of those found a claim invalid. Quick."""
+        checks = self._auditor.counts if self._auditor is not None else Counter[str]()
+        return {"claimed": self._counts["claimed"], "checked": checks["checked"], "invalid": checks["invalid"]}
+
     def report(self) -> dict[str, Any]:
         """What came of it: numbers of claims, of checks, and the standings of all peers."""
         counts = Counter(self._auditor.counts) if self._auditor is not None else Counter[str]()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from node.config import Settings
 from node.membership import Membership
-from node.rl.session import Session
 from node.rl.task import RLTask
 from node.task import Shard, Task
 from node.trainer import Trainer
@@ -18,25 +17,20 @@ from node.verify.network import SwarmNetwork
 from node.verify.session import Verification
 from node.verify.terms import check_terms
 from node.verify.training_terms import check_stretch_terms, training_terms
-from swarm.gossip import Gossip
 from swarm.verify_setting import StretchTerms, Terms
 
 
 def start_verification(
-    settings: Settings, membership: Membership, trainer: Trainer, shard: Shard, rl: Session | None, fresh: Callable[[], Task]
+    settings: Settings, membership: Membership, trainer: Trainer, shard: Shard, fresh: Callable[[], Task]
 ) -> Verification | None:
-    """None if nothing is claimed in the swarm. ``rl``: what gossips already; ``fresh``: makes the task once more.
+    """None if nothing is claimed in the swarm. ``fresh`` makes the task once more.
 
     To be called before training begins. ConfigError or VerifyError if this node cannot take part.
     """
     terms, task = membership.manifest.terms, trainer.task
     if terms is None:
         return None
-    if rl is not None:
-        gossip = rl.gossip
-    else:
-        gossip = Gossip(membership.host, membership.identity, membership.swarm, addresses=membership.directory.addresses)
-    network = SwarmNetwork(membership, gossip)
+    network = SwarmNetwork(membership, membership.gossip)
     kind: Kind
     if isinstance(terms, Terms) and isinstance(task, RLTask):
         check_terms(terms, settings, task)

@@ -29,11 +29,7 @@ class Internet:
     """Namespaces: ``wan`` routes between ``seed`` and the two NATs, behind which are ``a`` and ``b``. OSError if that fails."""
 
     def __init__(self):
-        if os.geteuid() != 0:
-            raise OSError("network namespaces need root")
-        for tool in ("ip", "nft"):
-            if shutil.which(tool) is None:
-                raise OSError(f"the command {tool} is not installed")
+        self.check()
         self.made = []
         try:
             for name in ("wan", "seed", "nat-a", "nat-b", "a", "b"):
@@ -48,6 +44,13 @@ class Internet:
         except BaseException:
             self.close()
             raise
+
+    def check(self):
+        if os.geteuid() != 0:
+            raise OSError("network namespaces need root")
+        for tool in ("ip", "nft"):
+            if shutil.which(tool) is None:
+                raise OSError(f"the command {tool} is not installed")
 
     def full(self, name):
         return f"shoal-nat-{os.getpid()}-{name}"

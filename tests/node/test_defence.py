@@ -143,6 +143,38 @@ def test_without_attackers_and_with_a_large_radius_it_is_the_plain_mean_bit_by_b
     assert all(torch.equal(a, b) for a, b in zip(found.tensors, plain.tensors, strict=True))
 
 
+def copied(made, weights):
+    return [(name, weight, [t.clone() for t in made[name]]) for name, weight in weights.items()]
+
+
+def test_who_has_no_weight_moves_nobody_whatever_the_rule():
+    made = {name: tensors(number) for number, name in enumerate("abcd")}
+    clip = Watch(robust="centered-clip")
+    found = clip.mean("a", 0, copied(made, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}))
+    without = clip.mean("a", 0, copied(made, {"a": 1.0, "b": 1.0, "c": 1.0}))
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors, without.tensors, strict=True))
+    assert (found.members, found.counted, found.weight) == (tuple("abcd"), 3, 3.0)
+    gossip = Watch(robust="clipped-gossip", suspect=0)
+    for number in range(FIRST + 1):
+        gossip.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
+    alone = gossip.mean("a", 0, copied(made, {"a": 1.0, "b": 0.0}))
+    assert all(torch.equal(a, b) for a, b in zip(alone.tensors, made["a"], strict=True))
+    newcomer = gossip.mean("a", 0, copied(made, {"a": 0.0, "b": 1.0}))
+    usual = gossip.mean("a", 0, copied(made, {"a": 1.0, "b": 1.0}))
+    assert all(torch.equal(a, b) for a, b in zip(newcomer.tensors, usual.tensors, strict=True))
+
+
+@pytest.mark.parametrize("robust", ["centered-clip", "clipped-gossip"])
+def test_where_nobody_has_weight_all_count_alike(robust):
+    made = {name: tensors(number) for number, name in enumerate("ab")}
+    watch = Watch(robust=robust, suspect=0)
+    for number in range(FIRST + 1):
+        watch.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
+    found, usual = (watch.mean("a", 0, copied(made, dict.fromkeys("ab", weight))) for weight in (0.0, 1.0))
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors, usual.tensors, strict=True))
+    assert (found.counted, found.weight) == (2, 2.0)
+
+
 def train(method, attack, make_defence, peers=8, hostile=2, rounds=24, warmup=0):
     """Each learns the same line from data of its own. Distance to it of the honest peers' slow weights, and their watches."""
     names = [f"p{number}" for number in range(peers)]

@@ -49,7 +49,7 @@ class FakeHost:
         other = self.network.hosts.get(peer_id)
         self.network.opened.append((self.peer_id, peer_id, protocol))
         if other is None or other.dead or self.dead:
-            raise NetworkError("the peer is not there.")
+            raise NetworkError("the peer is not there.", "unreachable")
         mine, theirs = await self.network.wire()
         stream = Stream(peer_id, *mine, self.traffic)
         self.streams.append(stream)

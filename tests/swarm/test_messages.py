@@ -15,6 +15,7 @@ from swarm import messages as m
 from swarm import wire
 from swarm.errors import MessageError
 from swarm.fields import MAX_TENSORS
+from swarm.health import FAILURES
 from swarm.identity import Identity
 from swarm.manifest import Manifest, swarm_id
 
@@ -31,6 +32,7 @@ tokens = st.from_regex(r"[a-z0-9_.:,=+-]{1,64}", fullmatch=True)
 names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=64)
 paths = st.from_regex(r"/[\x21-\x7e]{1,255}", fullmatch=True)
 places = st.integers(0, 2**64 - 1)
+failures = st.sampled_from(FAILURES)
 shapes = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple), max_size=20).map(tuple)
 
 ALL = st.one_of(
@@ -50,6 +52,12 @@ ALL = st.one_of(
         state=st.sampled_from(["waiting", "training", "leaving", "done"]),
         issued=reals,
         version=names,
+        exchange_s=st.floats(0, 1e9),
+        failures=st.lists(st.tuples(failures, counts), max_size=6).map(tuple),
+        blamed=st.lists(st.tuples(st.just(OTHER.peer_id), failures, counts), max_size=4).map(tuple),
+        missing=counts,
+        missing_names=st.lists(names.map(lambda name: name[:16]), max_size=4).map(tuple),
+        sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
     ),
     st.builds(m.ManifestRequest, swarm=swarms),
     st.builds(m.ManifestReply, manifest=st.none() | st.binary(max_size=100), swarm=swarms, reason=reasons),
@@ -78,11 +86,12 @@ ALL = st.one_of(
     st.builds(m.Abort, nonce=nonces, reason=reasons),
     st.builds(m.OutcomeRequest, nonce=nonces),
     st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
-    st.builds(m.StateRequest, swarm=swarms, model=digests),
+    st.builds(m.StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
+    st.builds(m.PieceRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
+    st.builds(m.PieceReply, nbytes=st.integers(0, 2**40), reason=reasons),
     st.builds(
         m.StateHeader,
         round=counts,
-        step=counts,
         nbytes=st.integers(0, 2**40),
         shapes=shapes,
         dtype=tokens,
@@ -155,7 +164,7 @@ def refused(data, *types, says=None):
 
 
 def test_every_kind_is_covered_and_has_its_own_name():
-    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 23  # the 12 of messages.py, the 10 of a group and the manifest
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 25  # the 14 of messages.py, the 10 of a group and the manifest
     assert Manifest in KINDS
 
 
@@ -239,8 +248,8 @@ def test_kind_and_version_are_named_before_anything_else():
     for version, where in ((2, "here"), (0, "there")):
         says = f"has version {version}, this node speaks 1: update shoal {where}"
         refused(msgpack.packb(["commit", version, {"other": 1}]), m.Commit, says=says)
-    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", 2, {}]), bytes(64)])
-    with pytest.raises(MessageError, match="version 2, this node speaks 1"):
+    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", 3, {}]), bytes(64)])
+    with pytest.raises(MessageError, match="version 3, this node speaks 2"):
         m.unseal(newer, m.Member)
     refused(msgpack.packb(["\x1b[31m", 1, {}]), m.Commit, says="came in place of commit")
     for head in ([b"commit", 1, {}], ["commit", True, {}], ["commit", "1", {}], ["commit", 1], ["commit", 1, {}, 2]):
@@ -368,7 +377,7 @@ def test_the_largest_offer_fits_its_limit():
 )
 def test_shapes_out_of_bounds(shapes):
     with pytest.raises(ValidationError):
-        m.StateHeader(round=0, step=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
+        m.StateHeader(round=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
 
 
 def test_a_reason_is_cleaned_at_both_ends():

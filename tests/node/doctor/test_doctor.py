@@ -36,7 +36,8 @@ from swarm.records import MemberValidator
 from swarm.seed import Seed
 from swarm.seed_messages import SEED_PROTOCOL
 from swarm.speed import SPEED_PROTOCOL, SpeedTest
-from swarm.welcome import StateServer, serve_manifest
+from swarm.state_server import StateServer
+from swarm.welcome import serve_manifest
 
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
 

@@ -1,0 +1,1 @@
+"""``shoal watch``: looking at a swarm from outside, without torch and without a daemon."""

@@ -1,0 +1,100 @@
+"""What a watcher hears, as typed events and as the JSON lines that ``--json`` prints and ``--record`` keeps."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from swarm.errors import ShoalError
+from swarm.fields import PeerId, Reason, SwarmId
+from swarm.status_record import Status
+
+MAX_LINE = 64 * 1024  # characters
+
+
+class ReplayError(ShoalError):
+    """A recording cannot be read."""
+
+
+class _Event(BaseModel):
+    """``time``: when it was heard, Unix seconds."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    LIMIT: ClassVar[int] = MAX_LINE
+    time: Annotated[float, Field(ge=0)]
+
+
+class Watching(_Event):
+    """The beginning: which swarm is watched."""
+
+    event: Literal["watching"] = "watching"
+    swarm: SwarmId
+
+
+class Described(_Event):
+    """What its creator fixed for the swarm, from its manifest."""
+
+    event: Literal["described"] = "described"
+    name: Annotated[str, Field(max_length=64)]
+    task: Annotated[str, Field(max_length=1024)]
+    method: Annotated[str, Field(max_length=64)]
+
+
+class Connected(_Event):
+    """This watcher has a connection to ``peer`` now."""
+
+    event: Literal["connected"] = "connected"
+    peer: Annotated[str, Field(max_length=64)]
+
+
+class Disconnected(_Event):
+    """It lost that."""
+
+    event: Literal["disconnected"] = "disconnected"
+    peer: Annotated[str, Field(max_length=64)]
+
+
+class Unreachable(_Event):
+    """``peer`` could not be connected to."""
+
+    event: Literal["unreachable"] = "unreachable"
+    peer: Annotated[str, Field(max_length=64)]
+    reason: Reason
+
+
+class Heard(_Event):
+    """A node's status, whose signature was found right."""
+
+    event: Literal["status"] = "status"
+    peer: PeerId
+    status: Status
+
+
+class Refused(_Event):
+    """A message that was no status, or none to be counted; ``reason`` is one word, as in swarm/gossip.py."""
+
+    event: Literal["refused"] = "refused"
+    reason: Annotated[str, Field(max_length=64)]
+
+
+Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | Refused
+_any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+def line_of(event: Event) -> str:
+    """``event`` as one line of JSON, without the line's end."""
+    return json.dumps(event.model_dump(mode="json"), allow_nan=False)
+
+
+def event_of(line: str, where: str = "the recording") -> Event:
+    """The event in ``line``. ReplayError if it is none; ``where`` names the place for the sentence."""
+    if len(line) > MAX_LINE:
+        raise ReplayError(f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote.")
+    try:
+        return _any.validate_json(line)
+    except ValidationError as error:
+        what = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
+        said = ascii(what)[1:-1][:120]
+        raise ReplayError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None

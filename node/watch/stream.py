@@ -1,0 +1,52 @@
+"""From a source to whoever shows its events: a bounded queue, a recording on the way, and plain lines of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import time
+from collections.abc import Callable
+
+from node.watch.events import Event, line_of
+from node.watch.recording import Recorder
+from node.watch.source import Source
+
+LOOK_S = 0.1
+
+
+def telling(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool) -> Callable[[Event], None]:
+    """What a source tells its events: they are recorded, then queued. If nobody takes them the oldest go, or with ``drop``
+    False (a replay) the source waits.
+    """
+
+    def tell(event: Event) -> None:
+        if recorder is not None:
+            recorder.take(event)
+        if not drop:
+            inbox.put(event)
+            return
+        while True:
+            try:
+                inbox.put_nowait(event)
+                return
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    inbox.get_nowait()
+
+    return tell
+
+
+def print_lines(inbox: queue.Queue[Event], source: Source, seconds: float | None) -> None:
+    """Print events until the source ends and all are printed, or time is up."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while end is None or time.monotonic() < end:
+        ended = source.ended.is_set()
+        try:
+            event = inbox.get(timeout=LOOK_S)
+        except queue.Empty:
+            if ended:
+                return
+            continue
+        sys.stdout.write(line_of(event) + "\n")
+        sys.stdout.flush()

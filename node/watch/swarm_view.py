@@ -1,0 +1,277 @@
+"""What is known of a swarm from the statuses of its nodes: a pure model, fed with events, read by whatever shows it.
+
+Nothing here waits, reads a clock or trusts what it hears: every collection is bounded, and a peer is known by its key alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
+from swarm.status_record import PER_SECOND, TAIL, RoundStatus, Status
+
+MAX_PEERS = 2048
+MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
+MAX_PAIRS = 4096  # exchanges that are remembered
+MAX_NEWS = 256
+SILENT_S = 8.0  # without a status from a node, in a small swarm, it is shown as silent
+MISSED = 4  # statuses, in a large one
+GONE = ("leaving", "done")
+
+
+class Curve:
+    """Points (x, y) by growing x, at most `MAX_POINTS`: when full, every other one goes, so the whole run stays in view."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        self._every = 1
+        self._skipped = 0
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point; one that does not lie behind the last begins the curve anew (a node that went back to a checkpoint)."""
+        if self.points and x < self.points[-1][0]:
+            self.points = [point for point in self.points if point[0] < x]
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self.points.append((x, y))
+        if len(self.points) > MAX_POINTS:
+            self.points = self.points[::2]
+            self._every *= 2
+
+
+@dataclass
+class Peer:
+    """One node as it was last heard. Times in Unix seconds of this machine, rates per second."""
+
+    status: Status
+    heard: float
+    since: float
+    silent: bool = False
+    sent_rate: float = 0.0
+    received_rate: float = 0.0
+    partners: tuple[str, ...] = ()
+    """Ends of the peer ids with whom it averaged in its newest round."""
+    loss: Curve = field(default_factory=Curve)
+    reward: Curve = field(default_factory=Curve)
+    faults: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def here(self) -> bool:
+        """Whether it takes part, as far as known."""
+        return not self.silent and self.status.state not in GONE
+
+
+@dataclass(frozen=True)
+class News:
+    """Something to tell: ``kind`` is peer, fault or verdict."""
+
+    time: float
+    kind: str
+    text: str
+
+
+class SwarmView:
+    """The picture of one swarm. `take` events, `tick` now and then, and read it."""
+
+    def __init__(self) -> None:
+        self.swarm = ""
+        self.title: Described | None = None
+        self.peers: OrderedDict[str, Peer] = OrderedDict()
+        self.connected: set[str] = set()
+        self.unreachable: OrderedDict[str, str] = OrderedDict()
+        self.refused: Counter[str] = Counter()
+        self.heard = 0
+        self.news: deque[News] = deque(maxlen=MAX_NEWS)
+        self.told = 0
+        """Items of news so far, with those that are forgotten."""
+        self.now = 0.0
+        self._rounds_seen: dict[str, tuple[int, int]] = {}
+        self._pairs: OrderedDict[tuple[int, str, str], None] = OrderedDict()
+
+    # -- in --------------------------------------------------------------------------------------------------------------
+
+    def take(self, event: Event) -> None:
+        """Something was heard."""
+        self.now = max(self.now, event.time)
+        if isinstance(event, Heard):
+            self._status(event.status, event.time)
+        elif isinstance(event, Refused):
+            self.refused[event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"] += 1
+        elif isinstance(event, Connected):
+            self.connected.add(event.peer)
+            self.unreachable.pop(event.peer, None)
+        elif isinstance(event, Disconnected):
+            self.connected.discard(event.peer)
+        elif isinstance(event, Unreachable):
+            self.unreachable[event.peer] = event.reason
+            if len(self.unreachable) > MAX_PEERS:
+                self.unreachable.popitem(last=False)
+        elif isinstance(event, Described):
+            self.title = event
+        elif isinstance(event, Watching):
+            self.swarm = event.swarm
+
+    def tick(self, now: float) -> None:
+        """Time has passed: who was not heard for long is silent."""
+        self.now = max(self.now, now)
+        limit = max(SILENT_S, MISSED * len(self.peers) / PER_SECOND)
+        for peer in self.peers.values():
+            if peer.here and self.now - peer.heard > limit:
+                peer.silent = True
+                self._tell("peer", f"{peer.status.name} fell silent in round {peer.status.round}")
+
+    def _status(self, status: Status, now: float) -> None:
+        self.heard += 1
+        peer = self.peers.get(status.peer)
+        if peer is None:
+            peer = self.peers[status.peer] = Peer(status, now, now)
+            self._tell("peer", f"{status.name} is {status.state} in round {status.round}")
+            self._make_room()
+            peer.faults = dict(status.faults)  # what was before is no news
+        else:
+            self._compare(peer, status, now)
+        peer.status, peer.heard, peer.silent = status, now, False
+        for done in status.rounds:
+            self._round(peer, done)
+        if status.reward is not None:
+            peer.reward.add(status.step, status.reward)
+
+    def _compare(self, peer: Peer, status: Status, now: float) -> None:
+        before = peer.status
+        passed = status.issued - before.issued
+        if passed > 0:
+            peer.sent_rate = _smooth(peer.sent_rate, max(status.sent - before.sent, 0) / passed, passed)
+            peer.received_rate = _smooth(peer.received_rate, max(status.received - before.received, 0) / passed, passed)
+        if peer.silent:
+            self._tell("peer", f"{status.name} is back, {status.state} in round {status.round}")
+        elif status.state != before.state:
+            self._tell("peer", f"{status.name} is {status.state} now, in round {status.round}")
+        for fault, count in status.faults:
+            if count > peer.faults.get(fault, 0):
+                self._tell("fault", f"{status.name}: {fault}, so far {count}")
+            peer.faults[fault] = count
+        if (status.invalid or 0) > (before.invalid or 0):
+            self._tell("verdict", f"{status.name} found a claim invalid, {status.invalid} of {status.checked or 0} so far")
+        for banned in set(status.banned) - set(before.banned):
+            self._tell("verdict", f"{self.name(banned[-TAIL:])} is banned, says {status.name}")
+
+    def _round(self, peer: Peer, done: RoundStatus) -> None:
+        me, place = peer.status.peer, (done.step, done.round)
+        seen = self._rounds_seen.get(me, (-1, -1))
+        if place <= seen and seen[0] <= peer.status.step:  # else it went back to a checkpoint
+            return
+        self._rounds_seen[me] = place
+        peer.partners = done.partners
+        if done.loss is not None:
+            peer.loss.add(done.step, done.loss)
+        for other in done.partners:
+            low, high = sorted((me[-TAIL:], other))
+            self._pairs[(done.round, low, high)] = None
+        while len(self._pairs) > MAX_PAIRS:
+            self._pairs.popitem(last=False)
+
+    def _make_room(self) -> None:
+        if len(self.peers) > MAX_PEERS:
+            gone = min(self.peers, key=lambda peer: self.peers[peer].heard)
+            del self.peers[gone]
+            self._rounds_seen.pop(gone, None)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self.told += 1
+        self.news.append(News(self.now, kind, text))
+
+    # -- out -------------------------------------------------------------------------------------------------------------
+
+    def name(self, tail: str) -> str:
+        """What the peer whose id ends like this calls itself."""
+        return next((peer.status.name for key, peer in self.peers.items() if key.endswith(tail)), "…" + tail)
+
+    def rows(self) -> list[tuple[str, Peer]]:
+        """All peers, those that are here first, by name."""
+        return sorted(self.peers.items(), key=lambda item: (not item[1].here, item[1].status.name, item[0]))
+
+    def here(self) -> list[Peer]:
+        """Those that take part, as far as known."""
+        return [peer for peer in self.peers.values() if peer.here]
+
+    def pairs(self, rounds: int = 0) -> dict[tuple[str, str], int]:
+        """Who averaged with whom how often, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
+        newest = max((number for number, _, _ in self._pairs), default=0)
+        counted = Counter((a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds)
+        return dict(counted)
+
+    def totals(self) -> dict[str, Any]:
+        """The swarm in a few numbers: peers, rounds (lowest and highest), mean loss, inner steps and bytes a second."""
+        here = self.here()
+        rounds = [peer.status.round for peer in here]
+        return {
+            "peers": len(here),
+            "known": len(self.peers),
+            "connected": len(self.connected),
+            "round_min": min(rounds, default=None),
+            "round_max": max(rounds, default=None),
+            "loss": _mean(peer.status.loss for peer in here),
+            "reward": _mean(peer.status.reward for peer in here),
+            "steps_per_s": sum(peer.status.steps_per_s for peer in here),
+            "sent_per_s": sum(peer.sent_rate for peer in here),
+            "sent": sum(peer.status.sent for peer in self.peers.values()),
+            "received": sum(peer.status.received for peer in self.peers.values()),
+            "rollouts_own": _sum(peer.status.rollouts_own for peer in self.peers.values()),
+            "rollouts_foreign": _sum(peer.status.rollouts_foreign for peer in self.peers.values()),
+            "claims": _sum(peer.status.claims for peer in self.peers.values()),
+            "checked": _sum(peer.status.checked for peer in self.peers.values()),
+            "invalid": _sum(peer.status.invalid for peer in self.peers.values()),
+            "heard": self.heard,
+            "refused": sum(self.refused.values()),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as JSON, for a page."""
+        return {
+            "swarm": self.swarm,
+            "title": None if self.title is None else self.title.model_dump(include={"name", "task", "method"}),
+            "now": self.now,
+            "totals": self.totals(),
+            "refused": dict(self.refused),
+            "unreachable": dict(list(self.unreachable.items())[-8:]),
+            "peers": [
+                {
+                    "id": key,
+                    "tail": key[-TAIL:],
+                    "here": peer.here,
+                    "silent": peer.silent,
+                    "age": max(self.now - peer.heard, 0.0),
+                    "sent_per_s": peer.sent_rate,
+                    "received_per_s": peer.received_rate,
+                    "partners": [self.name(tail) for tail in peer.partners],
+                    "curve": peer.loss.points,
+                    "rewards": peer.reward.points,
+                    **peer.status.model_dump(mode="json", exclude={"swarm", "peer", "rounds", "addresses"}),
+                }
+                for key, peer in self.rows()
+            ],
+            "pairs": [[a, b, count] for (a, b), count in sorted(self.pairs().items())],
+            "news": [[item.time, item.kind, item.text] for item in self.news],
+        }
+
+
+def _smooth(before: float, value: float, seconds: float) -> float:
+    """A running mean over about five seconds."""
+    share = min(seconds / 5.0, 1.0) if before else 1.0
+    return before + (value - before) * share
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    found = [value for value in values if value is not None]
+    return sum(found) if found else None

@@ -1,0 +1,142 @@
+"""``shoal watch`` on a terminal: one screen, live. q ends it, tab and the arrow keys move about, p holds the picture."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, VerticalScroll
+from textual.coordinate import Coordinate
+from textual.widgets import DataTable, Footer, RichLog, Static
+
+from node.watch import pictures
+from node.watch.events import Event
+from node.watch.source import Source
+from node.watch.swarm_view import SwarmView
+
+FRAME_S = 0.25
+MOST_AT_ONCE = 2000  # events taken between two frames
+STYLES = {"peer": "", "fault": "yellow", "verdict": "red"}
+
+
+class WatchApp(App[None]):  # type: ignore[misc]
+    """Shows what arrives in ``inbox`` until it is told to end. Not ``live``: in a replay time is what the events say."""
+
+    TITLE = "shoal watch"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("p", "hold", "Hold"),
+        Binding("d", "toggle_dark", "Dark or light"),
+    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 - an instance variable in the base class
+    CSS = """
+    #head { padding: 0 1; background: $primary; color: $text; height: auto; }
+    #body { layout: grid; grid-size: 2 2; grid-columns: 3fr 2fr; grid-rows: 1fr 1fr; }
+    .-narrow #body { grid-size: 1 4; grid-columns: 1fr; grid-rows: 1fr 1fr 1fr 1fr; }
+    .panel { border: round $primary; padding: 0 1; height: 100%; width: 100%; }
+    .panel:focus { border: round $accent; }
+    """
+
+    def __init__(self, inbox: queue.Queue[Event], source: Source, *, live: bool = True, seconds: float | None = None) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._inbox, self._source, self._live = inbox, source, live
+        self.view = SwarmView()
+        self._held = False
+        self._is_dark = True
+        self._news = 0
+
+    def compose(self) -> ComposeResult:
+        """One line on top, four panels, the keys below."""
+        yield Static(id="head", markup=False)
+        table: DataTable[Text] = DataTable(id="peers", classes="panel", cursor_type="row", zebra_stripes=True)
+        table.border_title = "peers"
+        log = RichLog(id="news", classes="panel", max_lines=256, wrap=True)
+        log.border_title = "news, faults, verdicts"
+        with Container(id="body"):
+            yield table
+            yield self._panel("losses", "loss over inner steps")
+            yield self._panel("exchanges", f"who averaged with whom, last {pictures.RECENT} rounds")
+            yield log
+        yield Footer()
+
+    def _panel(self, name: str, title: str) -> VerticalScroll:
+        panel = VerticalScroll(Static(id=name, markup=False), id=f"{name}-panel", classes="panel")
+        panel.border_title = title
+        return panel
+
+    def on_mount(self) -> None:
+        """Begin."""
+        self.query_one("#peers", DataTable).add_columns(*pictures.COLUMNS)
+        self.query_one("#peers", DataTable).focus()
+        self.set_interval(FRAME_S, self.frame)
+        if self._seconds is not None:
+            self.set_timer(self._seconds, self.exit)
+        self.frame()
+
+    def action_hold(self) -> None:
+        """Stop or go on moving; events are taken all the same."""
+        self._held = not self._held
+        self.frame()
+
+    def action_toggle_dark(self) -> None:
+        """The other of the two themes."""
+        self._is_dark = not self._is_dark
+        self.theme = "textual-dark" if self._is_dark else "textual-light"
+
+    def frame(self) -> None:
+        """Take what came, and draw."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                self.view.take(self._inbox.get_nowait())
+            except queue.Empty:
+                break
+        if self._live:
+            self.view.tick(time.time())
+        if self._live and self._source.ended.is_set():
+            self.exit()
+            return
+        if not self._held:
+            self._draw()
+
+    def _draw(self) -> None:
+        head = pictures.headline(self.view)
+        if not self._live and self._source.ended.is_set() and self._inbox.empty():
+            head += "   end of the recording"
+        self.query_one("#head", Static).update(Text(head))
+        self._draw_table()
+        for name, draw in (("losses", pictures.losses), ("exchanges", pictures.exchanges)):
+            size = self.query_one(f"#{name}-panel").content_size
+            if size.width > 0 and size.height > 1:
+                self.query_one(f"#{name}", Static).update(draw(self.view, size.width, size.height))
+        fresh = self.view.told - self._news
+        self._news = self.view.told
+        log = self.query_one("#news", RichLog)
+        for item in list(self.view.news)[-fresh:] if fresh else []:
+            stamp = time.strftime("%H:%M:%S ", time.localtime(item.time))
+            log.write(Text(stamp + item.text, style=STYLES.get(item.kind, "")))
+
+    def _draw_table(self) -> None:
+        """In place where the peers are the same, so that the cursor stays."""
+        table = self.query_one("#peers", DataTable)
+        rows = pictures.rows(self.view)
+        if [key.value for key in table.rows] != [key for key, _ in rows]:
+            at = table.cursor_row
+            table.clear()
+            for key, cells in rows:
+                table.add_row(*cells, key=key)
+            table.move_cursor(row=at)
+            return
+        for row, (_, cells) in enumerate(rows):
+            for column, cell in enumerate(cells):
+                table.update_cell_at(Coordinate(row, column), cell)
+
+
+def show(inbox: queue.Queue[Event], source: Source, *, live: bool, seconds: float | None) -> None:
+    """Run the screen until the user ends it, the source fails, or time is up."""
+    WatchApp(inbox, source, live=live, seconds=seconds).run()

@@ -1,0 +1,160 @@
+"""``shoal watch --web PORT``: one page, served to this machine, that shows the swarm live. Works without any other network.
+
+The page gets a picture of the swarm, whole, at most once a second, by server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any
+
+from aiohttp import web
+
+from node.watch.events import Event
+from node.watch.source import Source, WatchError
+from node.watch.swarm_view import SwarmView
+
+HERE = "127.0.0.1"
+NAMES = (HERE, "localhost")
+FRAME_S = 0.5
+POINTS = 6000  # of all curves in one picture
+MOST_AT_ONCE = 5000  # events taken between two pictures
+MAX_PAGES = 32  # served at once
+INDEX = "index.html"
+FIRST = '<script id="first" type="application/json">null</script>'  # in it; the newest picture takes null's place
+KINDS = {INDEX: "text/html", "page.js": "text/javascript", "style.css": "text/css"}
+# Nothing but what this server hands out; names from the swarm can thus do no harm even if the page had a fault.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def picture(view: SwarmView, *, ended: bool) -> dict[str, Any]:
+    """What the page shows: the view's snapshot with curves thinned to `POINTS` points in all."""
+    shot = view.snapshot()
+    room = max(POINTS // max(len(shot["peers"]), 1), 16)
+    for peer in shot["peers"]:
+        for name in ("curve", "rewards"):
+            points = peer[name]
+            every = -(-len(points) // room)
+            peer[name] = points[:: every or 1] + (points[-1:] if every > 1 else [])
+    return {**shot, "ended": ended}
+
+
+@web.middleware  # type: ignore[untyped-decorator]
+async def _only_here(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """Refuses what was asked of another name: a web site elsewhere may have its own name point to this machine."""
+    if (request.url.host or "") not in NAMES:
+        return web.Response(status=403, text="Open this page under http://127.0.0.1 or http://localhost.")
+    return await handler(request)
+
+
+class Page:
+    """The picture, kept up to date on the loop, and the pages that look at it."""
+
+    def __init__(self, inbox: queue.Queue[Event], source: Source, *, live: bool) -> None:
+        self.view = SwarmView()
+        self._inbox, self._source, self._live = inbox, source, live
+        self._fresh = asyncio.Condition()
+        self._number = 0
+        self._text = ""
+        self._pages = 0
+
+    def app(self) -> web.Application:
+        """What is served: the page's three files, and the stream of pictures."""
+        app = web.Application(middlewares=[_only_here])
+        folder = resources.files("node.watch") / "page"
+        for name, kind in KINDS.items():
+            text = (folder / name).read_text(encoding="utf-8")
+            app.router.add_get(f"/{'' if name == INDEX else name}", self._file(text, kind))
+        app.router.add_get("/events", self._events)
+        return app
+
+    def _file(self, text: str, kind: str) -> Callable[[web.Request], Any]:
+        before, mark, behind = text.partition(FIRST)
+
+        async def answer(request: web.Request) -> web.Response:
+            # No < from a stranger's name may end the element that the picture stands in.
+            first = FIRST.replace("null", (self._text or "null").replace("<", "\\u003c")) if mark else ""
+            return web.Response(text=before + first + behind, content_type=kind, headers=HEADERS)
+
+        return answer
+
+    async def keep(self, until: Callable[[], bool]) -> None:
+        """Take what arrives and draw it, until the source of a live swarm ends, or ``until``."""
+        while not until():
+            changed = await self.step()
+            if self._live and self._source.ended.is_set():
+                return
+            await asyncio.sleep(FRAME_S * (2 if changed else 1))
+
+    async def step(self) -> bool:
+        """Take what is there; whether there is a new picture."""
+        taken = 0
+        with contextlib.suppress(queue.Empty):
+            while taken < MOST_AT_ONCE:
+                self.view.take(self._inbox.get_nowait())
+                taken += 1
+        if self._live:
+            self.view.tick(time.time())
+        ended = self._source.ended.is_set() and self._inbox.empty()
+        text = json.dumps(picture(self.view, ended=ended), allow_nan=False)
+        if text == self._text:
+            return False
+        async with self._fresh:
+            self._text = text
+            self._number += 1
+            self._fresh.notify_all()
+        return True
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self._pages >= MAX_PAGES:
+            return web.Response(status=503, text=f"{MAX_PAGES} pages look at this swarm already: close one.")
+        self._pages += 1
+        try:
+            response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            seen = 0
+            while True:
+                async with self._fresh:
+                    while self._number == seen:
+                        await self._fresh.wait()
+                    seen, text = self._number, self._text
+                await response.write(f"data: {text}\n\n".encode())
+        except ConnectionError:
+            return response
+        finally:
+            self._pages -= 1
+
+
+def serve(
+    inbox: queue.Queue[Event], source: Source, port: int, *, live: bool, seconds: float | None, say: Callable[[str], None]
+) -> None:
+    """Serve the page until a live source ends or time is up. ``say`` is told its address. WatchError if the port is taken."""
+
+    async def main() -> None:
+        page = Page(inbox, source, live=live)
+        runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, HERE, port)
+            try:
+                await site.start()
+            except OSError as error:
+                what = error.strerror or "unknown reason"
+                raise WatchError(f"Cannot serve the page on port {port} ({what}): choose another with --web.") from None
+            say(f"http://{HERE}:{runner.addresses[0][1]}/")
+            end = None if seconds is None else time.monotonic() + seconds
+            await page.keep(lambda: end is not None and time.monotonic() >= end)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())

@@ -1,0 +1,108 @@
+"""Four nodes in four namespaces, between two and two of which the network is cut and then healed: they end as one swarm again."""
+
+import subprocess
+
+import pytest
+
+from tests.e2e.test_nat import Internet, call
+
+NODES = {"a": 1, "b": 2, "c": 3, "d": 4}
+CUT = """
+table ip shoal {
+  chain forward {
+    type filter hook forward priority 0;
+    ip saddr { 11.0.1.0/24, 11.0.2.0/24 } ip daddr { 11.0.3.0/24, 11.0.4.0/24 } drop;
+    ip saddr { 11.0.3.0/24, 11.0.4.0/24 } ip daddr { 11.0.1.0/24, 11.0.2.0/24 } drop;
+  }
+}
+"""
+
+
+class Halves(Internet):
+    """Namespaces: ``wan`` routes between ``a``, ``b``, ``c`` and ``d``, until it is cut. OSError if that fails."""
+
+    def __init__(self):
+        self.check()
+        self.made = []
+        try:
+            self.make("wan")
+            self.forwards("wan")
+            for name, number in NODES.items():
+                self.make(name)
+                self.wire("wan", f"to{number}", name, "out", f"11.0.{number}")
+            self.cut()  # that it can be done is found out at once
+            self.heal()
+        except BaseException:
+            self.close()
+            raise
+
+    def cut(self):
+        call(*self.enter("wan"), "nft", "-f", "-", text=CUT)
+
+    def heal(self):
+        call(*self.enter("wan"), "nft", "delete", "table", "ip", "shoal")
+
+
+@pytest.fixture
+def halves():
+    try:
+        made = Halves()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"no network can be made here that could be cut: {error}")
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["diloco", "noloco"])
+def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, method):
+    settings = shoal.toml(
+        swarm={"name": "halves", "start_when": 4}, outer={"method": method, "every": 20, "wait_s": 4.0, "chunk_timeout_s": 2.0},
+        options={"layers": 1, "width": 16, "context": 16},
+    )  # fmt: skip
+    link = None
+    for name, number in NODES.items():
+        where = ("--listen", f"/ip4/11.0.{number}.2/tcp/4001")
+        if link is None:
+            link = shoal.node("up", settings, name, *where, before=halves.enter(name)).line()
+        else:
+            shoal.node("join", link, name, *where, before=halves.enter(name))
+
+    def events(name, kind):
+        return [event for event in shoal.metrics(name) if event["event"] == kind]
+
+    def together(name, members):
+        return [event for event in events(name, "round") if event["members"] == members]
+
+    most, least = (4, 2) if method == "diloco" else (2, 2)
+    for name in NODES:
+        eventually(lambda name=name: together(name, most), 90, f"a round of all at {name}")
+    halves.cut()
+    for name in NODES:
+        eventually(lambda name=name: events(name, "partition"), 90, f"{name} suspecting a partition")
+        (said,) = [event["said"] for event in events(name, "partition")]
+        assert "2 of 4 members vanished within" in said
+        met = len(together(name, least))
+        eventually(lambda name=name, met=met: len(together(name, least)) >= met + 3, 60, f"three rounds of a half at {name}")
+    report = shoal.start("status", link, "--json", before=halves.enter("b")).json()
+    assert len(report["members"]) == 2
+    assert any("A partition is suspected: 2 of 4 members" in sentence for sentence in report["findings"])
+    halves.heal()
+    for name in NODES:
+        eventually(lambda name=name: events(name, "partition")[-1]["missing"] == [], 180, f"{name} being together again")
+
+    def equal():
+        """A round of all four after which all hold the same slow weights."""
+        weights = [{event["round"]: event["weights"] for event in together(name, 4)[-20:]} for name in NODES]
+        rounds = set.intersection(*(set(each) for each in weights))
+        return any(len({each[round] for each in weights}) == 1 for round in rounds if round > before)
+
+    def across():
+        """A pair of the two halves."""
+        return {event["partner"] for name in "ab" for event in events(name, "round")[-10:]} & set("cd")
+
+    before = max(event["round"] for name in NODES for event in events(name, "round"))
+    eventually(equal if method == "diloco" else across, 120, "one swarm again")
+    for name in NODES:
+        rounds = [event["round"] for event in events(name, "round")]
+        assert rounds == sorted(rounds)

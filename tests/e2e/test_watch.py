@@ -1,0 +1,66 @@
+"""`shoal watch` on a real swarm: it sees every node, survives garbage, a node that dies and the one it came in through."""
+
+import json
+import signal
+
+import pytest
+
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.link import Link
+from swarm.parcel import topic_of
+from swarm.status_record import Status
+from tests.e2e.test_cli import create, joiner
+
+
+def heard(watcher, kind="status"):
+    return [event for event in map(json.loads, list(watcher.lines)) if event["event"] == kind]
+
+
+@pytest.mark.slow
+def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, eventually):
+    pytest.importorskip("trio", reason="libp2p is not installed")
+    first = create(shoal, "first", "--set", "swarm.start_when=2")
+    link = first.line()
+    joiner(shoal, link, "second")
+    watcher = shoal.start("watch", link, "--json", "--record", "watched.jsonl")
+
+    def rounds_of(name):
+        return {
+            (done["round"], tuple(done["partners"]))
+            for event in heard(watcher)
+            if event["status"]["name"] == name
+            for done in event["status"]["rounds"]
+        }
+
+    eventually(lambda: rounds_of("first") and rounds_of("second"), 90, "a round of both")
+    assert [event["method"] for event in heard(watcher, "described")] == ["noloco"]
+    peers = {event["status"]["name"]: event["peer"] for event in heard(watcher)}
+    pair = {peers["first"][-8:], peers["second"][-8:]}
+    eventually(lambda: any(set(partners) < pair for _, partners in rounds_of("first")), 60, "an exchange")
+
+    stranger = Host.start(Identity.ephemeral(), bootstrap=Link.parse(link).bootstrap, timeout=30)
+    try:
+        topic = topic_of(Link.parse(link).swarm, Status)
+        for data in (b"", b"garbage", b"\xc1" * 1000):
+            stranger.call(stranger.pubsub.publish(topic, data), 10)
+        # Once the mesh knows it: what is published before goes to nobody.
+        eventually(lambda: stranger.call(stranger.pubsub.publish(topic, b"more"), 10) or heard(watcher, "refused"), 60, "refusal")
+    finally:
+        stranger.close()
+
+    eventually(lambda: peers["second"] in {event["peer"] for event in heard(watcher, "connected")}, 30, "another connection")
+    first.signal(signal.SIGKILL)  # the only address of the link
+    first.popen.wait(10)
+    done = len(rounds_of("second"))
+    eventually(lambda: len(rounds_of("second")) >= done + 2, 90, "further rounds of the other")
+    eventually(lambda: peers["first"] in {event["peer"] for event in heard(watcher, "disconnected")}, 30, "the loss")
+
+    watcher.signal(signal.SIGINT)
+    assert watcher.wait() == 130
+    assert watcher.said().strip() == ""
+    kept = (shoal.home / "watched.jsonl").read_text().splitlines()
+    assert kept[: len(watcher.lines)] == watcher.lines
+    again = shoal.start("watch", "--replay", "watched.jsonl", "--speed", "0")
+    assert again.wait() == 0
+    assert again.lines == kept

@@ -1,0 +1,76 @@
+"""``shoal watch`` as it is typed, with recordings and with links that lead nowhere; and what it never imports."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from node.cli import cli
+from node.watch.recording import Recorder
+from swarm.errors import ShoalError
+from tests.node.watch.conftest import NOW
+
+NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
+
+# A process of its own: libp2p and hivemind cannot be imported into the same one, and other tests need hivemind.
+ALONE = """
+import json, sys
+from node.cli import main
+sys.argv = ["shoal", "watch", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "hivemind", "libp2p"})))
+"""
+
+
+def run(*arguments):
+    ended = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return ended.returncode, ended.stdout.splitlines(), ended.stderr.splitlines()
+
+
+@pytest.fixture
+def recording(authors, tmp_path):
+    recorder = Recorder(tmp_path / "swarm.jsonl")
+    for number in range(3):
+        recorder.take(authors[0].heard(authors[0].round(number), at=NOW + number))
+    recorder.close()
+    return tmp_path / "swarm.jsonl"
+
+
+def said(*arguments):
+    """The sentence with which the command ends."""
+    ended = CliRunner().invoke(cli, ["watch", *map(str, arguments)])
+    assert isinstance(ended.exception, ShoalError), ended.output
+    return str(ended.exception)
+
+
+def test_a_recording_is_printed_as_it_is_and_without_libp2p(recording):
+    code, lines, errors = run("--replay", str(recording), "--speed", "0")
+    assert (code, errors) == (0, [])
+    assert lines[:-1] == recording.read_text().splitlines()
+    assert json.loads(lines[-1]) == []
+
+
+def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
+    assert said() == said(NOBODY, "--replay", recording) == "Say either the LINK of a swarm or --replay FILE."
+    assert "pass the link that `shoal up` printed" in said("nonsense")
+    assert "exists already" in said("--replay", recording, "--record", recording)
+    recording.write_text("nonsense\n")
+    assert "line 1 of" in said("--replay", recording)
+
+
+def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_nor_hivemind():
+    pytest.importorskip("trio", reason="libp2p is not installed")
+    command = [sys.executable, "-c", ALONE, NOBODY, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.strip()) == (130, "")
+    assert first["event"] == "watching"
+    assert (second["event"], second["reason"]) == ("unreachable", "nobody answers as this peer at /ip4/127.0.0.1/tcp/1")
+    assert json.loads(rest.splitlines()[-1]) == ["libp2p"]

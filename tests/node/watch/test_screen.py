@@ -1,0 +1,125 @@
+"""What a terminal shows: curves, the table, who met whom; and the screen itself, driven without a terminal."""
+
+import asyncio
+import queue
+import threading
+
+import pytest
+from rich.text import Text
+
+from node.watch import pictures
+from node.watch.events import Described, Refused
+from node.watch.plot import LABEL, plot
+from node.watch.swarm_view import SwarmView
+from tests.node.watch.conftest import NOW
+
+
+class Source:
+    def __init__(self):
+        self.ended = threading.Event()
+
+
+@pytest.fixture
+def events(authors):
+    anna, bert, carl = authors
+    return [
+        Described(time=NOW, name="first", task="text", method="noloco"),
+        *(anna.heard(*(anna.round(n, [bert]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
+        *(bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
+        carl.heard(carl.round(0), at=NOW + 4, faults=(("alone", 1),), reward=0.5),
+        carl.heard(carl.round(1), at=NOW + 5, faults=(("alone", 2),), reward=0.5, name="[b]carl[/b]"),
+        Refused(time=NOW + 5, reason="forged"),
+    ]
+
+
+@pytest.fixture
+def view(events):
+    view = SwarmView()
+    for event in events:
+        view.take(event)
+    return view
+
+
+def test_a_rising_line_is_drawn_from_corner_to_corner():
+    lines = plot([[(0, 0), (9, 9)]], LABEL + 1 + 10, 6).plain.split("\n")
+    assert [line[LABEL + 1 :] for line in lines[:-1]] == ["⠀⠀⠀⠀⠀⠀⠀⠀⡠⠊", "⠀⠀⠀⠀⠀⠀⡠⠊⠀⠀", "⠀⠀⠀⠀⡠⠊⠀⠀⠀⠀", "⠀⠀⡠⠊⠀⠀⠀⠀⠀⠀", "⡠⠊⠀⠀⠀⠀⠀⠀⠀⠀"]
+    assert lines[0].split()[0] == "9"
+    assert lines[-1].split() == ["0", "9"]
+
+
+@pytest.mark.parametrize("curves", [[], [[]], [[(1, 1)]], [[(1, 1), (2, 1)]], [[(5, 1), (5, 2)]]])
+@pytest.mark.parametrize("size", [(1, 1), (20, 3), (200, 50)])
+def test_any_curve_fits_any_size(curves, size):
+    drawn = plot(curves, *size)
+    assert len(drawn.plain.split("\n")) <= max(size[1], 3)
+
+
+def test_the_headline_says_how_the_swarm_is(view):
+    line = pictures.headline(view)
+    assert line.startswith("first · text · noloco   3 of 3 peers   rounds 1 to 3   loss ")
+    assert "1 message refused" in line
+    assert pictures.headline(SwarmView()) == "shoal watch   0 connections, no status yet"
+
+
+def test_the_table_has_a_row_for_each_peer(view):
+    rows = pictures.rows(view)
+    shown = [dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True)) for _, cells in rows]
+    assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
+    assert shown[1]["with"] == "bert"
+    assert shown[0] == {**shown[0], "with": "-", "faults": "alone 2", "reward": "0.500", "state": "training", "round": "1"}
+
+
+def test_the_picture_of_exchanges_is_symmetric(view):
+    lines = pictures.exchanges(view, 40, 10).plain.split("\n")
+    assert [line[10:] for line in lines[1:]] == ["╲ · · ", "· ╲ ██", "· ██╲ "]
+
+
+@pytest.mark.parametrize("size", [(140, 40), (60, 30), (20, 8)])
+def test_the_screen_shows_it_and_obeys_keys(events, size):
+    tui = pytest.importorskip("node.watch.tui", reason="textual is not installed")
+    inbox = queue.Queue()
+    for event in events[:-3]:
+        inbox.put(event)
+    app = tui.WatchApp(inbox, Source(), live=False)
+
+    def row(column):
+        table = app.query_one("#peers", tui.DataTable)
+        at = pictures.COLUMNS.index(column)
+        return [table.get_row_at(index)[at].plain for index in range(table.row_count)]
+
+    async def drive():
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            assert row("peer") == ["anna", "bert"]
+            await pilot.press("p")
+            for event in events[-3:]:
+                inbox.put(event)
+            app.frame()
+            assert row("peer") == ["anna", "bert"]
+            await pilot.press("p")
+            app.frame()
+            assert row("peer") == ["[b]carl[/b]", "anna", "bert"]
+            assert isinstance(app.query_one("#peers", tui.DataTable).get_row_at(0)[0], Text)  # no markup
+            for key in ("down", "tab", "d", "d", "tab", "tab", "down"):
+                await pilot.press(key)
+            app.frame()
+            assert len(app.query_one("#news", tui.RichLog).lines) >= (4 if size[0] > 30 else 0)
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    asyncio.run(drive())
+
+
+def test_the_screen_ends_when_a_live_source_fails(events):
+    tui = pytest.importorskip("node.watch.tui", reason="textual is not installed")
+    source = Source()
+    app = tui.WatchApp(queue.Queue(), source, live=True)
+
+    async def drive():
+        async with app.run_test() as pilot:
+            source.ended.set()
+            app.frame()
+            await pilot.pause()
+        assert app.return_code == 0
+
+    asyncio.run(drive())

@@ -1,0 +1,150 @@
+"""The page of ``shoal watch --web``: its files, the stream of pictures, and who may not look."""
+
+import asyncio
+import json
+import queue
+import re
+import threading
+
+import pytest
+
+from node.watch.events import Described, Refused
+from node.watch.source import WatchError
+from node.watch.swarm_view import SwarmView
+from tests.node.watch.conftest import NOW
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from node.watch import web
+
+
+class Source:
+    def __init__(self):
+        self.ended = threading.Event()
+
+
+def with_page(work, events=(), live=False):
+    """Run ``work(client, page, inbox, source)`` against the served page."""
+
+    async def main():
+        inbox, source = queue.Queue(), Source()
+        for event in events:
+            inbox.put(event)
+        page = web.Page(inbox, source, live=live)
+        async with TestClient(TestServer(page.app())) as client:
+            await asyncio.wait_for(work(client, page, inbox, source), 30)
+
+    asyncio.run(main())
+
+
+async def pictured(response):
+    """The next picture of the stream."""
+    line = await response.content.readline()
+    await response.content.readline()
+    return json.loads(line.removeprefix(b"data: "))
+
+
+def test_its_files_are_served_and_ask_nobody_else():
+    async def work(client, page, inbox, source):
+        for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/style.css", "text/css")):
+            response = await client.get(path)
+            assert (response.status, response.content_type) == (200, kind)
+            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+            text = await response.text()
+            assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}
+            assert "innerHTML" not in text
+        assert (await client.get("/../web.py")).status == 404
+
+    with_page(work)
+
+
+def test_another_name_for_this_machine_is_refused():
+    async def work(client, page, inbox, source):
+        assert (await client.get("/", headers={"Host": "evil.example:80"})).status == 403
+        assert (await client.get("/", headers={"Host": "localhost:1"})).status == 200
+
+    with_page(work)
+
+
+def test_pictures_are_streamed_when_something_changed(authors):
+    anna, bert, _ = authors
+    events = [
+        Described(time=NOW, name="first", task="text", method="noloco"),
+        anna.heard(anna.round(0, [bert]), name="<b>anna</b>"),
+        Refused(time=NOW, reason="forged"),
+    ]
+
+    async def work(client, page, inbox, source):
+        assert await page.step()
+        assert not await page.step()
+        first = re.search(r'<script id="first" type="application/json">([^<]*)</script>', await (await client.get("/")).text())
+        assert json.loads(first[1])["peers"][0]["name"] == "<b>anna</b>"
+        response = await client.get("/events")
+        assert response.content_type == "text/event-stream"
+        shown = await pictured(response)
+        assert [peer["name"] for peer in shown["peers"]] == ["<b>anna</b>"]
+        assert (shown["totals"]["refused"], shown["ended"]) == (1, False)
+        inbox.put(bert.heard(bert.round(0, [anna])))
+        assert await page.step()
+        assert len((await pictured(response))["peers"]) == 2
+        source.ended.set()
+        assert await page.step()
+        assert (await pictured(response))["ended"] is True
+        response.close()
+
+    with_page(work, events)
+
+
+def test_more_pages_than_allowed_are_refused(monkeypatch):
+    monkeypatch.setattr(web, "MAX_PAGES", 1)
+
+    async def work(client, page, inbox, source):
+        await page.step()
+        first = await client.get("/events")
+        await pictured(first)
+        assert (await client.get("/events")).status == 503
+        first.close()
+
+    with_page(work)
+
+
+def test_it_ends_when_a_live_source_does():
+    async def work(client, page, inbox, source):
+        source.ended.set()
+        await page.keep(lambda: False)
+
+    with_page(work, live=True)
+
+
+def test_the_curves_of_a_large_swarm_are_thinned(authors):
+    anna, *_ = authors
+    view = SwarmView()
+    for number in range(500):
+        view.take(anna.heard(anna.round(number), at=NOW + number))
+    assert len(web.picture(view, ended=False)["peers"][0]["curve"]) == 500
+    view.peers.update({f"{number}": view.peers[anna.peer] for number in range(99)})
+    curves = [peer["curve"] for peer in web.picture(view, ended=False)["peers"]]
+    assert all(len(curve) <= 62 for curve in curves)
+    assert all((curve[0][0], curve[-1][0]) == (10, 5000) for curve in curves)
+
+
+def test_a_taken_port_is_one_sentence():
+    async def taken():
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        def serve():
+            web.serve(queue.Queue(), Source(), port, live=True, seconds=1, say=print)
+        with pytest.raises(WatchError, match=f"Cannot serve the page on port {port} .*choose another"):
+            await asyncio.to_thread(serve)
+        server.close()
+
+    asyncio.run(taken())
+
+
+def test_its_address_is_told():
+    said, source = [], Source()
+    source.ended.set()
+    web.serve(queue.Queue(), source, 0, live=True, seconds=None, say=said.append)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[0])
