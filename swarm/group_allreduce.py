@@ -158,6 +158,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         self.failed = asyncio.Event()
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype
         self._silence = SENDER * streams.chunk_timeout
+        self._calls: dict[Stream, None] = {}
         flat = mine.payload.view(mine.codec.dtype)
         share = -(-flat.numel() // len(group.members)) * flat.element_size()
         super().__init__(
@@ -188,6 +189,8 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             return whole.result()
         finally:
             await _stop(whole, failing)
+            for stream in self._calls:  # of generators that were dropped on the way: the garbage collector may take its time
+                stream.abort()
             if self._future.done() and not self._future.cancelled():
                 self._future.exception()
 
@@ -200,6 +203,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         """Send this node's parts of another member's share; the averages come back as they are ready."""
         name = peer.to_base58()
         stream = await self._streams.open(name, self._group.nonce)
+        self._calls[stream] = None
 
         async def send() -> None:
             async for message in parts:
@@ -215,6 +219,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         finally:
             await _stop(sending)
             stream.close()
+            self._calls.pop(stream, None)
 
     async def serve(self, stream: Stream) -> None:
         """The other end of ``averages``."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,6 +36,7 @@ from swarm.group_roster import Group, open_group, ready_message
 from swarm.group_rounds import Rounds
 from swarm.group_view import View
 from swarm.identity import Identity
+from swarm.pipe import pipe
 from swarm.stream import Stream, Traffic
 from swarm.wire import Message, seal, unpack
 
@@ -198,7 +198,7 @@ class Groups:
         if leader != self._identity.peer_id:
             return await self._host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. What goes over this line is no traffic.
-        mine, theirs = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
+        mine, theirs = pipe()
         serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, Traffic())))
         self._local.add(serving)
         serving.add_done_callback(self._local.discard)

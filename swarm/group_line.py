@@ -64,6 +64,8 @@ class Line:
             if reading is not None:
                 reading.cancel()
                 await asyncio.wait({reading})  # only one may read from a stream
+                if not reading.cancelled():
+                    reading.exception()  # seen: asyncio need not complain about it
 
     def close(self) -> None:
         """Send what is buffered, then end the line."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +11,7 @@ from swarm.contribution import Contribution
 from swarm.errors import MessageError
 from swarm.fields import pack_shapes
 from swarm.group_messages import MAX_PATIENCE, GroupFormed, GroupReady
+from swarm.nonce import fresh_nonce
 from swarm.wire import unseal
 
 _LENGTH = 2  # bytes before each ready message in a list
@@ -65,7 +65,7 @@ def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -
         weight=mine.weight,
         sha256=mine.sha256,
         patience=min(max(patience, 0.0), MAX_PATIENCE),
-        nonce=secrets.token_bytes(16),
+        nonce=fresh_nonce(),
     )
 
 

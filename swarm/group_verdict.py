@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Mapping
 from typing import Literal
 
@@ -15,6 +14,7 @@ from swarm.group_decisions import Decisions
 from swarm.group_line import Line
 from swarm.group_messages import GroupFormed, GroupLost, GroupReady, GroupReply, GroupReport
 from swarm.group_roster import enlist
+from swarm.nonce import fresh_nonce
 from swarm.wire import Message
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Verdict:
 
     async def _attempt(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
         """Form the group, wait for the reports, decide; tell, unless another attempt is due. Whether a mean was decided on."""
-        nonce = secrets.token_bytes(16)
+        nonce = fresh_nonce()
         self._decisions.expect(nonce)
         mean, whole = 0, reduction == "allreduce"
         try:

@@ -90,6 +90,19 @@ class SwarmHandle(Generic[R]):
             received = self._decision.received
         finally:
             self._waiter.waited += time.monotonic() - began
+        return self._mean_of(received)
+
+    async def settled(self) -> Mean | None:
+        """As ``result()``, for a coroutine on the host's loop and by its clock."""
+        work = asyncio.wrap_future(self._future)
+        await asyncio.wait({work}, timeout=self._waiter.limit)
+        if not work.done():
+            self._decision.closed = True
+            self._future.cancel()
+            await asyncio.wait({work})
+        return self._mean_of(self._decision.received if work.cancelled() else work.result())
+
+    def _mean_of(self, received: R | None) -> Mean | None:
         if received is not None and self._mean is None:  # once, for it is computed in place
             self._mean = self._make(received)
         return self._mean

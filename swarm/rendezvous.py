@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from swarm.contribution import BARRED, Contribution, shapes_differ
 from swarm.errors import MessageError, NetworkError
 from swarm.identity import Identity
 from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
+from swarm.nonce import fresh_nonce
 from swarm.transfer import Received, Transfers
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class Rendezvous:
         addresses = member.addresses if member is not None else ()
         stream = await self._host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
         try:
-            nonce = secrets.token_bytes(16)
+            nonce = fresh_nonce()
             await stream.send(self._offer(meeting.contribution, nonce), max(until - loop.time(), 0.01))
             answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
             if answer.verdict != "accept":

@@ -214,6 +214,9 @@ class Peer:
     def tell(self, do, **fields):
         self.socket.sendall(json.dumps({"do": do, **fields}).encode() + b"\n")
 
+    def signal(self, number):
+        os.kill(self.pid, number)
+
     def wait(self, event, seconds=30.0, **fields):
         """The first event of that name with these fields, as soon as it is there."""
 

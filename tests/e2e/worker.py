@@ -21,17 +21,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench._attacks import ATTACKS, Scene
 from node.defence import Watch
+from node.saver import Saver
 from optim import NoLoCo, RoundKey
 from swarm import digest as digest_module
 from swarm import exchange as exchange_module
+from swarm import pieces as pieces_module
+from swarm.download import Memory
 from swarm.exchange import SwarmExchange
 from swarm.group import GroupExchange
 from swarm.group_allreduce import _Runner
 from swarm.group_decisions import Decisions
 from swarm.host import Host
 from swarm.identity import Identity
-from swarm.messages import Commit, Member, Ready
+from swarm.messages import Commit, Member, Ready, StateRequest
+from swarm.newcomer import Wish, begin_fetch
 from swarm.rendezvous import Rendezvous
+from swarm.snapshot import State
+from swarm.state_server import StateServer
 from swarm.transfer import Transfers
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -153,6 +159,40 @@ class Worker:
         right = mean is not None and all(torch.equal(m, (a + b) / 2) for m, a, b in zip(mean.tensors, own, theirs, strict=True))
         self.say("measured", right=right, grown=peak - before)
 
+    def do_serve(self, floats):
+        """Hand out a state to whoever asks, as a node that trains: between two steps of a thread of its own."""
+        state = State(round=3, slow=[values(7, floats)])
+        server = StateServer(self.host, SWARM, MODEL, [(floats,)])
+
+        def steps():
+            pause = threading.Event()
+            while not pause.wait(0.02):
+                server.offer(lambda: state)
+
+        threading.Thread(target=steps, daemon=True).start()
+        self.say("serving")
+
+    def do_fetch(self, givers, floats):
+        wish = Wish(StateRequest(swarm=SWARM, model=MODEL), [(floats,)], equal=True)
+        state = begin_fetch(self.host, wish, [(giver["peer"], giver["addresses"]) for giver in givers]).result(60)
+        self.say("fetched", round=state.round, sha256=sha256(state.slow[0]))
+
+    def do_save(self, folder, step, floats, number=0):
+        """Write a checkpoint, and send myself the signal ``number`` in the middle of it."""
+
+        def at(reached):
+            if number and reached == "block":
+                self.die(number)
+
+        saver = Saver(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, say=print, at=at)
+        assert saver.last(step) is None
+        self.say("saved", step=step)
+
+    def die(self, number):
+        """Or stop, in this very call, and go on from here later."""
+        self.say("point")
+        signal.pthread_kill(threading.get_ident(), number)
+
     def do_arm(self, point, number):
         """Send myself the signal ``number`` at ``point``."""
 
@@ -196,6 +236,18 @@ class Worker:
                 now()
             return reply
 
+        piece, write = pieces_module._piece, Memory.write
+
+        def at_piece(snapshot, chunk):
+            if chunk:  # neither the digests nor the first
+                now()
+            return piece(snapshot, chunk)
+
+        def at_write(sink, chunk, data):
+            if sink.have:
+                now()
+            write(sink, chunk, data)
+
         received, settle = _Runner._received, Decisions.settle
 
         async def at_part(runner, *args):
@@ -207,6 +259,8 @@ class Worker:
             return settle(*args)
 
         place, name, wrapped = {
+            "piece": (pieces_module, "_piece", at_piece),
+            "write": (Memory, "write", at_write),
             "part": (_Runner, "_received", at_part),
             "settle": (Decisions, "settle", at_settle),
             "offer": (Rendezvous, "_offer", at_offer),
