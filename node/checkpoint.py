@@ -129,6 +129,11 @@ def steps(folder: Path) -> list[int]:
     return [step for step, _ in _found(folder)]
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:08d}"
+
+
 def check_writable(folder: Path) -> None:
     """Make ``folder`` if need be and make sure that files can be written there. Raises CheckpointError."""
     try:
@@ -178,7 +183,7 @@ def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[
     """
     packed = state if isinstance(state, Packed) else pack(state)
     kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
-    final = folder / f"step-{step:08d}"
+    final = path_of(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _temporary(folder) as temporary:

@@ -18,6 +18,8 @@ from node.chaos.cli import chaos
 from node.doctor.cli import doctor
 from node.exit_codes import ExitCode, epilogue
 from node.init_cli import init
+from node.invite_cli import invite
+from node.limits_cli import limit_options, limit_overrides
 from node.logs import log_to_stderr
 from node.pull_cli import pull
 from node.seed_cli import seed
@@ -140,21 +142,18 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-cli.add_command(verify)
-cli.add_command(seed)
-cli.add_command(doctor)
-cli.add_command(init)
-cli.add_command(pull)
-cli.add_command(chaos)
-cli.add_command(watch)
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch):
+    cli.add_command(command)
 
 
 @cli.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
 @click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped.")
 @click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
+@click.option("--invite-only", is_flag=True, default=None, help="Let only those in whom you invite (shoal invite).")
 @_outer_options
 @_rl_options
+@limit_options
 @_node_options
 def up(file: Path | None, **flags: Any) -> int:
     """Create a swarm, start a node in it, and print one link by which others join."""
@@ -166,6 +165,7 @@ def up(file: Path | None, **flags: Any) -> int:
 @click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
 @_set_option
 @_rl_options
+@limit_options
 @_node_options
 def join(link: str, **flags: Any) -> int:
     """Join the swarm of LINK and train with it."""
@@ -363,6 +363,7 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         "train.steps": flags["steps"],
         "outer.every": flags.get("every"),
         **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
+        **limit_overrides(flags),
         **_outer_overrides(flags),
     }
 

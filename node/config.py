@@ -1,7 +1,8 @@
 """All settings of a node: defaults, then a TOML file, then the flags of the command line (``examples/swarm.toml``).
 
 The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
-the task rl also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl`` and ``node`` concern this node alone.
+the task rl also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl``, ``node`` and ``peers`` concern this
+node alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from node.peers_setting import PeersSettings
 from node.rl.settings import RLSettings
 from swarm.errors import ShoalError
 from swarm.link import address_problem
@@ -61,6 +63,7 @@ class SwarmSettings(_Table):
     name: Name = Field(default="shoal", description="Name of the swarm, for people.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
+    invite_only: bool = Field(default=False, description="Let only those in whom the creator has invited (shoal invite).")
 
 
 class TaskSettings(_Table):
@@ -136,6 +139,17 @@ class NodeSettings(_Table):
     verify_seconds: float = Field(
         default=6.0, gt=0, le=60, description="Seconds in each minute that checking others' claims may take."
     )
+    upload: float = Field(
+        default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
+    )
+    ram: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Gigabytes of memory: a model that needs more is not begun with, and queues shrink with it; 0: no bound.",
+    )  # fmt: skip
+    disk: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",
+    )  # fmt: skip
     calibration: PathSetting | None = Field(
         default=None,
         description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",
@@ -211,6 +225,7 @@ class Settings(_Table):
     verify: VerifySettings = Field(default_factory=VerifySettings)
     rl: RLSettings = Field(default_factory=RLSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)
+    peers: PeersSettings = Field(default_factory=PeersSettings)
 
 
 def known_keys() -> list[str]:

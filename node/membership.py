@@ -13,24 +13,32 @@ from pathlib import PurePath
 
 from node.config import Settings
 from node.hooks import BUILT_IN, HookError
+from node.peers_setting import lists
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
+from swarm.admission import Introductions
 from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.directory import MAX_ADDRESSES, Directory
+from swarm.door import Door
+from swarm.errors import AdmissionError
 from swarm.gossip import Gossip
 from swarm.host import Host
 from swarm.identity import Identity
+from swarm.invitation import admission
 from swarm.link import Link, address_problem
 from swarm.manifest import Manifest, open_manifest, swarm_id
 from swarm.messages import Member, seal
 from swarm.presence import Presence
 from swarm.records import MemberValidator
+from swarm.shelf import MAX_SHELF
 from swarm.speed import SPEED_PROTOCOL, SpeedTest
 from swarm.verify_setting import StretchTerms, Terms
 from swarm.welcome import fetch_manifest, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
 SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
+READ_S = 10.0  # seconds for the directory, to see who came by the same invitation
+BYTES_OF_MBIT = 1e6 / 8
 KNOWN_PEERS = "peers.json"
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
@@ -48,6 +56,12 @@ class Membership:
     sealed: bytes
     manifest: Manifest
     presence: Presence
+    shelf: int = MAX_SHELF
+    """Bytes of own gossiped records that are kept to be fetched."""
+
+    def news(self) -> str:
+        """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
+        return self.directory.door.news()
 
     def link(self) -> Link:
         """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
@@ -59,7 +73,10 @@ class Membership:
     @cached_property
     def gossip(self) -> Gossip:
         """The one gossip of this node: what is too large for it is handed out under one protocol name."""
-        return Gossip(self.host, self.identity, self.swarm, addresses=self.directory.addresses)
+        at = self.directory
+        return Gossip(
+            self.host, self.identity, self.swarm, addresses=at.addresses, door=at.door, look=at.look, shelf=self.shelf
+        )
 
     def close(self) -> None:
         """Leave the network."""
@@ -96,30 +113,49 @@ def new_manifest(settings: Settings, identity: Identity, model: str, terms: Term
         model=model,
         start_when=settings.swarm.start_when,
         shards=settings.swarm.shards,
+        invite_only=settings.swarm.invite_only,
     )
     return seal(manifest, identity)
 
 
 def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
-    """Start the first node of the swarm of ``sealed``."""
+    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another's."""
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
-    host = _start(settings, identity, swarm, settings.node.bootstrap, must_join=False)
-    return _membership(identity, host, swarm, sealed, manifest)
+    if manifest.invite_only and manifest.creator != identity.peer_id:
+        raise AdmissionError(
+            f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
+            "join by a link with an invitation, or begin a new swarm with --resume-from."
+        )
+    door = _door(settings, identity)
+    host = _start(settings, identity, swarm, settings.node.bootstrap, door, must_join=False)
+    return _membership(identity, host, swarm, sealed, manifest, door)
 
 
 def join(settings: Settings, identity: Identity, link: Link) -> Membership:
-    """Start a node in the swarm of ``link``. StartupError, NetworkError or MessageError, and nothing left running."""
-    host = _start(settings, identity, link.swarm, (*link.bootstrap, *settings.node.bootstrap))
+    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
+    ticket = admission(link.invite, identity) if link.invite else b""
+    door = _door(settings, identity)
+    host = _start(settings, identity, link.swarm, (*link.bootstrap, *settings.node.bootstrap), door)
     try:
         sealed, manifest = fetch_manifest(host, link)
-        return _membership(identity, host, link.swarm, sealed, manifest)
+        membership = _membership(identity, host, link.swarm, sealed, manifest, door, ticket)
+        if manifest.invite_only:
+            membership.directory.door.check_own()  # what the invitation itself says
+            membership.directory.refresh(READ_S)
+            membership.directory.door.check_own()  # and whether others came by it
+        return membership
     except BaseException:
         host.close()
         raise
 
 
+def _door(settings: Settings, identity: Identity) -> Door:
+    """The node's own lists; the swarm's manifest is not known yet."""
+    return Door(identity.peer_id, lists=lists(settings.peers))
+
+
 def _start(
-    settings: Settings, identity: Identity, swarm: str, bootstrap: Sequence[str], *, must_join: bool = True
+    settings: Settings, identity: Identity, swarm: str, bootstrap: Sequence[str], door: Door, *, must_join: bool = True
 ) -> Host:
     """A host of this node in ``swarm``, which also tries the peers it met in an earlier run. StartupError."""
     return Host.start(
@@ -132,14 +168,23 @@ def _start(
         swarm=swarm,
         known=settings.node.run_folder / KNOWN_PEERS,
         must_join=must_join,
+        door=door,
+        upload=settings.node.upload * BYTES_OF_MBIT,
     )
 
 
-def _membership(identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest) -> Membership:
+def _membership(
+    identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest, door: Door, ticket: bytes = b""
+) -> Membership:
+    if manifest.invite_only:
+        door = Door(identity.peer_id, lists=door.lists, swarm=swarm, creator=manifest.creator, ticket=ticket)
+        host.entrance.door = door
+        host.introduce = Introductions(host, door).before
     serve_manifest(host, swarm, sealed)
     host.serve(DIAL_PROTOCOL, DialBack().answer)
     host.serve(SPEED_PROTOCOL, SpeedTest().answer)
-    directory = Directory(host, identity, swarm)
+    directory = Directory(host, identity, swarm, door=door)
+    host.entrance.known = directory.knows
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm))
 
 
@@ -165,7 +210,9 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
                 update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
             )
     task = settings.task.model_copy(update={"hooks": hooks, "options": options})
-    swarm = settings.swarm.model_copy(update={"name": manifest.name, "shards": manifest.shards})
+    swarm = settings.swarm.model_copy(
+        update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}
+    )
     train = manifest.train
     if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
         train = train.model_copy(update={"steps": settings.train.steps})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Result:
     wall_s: float = 0.0
     restarts: int = 0
     """How often the network daemon had to be started again."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Streams and calls of others that were refused, by reason (swarm/entrance.py)."""
     interrupted: bool = False
     not_saved: str | None = None
     """Why the end of the run could not be saved, if so."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from node import beginning, checkpoint
+from node import beginning, checkpoint, memory
 from node.anchor import Anchor
 from node.beginning import Saved
 from node.catching_up import catch_up
 from node.config import Settings, resolve_device, use_threads
 from node.diagnosis import Diagnosis
+from node.disk import room_maker
 from node.display import Display
 from node.drift import Drift
 from node.exchange import make_exchange, make_watch
@@ -49,6 +50,7 @@ from swarm.exchange import model_digest
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
+from swarm.pieces import PIECES_PROTOCOL
 from swarm.snapshot import State
 from swarm.state_server import StateServer
 
@@ -76,7 +78,8 @@ class NodeRun:
         self.settings, self.link, self.display, self.stopper = settings, link, display, stopper
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
-        self.saver = Saver(self.folder, keep=settings.node.keep_checkpoints, state=self._state, say=display.message)
+        keep, room = settings.node.keep_checkpoints, room_maker(self.folder, settings.node.disk)
+        self.saver = Saver(self.folder, keep=keep, state=self._state, say=display.message, room=room)
 
     def run(self) -> Result:
         """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""
@@ -89,6 +92,7 @@ class NodeRun:
         membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
         try:
             self.membership = membership
+            membership.shelf = memory.shares(self.settings.node.ram)[1]
             return self._in_swarm(saved)
         finally:
             membership.close()
@@ -121,6 +125,7 @@ class NodeRun:
             on_round=self._on_round,
             speeds=self._speeds,
         )
+        memory.check(self.settings.node.ram, self.trainer)
 
     def _speeds(self) -> list[float]:
         """Inner steps a second of all members, as they say."""
@@ -153,14 +158,16 @@ class NodeRun:
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.state_server = StateServer(self.host, swarm, model, [tuple(tensor.shape) for tensor in trainer.opt.slow])
+        shapes = [tuple(tensor.shape) for tensor in trainer.opt.slow]
+        self.host.entrance.meter(PIECES_PROTOCOL, max(int(settings.peers.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        self.state_server = StateServer(self.host, swarm, model, shapes)
         health, me = self.exchange.health, self.host.peer_id
         self.anchor = Anchor(membership, model, self.state_server, trainer.opt, health, self._took_over)
         self.drift = Drift(me, model, settings.outer.max_group)
         self.diagnosis = Diagnosis(health, self.directory, me, self._sketch)
         self.session: Session | None = None
         if isinstance(trainer.task, RLTask):
-            self.session = Session(trainer.task, membership, self._note, self.display.message)
+            self.session = Session(trainer.task, membership, self._note, self.display.message, settings.node.ram)
         self.verification = start_verification(settings, membership, trainer, shard, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
@@ -240,6 +247,7 @@ class NodeRun:
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
+        result.refused = self.host.entrance.refused()
         result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
             self.display.message(result.not_saved)
@@ -343,6 +351,11 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
+        if (refused := self.host.entrance.refused()) != result.refused:
+            result.refused = refused
+            self.metrics.write("refused", **refused)
+        if line := self.membership.news():
+            self.display.message(line)
 
     def _note(self, event: str, **fields: Any) -> None:
         """Into the metrics, and to those who watch."""

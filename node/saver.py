@@ -88,6 +88,7 @@ class Saver:
         state: what to save; called between two steps. Its tensors are copied before it is called again.
         say: told in one sentence each.
         at: told of each of ``checkpoint.POINTS``, in the writing thread.
+        room: called with the bytes of a checkpoint before it is written, in that thread; CheckpointError if there is no room.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class Saver:
         state: Callable[[], Any],
         say: Callable[[str], None],
         at: Callable[[str], None] = lambda point: None,
+        room: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._folder, self._keep, self._state, self._say, self._at = folder, keep, state, say, at
+        self._room = room
         self._snapshots = Snapshots()
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -160,6 +163,7 @@ class Saver:
 
     def _write(self, step: int, packed: Packed) -> None:
         try:
+            self._room(sum(tensor.nbytes for tensor in packed.tensors.values()))
             save(self._folder, step, packed, keep=self._keep, at=self._at)
         except (CheckpointError, MemoryError, ValueError) as error:
             self._failure = _as_failure(error)

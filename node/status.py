@@ -13,9 +13,12 @@ from rich.text import Text
 
 from node.display import clean
 from node.findings import findings
+from swarm.admission import Introductions
 from swarm.directory import Directory
+from swarm.door import Door
 from swarm.host import Host
 from swarm.identity import Identity
+from swarm.invitation import admission
 from swarm.link import Link
 from swarm.manifest import Manifest
 from swarm.messages import Member
@@ -28,13 +31,22 @@ NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
 
 @contextlib.contextmanager
 def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
-    """A look into the swarm of ``link``: a host that is no member, the manifest, the members. StartupError and others."""
+    """A look into the swarm of ``link``: a host that is no member, the manifest, the members. StartupError and others.
+
+    Of a swarm by invitation only an invitation in the link lets it fetch, too, from who does not know its holder as another peer.
+    """
+    identity = Identity.ephemeral()
     host = Host.start(
-        Identity.ephemeral(), bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm
+        identity, bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm
     )
     try:
         _, manifest = fetch_manifest(host, link)
-        directory = Directory(host, Identity.ephemeral(), link.swarm)
+        door = Door(identity.peer_id)
+        if manifest.invite_only:
+            ticket = admission(link.invite, identity) if link.invite else b""
+            door = Door(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
+            host.introduce = Introductions(host, door).before
+        directory = Directory(host, identity, link.swarm, door=door)
         try:
             directory.refresh(15.0)
             yield host, manifest, directory.members()

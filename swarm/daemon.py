@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Daemon(P2P):  # type: ignore[misc]
         self._daemon_listen_maddr = self._client_listen_maddr = None
         self._run_dir: Path | None = None
         self._said: deque[str] = deque(maxlen=20)  # the last lines of its output
+        self.refuses: Callable[[str, int], str] = lambda peer, nbytes: ""
+        """Why a call of a peer, of so many bytes, is refused; nothing if it is answered."""
 
     @classmethod
     async def launch(
@@ -151,6 +153,18 @@ class Daemon(P2P):  # type: ignore[misc]
     def _terminate(self) -> None:
         if self._owner == os.getpid():  # a forked copy of this object owns nothing
             super()._terminate()
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
+    ) -> None:
+        """Adds a refusal to hivemind's: its DHT node registers its calls by this."""
+
+        async def guarded(request: Any, context: Any) -> Any:
+            if reason := self.refuses(context.remote_id.to_base58(), request.ByteSize()):
+                raise P2PDaemonError(f"refused: {reason}")
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(handle_name, guarded, input_protobuf_type, balanced=balanced)
 
     async def addresses(self) -> tuple[str, ...]:
         """Full multiaddrs under which peers may reach us, those beyond this machine first."""

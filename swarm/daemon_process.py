@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 Relay = Literal["auto", "only", "off"]
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
+CONNECTIONS = (256, 512)
 YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
 _REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux x86-64, or use WSL or Docker"
 
@@ -144,6 +145,10 @@ def options(
         "relayDiscovery": 0,
         "relay": int(relay != "off" or bool(helpers)),
         "connManager": 1,
+        # More than the second number of connections are cut down to the first, the least used ones and no younger ones than this.
+        "connLo": CONNECTIONS[0],
+        "connHi": CONNECTIONS[1],
+        "connGrace": "20s",
         "tls": 1,
         "b": 0,  # bootstrap.py connects, and so learns which address failed and why
     }

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
 from swarm import trie
+from swarm.door import Door
 from swarm.errors import NetworkError
 from swarm.identity import Identity
 from swarm.messages import Member
@@ -62,7 +63,8 @@ class Directory:
     ``ttl``: seconds after which a silent peer is no member any more, the same for all of a swarm. ``period``: seconds between
     two publications, and two readings. ``cap``: records per DHT key. ``limit``: about how many members are read at most.
     ``barred``: peers of which it is true are left out of ``members`` and ``departed``; it is asked often and from any thread, so it
-    must be quick. It may be set later, for what knows about bans is made after the directory.
+    must be quick. It may be set later, for what knows about bans is made after the directory. ``door``: whom it does not let in is
+    not there at all, whatever the records say.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Directory:
         cap: int = trie.CAP,
         limit: int = 1024,
         barred: Callable[[str], bool] = lambda peer: False,
+        door: Door | None = None,
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
@@ -87,6 +90,7 @@ class Directory:
         self._cap = cap
         self._limit = limit
         self.barred = barred
+        self.door = door or Door()
         self._changed = threading.Condition()  # guards the next four
         self._seen: dict[str, Member] = {}  # the newest live record of every peer, those that left included
         self._mine: dict[str, Any] | None = None
@@ -173,7 +177,11 @@ class Directory:
 
     def is_barred(self, peer: str) -> bool:
         """Whether this node has nothing to do with ``peer``; never itself."""
-        return peer != self._identity.peer_id and self.barred(peer)
+        return peer != self._identity.peer_id and (self.door.bars(peer) or self.barred(peer))
+
+    def knows(self, peer: str) -> bool:
+        """Whether a record of ``peer`` was read lately; quick, for any thread."""
+        return peer in self._seen
 
     def departed(self) -> dict[str, Member]:
         """Peer id -> last record of those who said within the last ``ttl`` seconds that they left or are done.
@@ -232,7 +240,7 @@ class Directory:
     def _live(self) -> dict[str, Member]:
         oldest = time.time() - self._ttl
         with self._changed:
-            seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
+            seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest and self.door.lets_in(peer)}
             mine = self._mine
         if mine is not None:
             seen[self._identity.peer_id] = self._member(mine)
@@ -246,6 +254,7 @@ class Directory:
             peer=self._identity.peer_id,
             addresses=self._host.addresses()[:MAX_ADDRESSES],
             issued=time.time(),
+            admission=self.door.ticket,
             **fields,
         )
 
@@ -324,7 +333,7 @@ class Directory:
                 self._warned.add(peer)
                 log.warning("peer %s is ignored: its clock, or ours, is wrong by more than %g s", short(peer), CLOCK)
             return False
-        return True
+        return self.door.record(peer, member.admission, member.issued, member.state in HERE)
 
     async def _publish(self) -> bool:
         if self._publishing is None:

@@ -13,6 +13,10 @@ class LinkError(ShoalError):
     """A ``shoal://`` link is malformed."""
 
 
+class AdmissionError(ShoalError):
+    """This node may not come into the swarm: no invitation, a wrong one, or one that others use."""
+
+
 class MessageError(ShoalError):
     """A message from a peer is too large, malformed, of another version, or wrongly signed.
 

@@ -19,6 +19,7 @@ it was rejected, and nothing else happens.
     overflow        newer ones came faster than they could be opened or fetched
     digest          what was fetched is not what was announced
     unavailable     nobody handed out what was announced
+    unwelcome       this node does not meet its publisher or its author (swarm/door.py)
 
 and those with which the handler refuses it, such as ``banned`` (swarm/rollouts.py): its author is barred for a while.
 """
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 from blake3 import blake3
 
 from swarm import parcel as parcels
+from swarm.door import Door
 from swarm.errors import MessageError, NetworkError
 from swarm.fetching import FETCH_S, Fetching
 from swarm.identity import Identity
@@ -42,7 +44,7 @@ from swarm.mailbox import Mailbox
 from swarm.parcel import Body, Encoding, Notice, Opened, Parcel, topic_of
 from swarm.quota import Quota, Quotas
 from swarm.seen import Seen
-from swarm.shelf import Shelf
+from swarm.shelf import MAX_SHELF, Shelf
 from swarm.tally import Tally
 from swarm.wire import MAX_MESSAGE, M, Message, pack
 
@@ -64,7 +66,8 @@ class Gossip:
     """The topics of ``swarm`` that this node takes part in. For any thread.
 
     ``addresses``: where a peer is reached, as far as known (the directory knows), for records that have to be fetched.
-    ``fetch_s``: seconds for one of those from one peer.
+    ``fetch_s``: seconds for one of those from one peer. ``door``: whose records are taken. ``look``: called when a
+    stranger publishes. ``shelf``: bytes of own records too large for gossip that are kept to be fetched.
     """
 
     def __init__(
@@ -75,9 +78,13 @@ class Gossip:
         *,
         addresses: Callable[[str], Sequence[str]] = lambda peer: (),
         fetch_s: float = FETCH_S,
+        door: Door | None = None,
+        look: Callable[[], None] = lambda: None,
+        shelf: int = MAX_SHELF,
     ) -> None:
+        self.door, self.look = door or Door(), look
         self.host, self.identity, self.swarm, self.fetch_s = host, identity, swarm, fetch_s
-        self.shelf = Shelf(host, swarm, addresses)
+        self.shelf = Shelf(host, swarm, addresses, nbytes=shelf)
         self._topics: list[Topic[Any]] = []
 
     def join(
@@ -108,6 +115,7 @@ class Topic(Generic[M]):
         self.tally = Tally()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
         self._kind, self._handler = kind, handler
+        self._door, self._look = gossip.door, gossip.look
         self._room = parcels.room_for(kind)
         self._shelf = gossip.shelf
         self._fetching = Fetching(gossip.shelf, self._fetched, self.tally.reject, gossip.fetch_s)
@@ -176,6 +184,7 @@ class Topic(Generic[M]):
 
     def _take(self, publisher: str, data: bytes) -> None:
         """The cheap half of the checks."""
+        self._welcome(publisher)
         if len(data) > MAX_MESSAGE:
             raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
         # GossipSub itself forgets after two minutes. Who then sends another's messages on again must not use up his quota.
@@ -187,6 +196,11 @@ class Topic(Generic[M]):
         parcel = parcels.open_parcel(data, self._swarm, self._room)
         self._charge(publisher, 0, max(0, parcel.size - len(data)))
         self.tally.reject("overflow", len(self._inbox.put((publisher, parcel), len(data))))
+
+    def _welcome(self, peer: str) -> None:
+        if not self._door.lets_in(peer):
+            self._look()  # it may be a newcomer, whose record was not read yet
+            raise MessageError("A message was refused: this node does not meet its publisher or author.", "unwelcome")
 
     def _charge(self, publisher: str, messages: int, nbytes: int) -> None:
         if not self._quotas.take(publisher, messages, nbytes):
@@ -222,6 +236,7 @@ class Topic(Generic[M]):
             self._announced(publisher, opened.message)
             self._seen.add(opened.content)  # only now: one publisher's quota must not keep the next one's copy out
             return
+        self._welcome(opened.author)
         self._seen.add(opened.content)
         if self._handler is not None:
             self._handler(opened.author, cast(M, opened.message))

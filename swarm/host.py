@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,10 +25,13 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from swarm import bootstrap as boot
 from swarm.daemon_process import Relay
+from swarm.door import Door
+from swarm.entrance import Entrance
 from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
 from swarm.known_peers import KnownPeers
 from swarm.listen import check_free, obtain_ports
+from swarm.pace import Pace
 from swarm.pubsub import PubSub
 from swarm.stream import Stream, Traffic, short
 from swarm.uplink import DAEMON_GONE, Uplink
@@ -37,11 +39,10 @@ from swarm.uplink import DAEMON_GONE, Uplink
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Stream], Awaitable[None]]
+Introduce = Callable[[str, str, Sequence[str], float], Awaitable[None]]
 T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
-MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
-MAX_HANDLERS_PER_PEER = 16
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
@@ -49,14 +50,16 @@ DHT_TIMEOUT = 10.0  # seconds for one store or get
 class Host:
     """See `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
 
-    def __init__(self, peer_id: str, uplink: Uplink) -> None:
+    def __init__(self, peer_id: str, uplink: Uplink, entrance: Entrance, upload: Pace | None) -> None:
         self.peer_id = peer_id
-        self.traffic = Traffic()
-        self.pubsub = PubSub(uplink)
+        self.traffic = Traffic(upload)
+        self.entrance = entrance
+        self.introduce: Introduce | None = None
+        """Awaited before a stream is opened, with peer, protocol, addresses and timeout; NetworkError if it must not be."""
+        self.pubsub = PubSub(uplink, upload)
         self._uplink = uplink
         self._owner = os.getpid()
         self._closed = False
-        self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
@@ -76,6 +79,8 @@ class Host:
         swarm: str | None = None,
         known: Path | None = None,
         must_join: bool = True,
+        door: Door | None = None,
+        upload: float = 0.0,
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
 
@@ -84,7 +89,8 @@ class Host:
         for everything stored in the DHT. ``light``: use the DHT but store nothing for others. ``relay``: when to be reached
         through a bootstrap peer (`daemon_process.options`). ``swarm``: whose members seeds among the bootstrap peers are asked
         for. ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
-        ``must_join`` False: nobody need answer, for this may be the first node.
+        ``must_join`` False: nobody need answer, for this may be the first node. ``door``: whom this node meets; by default all.
+        ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: as many as go through.
 
         Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers reachable (each with its
         reason), or out of time. Nothing is left running then.
@@ -92,8 +98,10 @@ class Host:
         check_free(listen)
         if announce:  # the daemon tells only the announced addresses, never the port it obtained
             listen = obtain_ports(listen)
+        entrance = Entrance(door)
         uplink = Uplink(
             identity,
+            calls=entrance.calls,
             listen=listen,
             announce=announce,
             bootstrap=bootstrap,
@@ -104,7 +112,7 @@ class Host:
             swarm=swarm,
             must_join=must_join,
         )
-        host = cls(identity.peer_id, uplink)
+        host = cls(identity.peer_id, uplink, entrance, Pace(upload) if upload else None)
         host._thread.start()
         atexit.register(host.close)
         try:
@@ -162,8 +170,8 @@ class Host:
     def serve(self, protocol: str, handler: Handler) -> None:
         """Answer incoming streams of ``protocol`` with ``handler``, which may raise: that is logged and ends the stream.
 
-        At most 256 streams are served at once, 16 per peer; more are refused. When the handler returns, the stream stays open
-        until the caller ends it (at most 2 s), so that nothing sent is lost.
+        `swarm.entrance` says which are refused. When the handler returns, the stream stays open until the caller ends it (at most
+        2 s), so that nothing sent is lost.
         """
 
         async def incoming(
@@ -232,6 +240,10 @@ class Host:
     async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
         """A stream to ``peer_id``, found by ``addresses`` if given, else by what the daemon knows. NetworkError."""
         daemon = self._uplink.running()
+        if self.entrance.door.denies(peer_id):
+            raise NetworkError(f"peer {short(peer_id)} is on this node's list of those it does not meet.")
+        if self.introduce is not None:
+            await self.introduce(peer_id, protocol, addresses, timeout)
 
         async def work() -> Stream:
             refusal: P2PDaemonError | None = None
@@ -311,11 +323,11 @@ class Host:
 
     async def _answer(self, protocol: str, handler: Handler, stream: Stream) -> None:
         peer = stream.peer_id
-        if self._closed or self._busy.total() >= MAX_HANDLERS or self._busy[peer] >= MAX_HANDLERS_PER_PEER:
-            log.debug("refused a stream %s of peer %s: too many are open", protocol, short(peer))
+        reason = "closed" if self._closed else self.entrance.opens(peer, protocol)
+        if reason:
+            log.debug("refused a stream %s of peer %s: %s", protocol, short(peer), reason)
             stream.abort()
             return
-        self._busy[peer] += 1
         try:
             await handler(stream)
             await stream.drained(LINGER)
@@ -328,9 +340,7 @@ class Host:
             log.warning("answering %s of peer %s failed", protocol, short(peer), exc_info=True)
         finally:
             stream.close()
-            self._busy[peer] -= 1
-            if not self._busy[peer]:
-                del self._busy[peer]
+            self.entrance.closes(peer, protocol, stream.sent)
 
     async def _end(self, timeout: float) -> None:
         await self._uplink.end(timeout * 0.6)

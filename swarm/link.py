@@ -1,6 +1,8 @@
 """``shoal://`` links: the swarm id and a few addresses of peers, all that a newcomer needs to join.
 
     shoal://<swarm id>?peer=/ip4/203.0.113.5/tcp/4001/p2p/12D3KooW…&peer=…
+
+The links of `shoal invite` have an invitation behind them, ``&invite=…`` (swarm/invitation.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ AGAIN = "copy the whole link again"
 _SWARM = re.compile(r"[a-z2-7]{51}[aq]")
 _HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
+_INVITE = re.compile(r"[A-Za-z0-9_-]{1,1536}")
 
 
 def address_problem(text: str) -> str | None:
@@ -79,10 +82,14 @@ def _is_relay_id(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """A swarm and where to find it: ``swarm`` is its id, ``bootstrap`` 1 to 16 addresses. Raises LinkError."""
+    """A swarm and where to find it: ``swarm`` is its id, ``bootstrap`` 1 to 16 addresses, ``invite`` an invitation or nothing.
+
+    Raises LinkError.
+    """
 
     swarm: str
     bootstrap: tuple[str, ...]
+    invite: str = ""
 
     def __post_init__(self) -> None:
         if not _SWARM.fullmatch(self.swarm):
@@ -96,11 +103,14 @@ class Link:
         for address in self.bootstrap:
             if problem := address_problem(address):
                 raise LinkError(f"The address {_quoted(address)} in the link is malformed, {problem}: {AGAIN}.")
+        if self.invite and not _INVITE.fullmatch(self.invite):
+            raise LinkError(f"The invitation in the link is malformed: {AGAIN}.")
         if len(str(self)) > MAX_CHARS:
             raise LinkError(f"The link is longer than {MAX_CHARS} characters: remove some of its addresses.")
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.swarm}?" + "&".join(f"peer={quote(address, safe='/:')}" for address in self.bootstrap)
+        parts = [f"peer={quote(address, safe='/:')}" for address in self.bootstrap]
+        return f"{SCHEME}{self.swarm}?" + "&".join([*parts, f"invite={self.invite}"] if self.invite else parts)
 
     @classmethod
     def parse(cls, text: str) -> Link:
@@ -111,13 +121,16 @@ class Link:
         if not text.startswith(SCHEME):
             raise LinkError(f"{_quoted(text)} does not start with {SCHEME}: pass the link that `shoal up` printed.")
         swarm, _, query = text[len(SCHEME) :].partition("?")
-        addresses = []
+        addresses, invite = [], ""
         for part in query.split("&") if query else []:
             name, _, value = part.partition("=")
+            if name == "invite" and not invite and value:
+                invite = value
+                continue
             if name != "peer":
                 raise LinkError(f"The link holds an unknown part {_quoted(part)}: quote it in the shell, and {AGAIN}.")
             addresses.append(unquote(value))  # bytes that are no UTF-8 become a character that no address may hold
-        return cls(swarm, tuple(addresses))
+        return cls(swarm, tuple(addresses), invite)
 
     def with_bootstrap(self, more: Iterable[str]) -> Link:
         """This link with ``more`` addresses behind its own, each once, at most 8 in all.
@@ -125,4 +138,4 @@ class Link:
         Addresses that no link can hold (another transport, no peer id) are left out.
         """
         usable = [address for address in more if address_problem(address) is None]
-        return Link(self.swarm, tuple(dict.fromkeys([*self.bootstrap, *usable]))[:MAX_BOOTSTRAP])
+        return Link(self.swarm, tuple(dict.fromkeys([*self.bootstrap, *usable]))[:MAX_BOOTSTRAP], self.invite)

@@ -233,6 +233,7 @@ class Manifest(Message):
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
+    invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
 
 
 class Title(NamedTuple):

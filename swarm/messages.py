@@ -32,9 +32,9 @@ from swarm.wire import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 
 # Whoever handles messages takes all of it from here.
 __all__ = [
-    "ENVELOPE", "KIB", "MAX_COUNT", "Abort", "Answer", "Commit", "Digest", "Label", "M", "ManifestReply", "ManifestRequest",
-    "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "PieceReply", "PieceRequest", "Ready", "StateHeader",
-    "StateRequest", "pack", "seal", "unpack", "unseal",
+    "ENVELOPE", "KIB", "MAX_COUNT", "Abort", "AdmissionReply", "Answer", "Commit", "Digest", "Label", "M", "ManifestReply",
+    "ManifestRequest", "Member", "Message", "Offer", "OutcomeReply", "OutcomeRequest", "PeerId", "PieceReply", "PieceRequest",
+    "Ready", "StateHeader", "StateRequest", "pack", "seal", "unpack", "unseal",
 ]  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class Member(Message):
     (``blamed``). ``missing``: how many of ``missing_of`` members it lost sight of at about the same moment, and some of their names
     (swarm/absence.py). ``sketch``: the round and fragment that it finished last, and what its slow weights then come to
     (node/drift.py), where the method keeps them the same on all peers.
+    ``admission``: its packed `swarm.invitation.Admission`, in a swarm that is by invitation only.
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "member", 2, 4 * KIB, "peer"
@@ -68,6 +69,7 @@ class Member(Message):
     state: Literal["waiting", "training", "leaving", "done"]
     issued: Annotated[float, Field(ge=0)]
     version: Label
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
     exchange_s: Seconds = 0.0
     wait_s: Seconds = 0.0
     exchanges: Count = 0
@@ -99,6 +101,14 @@ class ManifestReply(Message):
     KIND, LIMIT = "manifest-reply", 64 * KIB
     manifest: Annotated[bytes, Field(max_length=60 * KIB)] | None
     swarm: SwarmId
+    reason: Reason = ""
+
+
+class AdmissionReply(Message):
+    """The packed `swarm.invitation.Admission` of the one who was shown the caller's; or why the caller is not let in."""
+
+    KIND, LIMIT = "admission-reply", 4 * KIB
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
     reason: Reason = ""
 
 

@@ -15,6 +15,7 @@ from hivemind.proto import p2pd_pb2
 
 from swarm.errors import NetworkError
 from swarm.identity import b58encode
+from swarm.pace import Pace
 from swarm.uplink import DAEMON_GONE, Uplink
 from swarm.wire import MAX_MESSAGE
 
@@ -55,10 +56,13 @@ class Subscription:
 
 
 class PubSub:
-    """The daemon's GossipSub, whichever daemon runs at the moment. On the host's loop only; every call may raise NetworkError."""
+    """The daemon's GossipSub, whichever daemon runs at the moment. On the host's loop only; every call may raise NetworkError.
 
-    def __init__(self, uplink: Uplink) -> None:
-        self._uplink = uplink
+    ``upload``: the budget that messages use up; those that are forwarded for others are the daemon's affair, and do not.
+    """
+
+    def __init__(self, uplink: Uplink, upload: Pace | None = None) -> None:
+        self._uplink, self._upload = uplink, upload
 
     async def subscribe(self, topic: str) -> Subscription:
         """Listen to ``topic`` from now on."""
@@ -70,6 +74,9 @@ class PubSub:
         if len(data) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are allowed")
         request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=topic, data=data)
+        if self._upload is not None:
+            await self._upload.wait()
+            self._upload.spend(len(data))
         _, writer, _ = await self._ask(request)
         writer.close()
 

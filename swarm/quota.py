@@ -7,16 +7,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MINUTE = 60.0
+MINUTE, HOUR = 60.0, 3600.0
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one sender may send in a minute, all at once if it likes; and how many senders are kept account of."""
+    """What one sender may send in ``period`` seconds, all at once if it likes; and how many senders are kept account of."""
 
     messages: int = 1200
     nbytes: int = 64 << 20
     senders: int = 1024
+    period: float = MINUTE
 
 
 @dataclass
@@ -52,6 +53,12 @@ class Quotas:
         account.nbytes -= nbytes
         return True
 
+    def charge(self, sender: str, nbytes: int) -> None:
+        """Charge ``sender`` for what it was given already; if that is more than it has left, it owes the rest."""
+        account = self._account(sender, self._clock())
+        if account is not None:
+            account.nbytes -= nbytes
+
     def _account(self, sender: str, now: float) -> _Account | None:
         account = self._accounts.get(sender)
         if account is None:
@@ -70,7 +77,7 @@ class Quotas:
         return True
 
     def _refill(self, account: _Account, now: float) -> None:
-        share = max(now - account.since, 0.0) / MINUTE
+        share = max(now - account.since, 0.0) / self._quota.period
         account.messages = min(account.messages + share * self._quota.messages, self._quota.messages)
         account.nbytes = min(account.nbytes + share * self._quota.nbytes, self._quota.nbytes)
         account.since = now

@@ -23,7 +23,9 @@ from swarm.messages import Member, seal, unseal
 log = logging.getLogger(__name__)
 
 MAX_DEPTH = 48  # bits of the longest prefix
-MAX_TTL = 120.0  # seconds a record may live
+# Seconds a record may live: hardly more than `Directory` gives it. The DHT keeps of two records of a peer the one that expires
+# later: who could store an old one with a longer life would keep its newer ones out.
+MAX_TTL = 31.0
 MAX_RECORD = Member.LIMIT + 512  # bytes
 AHEAD = 600.0  # seconds into the future a record may be dated, to be stored at all
 _PATTERN_BITS = frozenset("01")

@@ -29,7 +29,7 @@ Knows = Callable[[str, str, bytes], bool]
 
 REASONS = (
     "truncated", "oversized", "nested", "malformed", "version", "kind", "bomb", "forged", "replayed", "quota", "overflow",
-    "digest", "unavailable", "foreign-swarm", "foreign-env", "stale", "future", "banned",
+    "digest", "unavailable", "foreign-swarm", "foreign-env", "stale", "future", "banned", "unwelcome",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from swarm.errors import MessageError, NetworkError
+from swarm.pace import Pace
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
 _HEAD = 4  # bytes of the length before each small message
@@ -20,13 +21,17 @@ _T = TypeVar("_T")
 
 
 class Traffic:
-    """Bytes that went over the streams of one host, payload and our framing; written by its loop, readable from any thread."""
+    """Bytes that went over the streams of one host, payload and our framing; written by its loop, readable from any thread.
 
-    __slots__ = ("received", "sent")
+    ``upload``: what is sent has to keep to it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("received", "sent", "upload")
+
+    def __init__(self, upload: Pace | None = None) -> None:
         self.sent = 0
         self.received = 0
+        self.upload = upload
 
 
 def short(peer_id: str) -> str:
@@ -49,6 +54,8 @@ class Stream:
         self._reader = reader
         self._writer = writer
         self._traffic = traffic
+        self.sent = 0
+        """Bytes sent on this stream."""
         self._announced: int | None = None  # length of a message whose body has not arrived yet
 
     async def send(self, data: bytes, timeout: float) -> None:
@@ -56,8 +63,15 @@ class Stream:
         if self._writer.transport.is_closing():
             raise self._ended()
         self._writer.write(len(data).to_bytes(_HEAD, "big") + data)
-        self._traffic.sent += _HEAD + len(data)
+        self._count(_HEAD + len(data))
         await self._within(self._writer.drain(), timeout, "did not take a message")
+
+    def _count(self, nbytes: int) -> None:
+        """``nbytes`` were handed to the socket. Small messages never wait for the upload budget, but use it up."""
+        self.sent += nbytes
+        self._traffic.sent += nbytes
+        if self._traffic.upload is not None:
+            self._traffic.upload.spend(nbytes)
 
     async def receive(self, limit: int, timeout: float) -> bytes:
         """The next message, at most ``limit`` bytes, within ``timeout`` seconds.
@@ -105,7 +119,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         # The protocol that is replaced must not be waiting for the socket, for it will not hear of it.
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
-        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, on_progress)
+        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
         sender = loop.create_task(bulk.send(outgoing.cast("B")))
         whole = False
         try:
@@ -181,6 +195,7 @@ class _Bulk(asyncio.BufferedProtocol):
         writer: Any,
         incoming: memoryview,
         traffic: Traffic,
+        count: Callable[[int], None],
         on_progress: Callable[[int], None] | None,
     ) -> None:
         # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
@@ -189,7 +204,7 @@ class _Bulk(asyncio.BufferedProtocol):
         self._transport = writer.transport
         self._usual = writer.transport.get_protocol()
         self._incoming = incoming
-        self._traffic = traffic
+        self._traffic, self._count = traffic, count
         self._on_progress = on_progress
         self._received = 0
         self._sent = 0
@@ -215,12 +230,19 @@ class _Bulk(asyncio.BufferedProtocol):
     async def send(self, outgoing: memoryview) -> None:
         """Write everything, and wait until the transport holds no reference to it."""
         self._transport.set_write_buffer_limits(high=2 * CHUNK)
-        for start in range(0, len(outgoing), CHUNK):
+        upload, start = self._traffic.upload, 0
+        while start < len(outgoing):
             await self._can_write()
-            piece = outgoing[start : start + CHUNK]
+            # Under a budget in small pieces: the other side gives up when nothing comes for some seconds.
+            size = CHUNK if upload is None else min(CHUNK, upload.piece)
+            piece = outgoing[start : start + size]
+            if upload is not None:
+                await upload.wait()
+                await self._can_write()
             self._transport.write(piece)
+            start += len(piece)
             self._sent += len(piece)
-            self._traffic.sent += len(piece)
+            self._count(len(piece))
         self._transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
         await self._can_write()
 

@@ -59,6 +59,7 @@ class Uplink:
         known: KnownPeers | None = None,
         swarm: str | None = None,
         must_join: bool = True,
+        calls: Callable[[str, int], str] = lambda peer, nbytes: "",
     ) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
@@ -76,6 +77,7 @@ class Uplink:
         self._relay = relay
         self._swarm = swarm
         self._must_join = must_join
+        self._calls = calls  # says why a call of a peer to the DHT node is refused
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
         self.entry: tuple[str, ...] = ()
         self._classed: set[str] = set()  # bootstrap peers of which we know whether they are seeds
@@ -232,7 +234,7 @@ class Uplink:
         relays = await answering(self._bootstrap) if beyond and self._relay != "off" else []
         if self._relay == "only" and not relays:
             log.warning("no seed or bootstrap peer can forward to this node now, so nobody behind a NAT reaches it")
-        return await Daemon.launch(
+        daemon = await Daemon.launch(
             self._identity,
             listen=self._listen,
             announce=self._announce,
@@ -242,6 +244,8 @@ class Uplink:
             light=self._light,
             timeout=timeout,
         )
+        daemon.refuses = self._calls
+        return daemon
 
     async def _settle(self, daemon: Daemon, dht: DHTNode) -> None:
         self.addresses = await daemon.addresses()

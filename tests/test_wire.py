@@ -9,6 +9,7 @@ from swarm.dial_back import ALL as DIALS
 from swarm.dial_back import DIAL_PROTOCOL, LOWEST_PORT
 from swarm.dial_back import EACH as DIALS_EACH
 from swarm.directory import MAX_ADDRESSES
+from swarm.entrance import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, Rates
 from swarm.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
 from swarm.group_allreduce import PART, SMALLEST
 from swarm.group_decisions import DECISION_PROTOCOL
@@ -16,7 +17,7 @@ from swarm.group_join import LEADER_PROTOCOL
 from swarm.group_line import BEATS
 from swarm.group_messages import GroupDecision, GroupReady
 from swarm.group_reduction import PAYLOAD_PROTOCOL
-from swarm.host import MAX_HANDLERS, MAX_HANDLERS_PER_PEER
+from swarm.invitation import Invitation
 from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
 from swarm.link import MAX_CHARS
 from swarm.log_sync import LOG_PROTOCOL, MAX_LOG
@@ -42,7 +43,10 @@ from swarm.transfer import OUTCOME_PROTOCOL
 from swarm.trie import CAP
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
-SEALED = {kind.KIND for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Status)}
+SEALED = {
+    kind.KIND
+    for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Invitation, Status)
+}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -56,7 +60,7 @@ def test_every_message_is_in_the_table_with_its_limit():
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    served += [DIAL_PROTOCOL, SPEED_PROTOCOL]
+    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL]
     served += [STATE_PROTOCOL, PIECES_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL]
     assert sorted(rows) == sorted(served)
 
@@ -72,6 +76,9 @@ def test_deadlines_are_the_defaults():
 def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {ENVELOPE} bytes longer" in PAGE
     assert f"at most {MAX_HANDLERS} streams at a time, {MAX_HANDLERS_PER_PEER} per peer" in PAGE
+    assert f"{MAX_STRANGERS} of peers that are no members" in PAGE
+    assert f"{Rates().streams} streams a minute" in PAGE
+    assert f"{Rates().calls} calls and {Rates().call_bytes >> 20} MiB a minute" in PAGE
     assert f"parts of at most {PART // 1024} KiB" in PAGE
     assert (BEATS, SMALLEST) == (4, 4)
     assert "four times in each chunk timeout" in PAGE

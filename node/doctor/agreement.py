@@ -19,16 +19,23 @@ COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte num
 
 def swarm(visit: Visit, tell: Tell) -> str:
     """The manifest is handed out, and has the hash that is in the link."""
+    from swarm.admission import Introductions
     from swarm.directory import Directory
-    from swarm.identity import Identity
+    from swarm.door import Door
+    from swarm.invitation import admission
     from swarm.welcome import fetch_manifest
 
     assert visit.link is not None
     host = visit.running()
     known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
     _, visit.manifest = fetch_manifest(host, known)
+    door = Door(visit.identity.peer_id)
+    if visit.manifest.invite_only:  # the peers answer nothing else to who shows no invitation
+        ticket = admission(visit.link.invite, visit.identity) if visit.link.invite else b""
+        door = Door(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
+        host.introduce = Introductions(host, door).before
     host.call(host.meet(visit.reached), 15.0)
-    visit.directory = Directory(host, Identity.ephemeral(), visit.link.swarm)
+    visit.directory = Directory(host, visit.identity, visit.link.swarm, door=door)
     visit.directory.refresh(15.0)
     found = visit.manifest
     named = found.outer.resolved()

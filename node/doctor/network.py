@@ -29,13 +29,12 @@ OLD = "does not offer"  # what `Host.open` says of a protocol that a peer does n
 def daemon(visit: Visit, tell: Tell) -> str:
     """The daemon starts and answers."""
     from swarm.host import Host
-    from swarm.identity import Identity
     from swarm.records import MemberValidator
 
     # Only what is behind the link is looked at, so the addresses in it are tried later, one by one.
     validator = None if visit.link is None else MemberValidator(visit.link.swarm)
     listen = ("/ip4/0.0.0.0/tcp/0",)
-    visit.host = Host.start(Identity.ephemeral(), listen=listen, validator=validator, light=True, must_join=False)
+    visit.host = Host.start(visit.identity, listen=listen, validator=validator, light=True, must_join=False)
     return "the network daemon starts and answers"
 
 

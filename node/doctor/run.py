@@ -17,7 +17,10 @@ def diagnose(
     ``port``: that the node is to listen on, 0 for any. ``hooks``: this machine's copy of the swarm's task.
     """
     visit = Visit(None if link is None else Link.parse(link), port, hooks)
+    reach, agreed = network.checks(visit), agreement.checks(visit)
+    # The manifest right after the first contact: it says whether the rest takes an invitation.
+    checks = [*machine.checks(port), *reach[:2], *agreed[:1], *reach[2:], *agreed[1:]]
     try:
-        return examine([*machine.checks(port), *network.checks(visit), *agreement.checks(visit)], tell)
+        return examine(checks, tell)
     finally:
         visit.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarm.dial_back import Seen
 from swarm.errors import MessageError, NetworkError, ShoalError
+from swarm.identity import Identity
 from swarm.link import Link
 from swarm.messages import Member
 from swarm.stream import Stream
@@ -32,6 +33,7 @@ class Visit:
     link: Link | None
     port: int = 0
     hooks: str | None = None
+    identity: Identity = field(default_factory=Identity.ephemeral)
     host: Host | None = None
     directory: Directory | None = None
     reached: list[str] = field(default_factory=list)

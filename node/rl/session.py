@@ -8,6 +8,7 @@ from typing import Any
 
 from node.config import Settings
 from node.membership import Membership
+from node.memory import shares
 from node.rl.environment import Env
 from node.rl.loading import load_env, load_policy
 from node.rl.task import RLRound, RLTask
@@ -51,10 +52,10 @@ class Metered:
 class Session:
     """Rollouts of ``task`` are shared with the swarm from now on. ``write(event, **fields)`` is told each round, ``say`` some."""
 
-    def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None]) -> None:
+    def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None], ram: float = 0.0) -> None:
         self._task, self._write, self._say, self._quiet = task, write, say, time.monotonic()
         env: Env = task.env
-        limits = Limits(max_age=ANY_ROUND, ttl=TTL_S)
+        limits = Limits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
         self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
         self._metered = Metered(self._pool)
         task.connect(self._metered, membership.host.peer_id, self._on_round)

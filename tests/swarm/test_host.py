@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from swarm import host as host_module
+from swarm.entrance import MAX_HANDLERS_PER_PEER
 from swarm.errors import MessageError, NetworkError
-from swarm.host import MAX_HANDLERS_PER_PEER, Host
+from swarm.host import Host
 from swarm.identity import Identity
 
 ECHO = "/test/echo/1"
@@ -152,7 +153,7 @@ def test_one_peer_cannot_take_all_handlers(two):
             stream.close()
 
     b.call(flood(), 20)
-    until(lambda: not a._busy)
+    until(lambda: not a.entrance._busy)
     assert b.call(ask(b, a.peer_id), 5) == b"hello"
 
 
@@ -206,7 +207,7 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     before = a.addresses()
     until(lambda: b.peer_id in a._uplink.known)
     hanging = a.submit(hang(a, b.peer_id))
-    until(lambda: b._busy[a.peer_id] == 1)
+    until(lambda: b.entrance._busy[a.peer_id] == 1)
     if victim == "daemon":
         kill_daemon(a)
     else:
@@ -316,7 +317,7 @@ def test_announced_addresses_replace_the_own():
 def test_close_is_quick_final_and_repeatable(two):
     a, b = two
     pending = a.submit(hang(a, b.peer_id))
-    until(lambda: b._busy[a.peer_id] == 1)
+    until(lambda: b.entrance._busy[a.peer_id] == 1)
     daemon = a._uplink.daemon._child.pid
     began = time.monotonic()
     a.close()

@@ -120,6 +120,7 @@ ALL = st.one_of(
         leader=st.none() | st.just(OTHER.peer_id),
         addresses=st.lists(paths, max_size=8).map(tuple),
     ),
+    st.builds(m.AdmissionReply, admission=st.binary(max_size=1024), reason=reasons),
     st.builds(g.GroupAlive),
     st.builds(
         g.GroupFormed,
@@ -164,7 +165,7 @@ def refused(data, *types, says=None):
 
 
 def test_every_kind_is_covered_and_has_its_own_name():
-    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 25  # the 14 of messages.py, the 10 of a group and the manifest
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 26  # the 15 of messages.py, the 10 of a group and the manifest
     assert Manifest in KINDS
 
 
@@ -248,8 +249,8 @@ def test_kind_and_version_are_named_before_anything_else():
     for version, where in ((2, "here"), (0, "there")):
         says = f"has version {version}, this node speaks 1: update shoal {where}"
         refused(msgpack.packb(["commit", version, {"other": 1}]), m.Commit, says=says)
-    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", 3, {}]), bytes(64)])
-    with pytest.raises(MessageError, match="version 3, this node speaks 2"):
+    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", m.Member.VERSION + 1, {}]), bytes(64)])
+    with pytest.raises(MessageError, match=f"version {m.Member.VERSION + 1}, this node speaks {m.Member.VERSION}"):
         m.unseal(newer, m.Member)
     refused(msgpack.packb(["\x1b[31m", 1, {}]), m.Commit, says="came in place of commit")
     for head in ([b"commit", 1, {}], ["commit", True, {}], ["commit", "1", {}], ["commit", 1], ["commit", 1, {}, 2]):

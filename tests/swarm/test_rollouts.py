@@ -329,4 +329,4 @@ def test_a_flood_has_its_counter(pair):
 def test_every_reason_has_a_row_from_the_start():
     pool, _, _ = pool_of()
     assert pool.counts["rejected"] == dict.fromkeys(REASONS, 0)
-    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest", "banned"} == set(REASONS)
+    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest", "banned", "unwelcome"} == set(REASONS)

@@ -59,7 +59,7 @@ class Peer:
         sealed = new_manifest(settings, self.identity, model_digest(params))
         self.swarm, self.model = swarm_id(sealed), model_digest(params)
         self.host = Host.start(self.identity, validator=MemberValidator(self.swarm), must_join=False)
-        self.directory = Directory(self.host, self.identity, self.swarm, ttl=60)
+        self.directory = Directory(self.host, self.identity, self.swarm)
         serve_manifest(self.host, self.swarm, sealed)
         StateServer(self.host, self.swarm, self.model, [tuple(p.shape) for p in params])
         self.host.serve(DIAL_PROTOCOL, DialBack(self.clock).answer)
