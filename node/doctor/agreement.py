@@ -31,7 +31,9 @@ def swarm(visit: Visit, tell: Tell) -> str:
     _, visit.manifest = fetch_manifest(host, known)
     door = Door(visit.identity.peer_id)
     if visit.manifest.invite_only:  # the peers answer nothing else to who shows no invitation
-        ticket = admission(visit.link.invite, visit.identity) if visit.link.invite else b""
+        if not visit.link.invite:
+            raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
+        ticket = admission(visit.link.invite, visit.identity)
         door = Door(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
         host.introduce = Introductions(host, door).before
     host.call(host.meet(visit.reached), 15.0)

@@ -207,10 +207,10 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
             problem = str(error)
             continue
         down, up = speed.down * 8e-6, speed.up * 8e-6
-        said = f"{down:.3g} Mbit/s from {short(address)}" + (f" and {up:.3g} to it, at once" if speed.whole else "")
+        said = f"{down:,.1f} Mbit/s from {short(address)}" + (f" and {up:,.1f} to it, at once" if speed.whole else "")
         if not speed.whole or min(down, up) < 1.0:
             slow = "the link is slow, so take --method streaming or sparseloco, or --codec int8"
-            raise Note(f"{said}{'' if speed.whole else f' and less than {up:.3g} to it'}: {slow}.")
+            raise Note(f"{said}{'' if speed.whole else f' and less than {up:,.1f} to it'}: {slow}.")
         return said
     raise Skip(f"not measured: {problem.removesuffix('.')}.")
 
