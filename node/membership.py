@@ -17,6 +17,7 @@ from node.peers_setting import lists
 from node.rl.settings import RLSettings, env_label
 from node.task import Shard
 from swarm.admission import Introductions
+from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.door import Door
 from swarm.errors import AdmissionError
@@ -30,6 +31,7 @@ from swarm.messages import Member, seal
 from swarm.presence import Presence
 from swarm.records import MemberValidator
 from swarm.shelf import MAX_SHELF
+from swarm.speed import SPEED_PROTOCOL, SpeedTest
 from swarm.verify_setting import StretchTerms, Terms
 from swarm.welcome import fetch_manifest, serve_manifest
 
@@ -179,6 +181,8 @@ def _membership(
         host.entrance.door = door
         host.introduce = Introductions(host, door).before
     serve_manifest(host, swarm, sealed)
+    host.serve(DIAL_PROTOCOL, DialBack().answer)
+    host.serve(SPEED_PROTOCOL, SpeedTest().answer)
     directory = Directory(host, identity, swarm, door=door)
     host.entrance.known = directory.knows
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm))
