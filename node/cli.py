@@ -15,7 +15,9 @@ from typing import Any
 import click
 
 from node.chaos.cli import chaos
+from node.doctor.cli import doctor
 from node.exit_codes import ExitCode, epilogue
+from node.init_cli import init
 from node.invite_cli import invite
 from node.limits_cli import limit_options, limit_overrides
 from node.logs import log_to_stderr
@@ -140,7 +142,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (verify, seed, invite, pull, chaos, watch):
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch):
     cli.add_command(command)
 
 

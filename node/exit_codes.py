@@ -23,6 +23,18 @@ class ExitCode(IntEnum):
     REFUSED = 4
     """`shoal verify` checked a claim and refuses it."""
 
+    UNFIT_MACHINE = 10
+    """`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way."""
+
+    NO_DAEMON = 11
+    """`shoal doctor`: the network daemon does not start, or its port is taken."""
+
+    UNREACHED = 12
+    """`shoal doctor`: nobody behind the link can be reached."""
+
+    DIFFERS = 13
+    """`shoal doctor`: swarm id, version, task or model differ from the swarm's."""
+
     INTERRUPTED = 130
     """Stopped by Ctrl-C or a termination signal, after the step was finished and the state saved."""
 
@@ -33,6 +45,10 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.BAD_INPUT: "bad input: one sentence on stderr says what to mend",
     ExitCode.SWARM_FAILED: "the swarm or one of its nodes failed",
     ExitCode.REFUSED: "a claim was checked and refused (`shoal verify`)",
+    ExitCode.UNFIT_MACHINE: "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way",
+    ExitCode.NO_DAEMON: "`shoal doctor`: the network daemon does not start, or the port is taken",
+    ExitCode.UNREACHED: "`shoal doctor`: nobody behind the link can be reached",
+    ExitCode.DIFFERS: "`shoal doctor`: swarm id, version, task or model differ from the swarm's",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or a termination signal",
 }
 

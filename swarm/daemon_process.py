@@ -211,4 +211,4 @@ def _why_not(said: Sequence[str]) -> StartupError:
     if "address already in use" in text:
         return StartupError("the listen address is taken by another program: choose another port with --listen.")
     last = said[-1] if said else "nothing"
-    return StartupError(f"the network daemon stopped at once and said: {last[:300]}")
+    return StartupError(f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce.")

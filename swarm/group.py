@@ -17,7 +17,7 @@ from optim.defence import TRUSTING, Defence
 from optim.exchange import RoundKey
 from swarm.contribution import contribution
 from swarm.group_decisions import Decisions
-from swarm.group_join import Groups
+from swarm.group_join import LEADER_PROTOCOL, Groups
 from swarm.group_lead import Leader
 from swarm.group_messages import MAX_GROUP
 from swarm.group_reduction import Outcome
@@ -90,9 +90,13 @@ class GroupExchange(Waiter):
         self._rounds = Rounds(fragments)
         view = View(members, model, identity.peer_id, barred)
         decisions = Decisions(host, identity, swarm)
+
+        async def reach(peer: str, seconds: float) -> None:
+            (await host.open(peer, LEADER_PROTOCOL, addresses=view.addresses(peer), timeout=seconds)).close()
+
         self._leader = Leader(
             identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,
-            quorum=quorum, grace=grace, max_group=max_group, gather=gather or defence.gathers, wait=wait,
+            reach=reach, quorum=quorum, grace=grace, max_group=max_group, gather=gather or defence.gathers, wait=wait,
             chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
         self._groups = Groups(

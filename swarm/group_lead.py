@@ -5,6 +5,7 @@ that round does not matter, for its own contribution joins as any other's does, 
 
 The group of a round is formed as soon as all members in view are ready; or ``quorum`` of them are, and ``grace`` seconds have
 passed since; or the patience of one of them is over, and at least two are there. Who comes later is told the leader's next round.
+Who is missing after a moment is knocked at: a peer that is gone, or sleeps, does not open, and is not waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from swarm.errors import MessageError, NetworkError
 from swarm.group_deal import deal
 from swarm.group_decisions import Decisions
 from swarm.group_line import Line
-from swarm.group_messages import GroupReady, GroupReceipt, GroupReport
+from swarm.group_messages import MAX_GROUP, GroupReady, GroupReceipt, GroupReport
 from swarm.group_roster import difference
 from swarm.group_rounds import Rounds
 from swarm.group_verdict import Seat, Verdict
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 MAX_TABLES = 64  # rounds that are being collected for at once
 MAX_SEATS = 256  # members waiting here, over all rounds
 GLANCE_S = 0.25  # seconds between two looks at who is a member
+KNOCK_S = 1.0  # seconds after which those who are missing are knocked at, and in which they have to open
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Leader:
         me: the own peer id.
         swarm, model: the swarm id; the digest of the parameters' shapes and types.
         seed: of the order of peers, the same for all.
+        reach: opens a line to a peer and ends it, in so many seconds; NetworkError if it is not there.
         quorum: members that are enough; 0: all in view.
         grace: seconds that the others have after that.
         max_group: largest group.
@@ -73,6 +76,7 @@ class Leader:
         seed: int,
         view: View,
         look: Callable[[], None],
+        reach: Callable[[str, float], Awaitable[None]],
         quorum: int,
         grace: float,
         max_group: int,
@@ -83,7 +87,7 @@ class Leader:
     ) -> None:
         self._me, self._decisions, self._rounds = me, decisions, rounds
         self._swarm, self._model, self._seed = swarm, model, seed
-        self._view, self._look = view, look
+        self._view, self._look, self._reach = view, look, reach
         self._quorum, self._grace, self._max_group, self._gather, self._wait = quorum, grace, max_group, gather, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
         self._tables: dict[tuple[int, int], Table] = {}
@@ -213,6 +217,7 @@ class Leader:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
         enough_since: float | None = None
+        knocking = asyncio.ensure_future(self._knock(table))
         try:
             while table.seats:
                 for peer in self._view.barred(table.seats):  # since it came
@@ -238,6 +243,7 @@ class Leader:
                 except asyncio.TimeoutError:
                     continue
         finally:
+            knocking.cancel()
             del self._tables[key]
         seats = table.seats
         if len(seats) < 2:
@@ -251,3 +257,17 @@ class Leader:
             group = {peer: seats[peer] for peer in members}
             verdict = Verdict(self._decisions, group, alone=len(groups) == 1, gather=self._gather, timeout=self._exchange_timeout)
             self._start(verdict.run())
+
+    async def _knock(self, table: Table) -> None:
+        """Once, at those whom the group would wait for."""
+        await asyncio.sleep(KNOCK_S)
+        missing = sorted(self._view.expected() - set(table.seats) - {self._me})[:MAX_GROUP]
+        await asyncio.gather(*(self._knock_at(peer) for peer in missing))
+        table.changed.set()
+
+    async def _knock_at(self, peer: str) -> None:
+        try:
+            await self._reach(peer, KNOCK_S)
+        except NetworkError as error:
+            log.info("a peer that is missing is not waited for: %s", error)
+            self._view.miss([peer])

@@ -174,8 +174,10 @@ class Host:
         2 s), so that nothing sent is lost.
         """
 
-        async def incoming(peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic))
+        async def incoming(
+            peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin))
 
         with contextlib.suppress(NetworkError, *DAEMON_GONE):  # then the restart registers it
             self.call(self._uplink.serve(protocol, incoming), 5.0)
@@ -274,6 +276,16 @@ class Host:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
         except asyncio.TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
+
+    async def connect(self, address: str, timeout: float) -> None:
+        """Connect to the peer of a full multiaddr, if we are not. NetworkError: why not, beginning with the address."""
+        daemon = self._uplink.running()
+        try:
+            await self._uplink.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
+        except asyncio.TimeoutError:
+            raise NetworkError(f"{address} did not answer within {timeout:.3g} s.") from None
+        except (*DAEMON_GONE, ValueError) as error:
+            raise NetworkError(f"{address} {boot.why(error, address)}.") from None
 
     async def find_seeds(self) -> None:
         """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""

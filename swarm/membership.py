@@ -11,6 +11,7 @@ from pathlib import Path
 
 from swarm.admission import Introductions
 from swarm.daemon_process import Relay
+from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.directory import MAX_ADDRESSES, Directory
 from swarm.door import Door, Lists
 from swarm.errors import AdmissionError
@@ -24,6 +25,7 @@ from swarm.messages import Member
 from swarm.presence import Presence
 from swarm.records import MemberValidator
 from swarm.shelf import MAX_SHELF
+from swarm.speed import SPEED_PROTOCOL, SpeedTest
 from swarm.welcome import fetch_manifest, serve_manifest
 
 SHOAL_VERSION = "0.1.0"
@@ -137,7 +139,7 @@ def _door(identity: Identity, place: Place) -> Door:
     """The node's own lists; the swarm's manifest is not known yet."""
     wrong = next((entry for entry in (*place.allow, *place.deny) if not is_peer_id(entry)), None)
     if wrong is not None:
-        raise AdmissionError(f"{wrong[:60]!r} is no peer id, and the lists of who is allowed and denied hold nothing else.")
+        raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of those who are allowed or denied.")
     return Door(identity.peer_id, lists=Lists(frozenset(place.allow), frozenset(place.deny)))
 
 
@@ -167,6 +169,8 @@ def _membership(
         host.entrance.door = door
         host.introduce = Introductions(host, door).before
     serve_manifest(host, swarm, sealed)
+    host.serve(DIAL_PROTOCOL, DialBack().answer)
+    host.serve(SPEED_PROTOCOL, SpeedTest().answer)
     directory = Directory(host, identity, swarm, door=door)
     host.entrance.known = directory.knows
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm), place)

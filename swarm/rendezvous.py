@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 EXCHANGE_PROTOCOL = "/shoal/exchange/1"
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
-PROBE_S = 2.0  # seconds for a candidate who is not the mate to answer
+PROBE_S = 1.0  # seconds for a candidate who is not the mate to answer
+SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all that a peer whose mate cannot be had tries
 MAX_HELD = 64
 LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a peer left over listens for others left over
 
@@ -128,12 +129,16 @@ class Rendezvous:
             if partner is None or not order:
                 return None  # the odd one out, whom nobody expects in this round, or the last one here
             moved = False
-            queue, called_back = deque(order[:TRIED]), 0
+            queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (meeting.turned_away and called_back < TRIED):
                 if not queue:
                     called_back += 1
                 peer = queue.popleft() if queue else meeting.turned_away.popleft()
-                left = deadline - loop.time()
+                if peer != partner and until == deadline:  # most others have mates of their own: not worth the round's whole wait
+                    until = min(deadline, loop.time() + min(self._wait * SEARCH, SEARCH_S))
+                left = until - loop.time()
+                if left <= 0:
+                    break
                 received = await self._try(meeting, peer, left if peer == partner else min(left, PROBE_S))
                 if received is not None or meeting.broken:
                     return received

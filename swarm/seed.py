@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
+from swarm.dial_back import DIAL_PROTOCOL, DialBack
 from swarm.errors import MessageError, NetworkError, StartupError
 from swarm.identity import Identity
 from swarm.listen import check_free, fixed_ports, obtain_ports
@@ -46,6 +48,7 @@ class Seed:
         self._relay = relay
         self._on_ready = on_ready
         self._busy: Counter[str] = Counter()
+        self._dial_back = DialBack()
 
     async def run(self) -> None:
         """Serve until cancelled. A daemon that ends is started again. StartupError if it does not start the first time."""
@@ -74,6 +77,7 @@ class Seed:
         daemon = await SeedDaemon.launch(self._identity, listen=self._listen, announce=self._announce, relay=self._relay)
         try:
             await daemon.serve(SEED_PROTOCOL, self._answer)
+            await daemon.serve(DIAL_PROTOCOL, self._look_back)
         except BaseException:
             await daemon.close()
             raise
@@ -82,14 +86,24 @@ class Seed:
         return daemon
 
     async def _answer(self, stream: Stream) -> None:
+        async def tell() -> None:
+            request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
+            await stream.send(pack(self.book.answer(stream.peer_id, request)), SMALL_S)
+
+        await self._in_turn(stream, tell())
+
+    async def _look_back(self, stream: Stream) -> None:
+        await self._in_turn(stream, self._dial_back.answer(stream))
+
+    async def _in_turn(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         peer = stream.peer_id
         if self._busy.total() >= MAX_STREAMS or self._busy[peer] >= MAX_STREAMS_PER_PEER:
+            work.close()
             stream.abort()
             return
         self._busy[peer] += 1
         try:
-            request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
-            await stream.send(pack(self.book.answer(peer, request)), SMALL_S)
+            await work
             await stream.drained(LINGER)
         except (MessageError, NetworkError) as error:
             log.debug("peer %s was not answered: %s", short(peer), error)

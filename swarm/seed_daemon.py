@@ -32,6 +32,7 @@ from swarm.daemon_process import (
 )
 from swarm.errors import NetworkError, StartupError
 from swarm.identity import Identity, b58encode
+from swarm.origin import origin
 from swarm.stream import Stream, Traffic
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class SeedDaemon:
         async def incoming(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 info = await asyncio.wait_for(_read(reader, messages.StreamInfo()), ANSWER_S)
-                await handler(Stream(b58encode(info.peer), reader, writer, self.traffic))
+                await handler(Stream(b58encode(info.peer), reader, writer, self.traffic, origin(info.addr)))
             except (OSError, EOFError, asyncio.TimeoutError) as error:
                 log.debug("a stream ended before it began: %r", error)
             finally:

@@ -46,9 +46,11 @@ class Stream:
     """
 
     def __init__(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic, origin: str = ""
     ) -> None:
         self.peer_id = peer_id
+        self.origin = origin
+        """The IP address from which the peer opened it; empty if it came through a relay, or we opened it."""
         self._reader = reader
         self._writer = writer
         self._traffic = traffic

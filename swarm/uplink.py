@@ -23,6 +23,7 @@ from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
 from swarm.known_peers import KnownPeers
 from swarm.listen import check_free, fixed_ports
+from swarm.origin import origin
 from swarm.relays import answering
 from swarm.seed_messages import SEED_PROTOCOL
 from swarm.stream import Stream, Traffic
@@ -30,7 +31,8 @@ from swarm.stream import Stream, Traffic
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Incoming = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]  # the first: who opened it
+# Who opened it, and from which IP address.
+Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 DAEMON_GONE = (P2PDaemonError, OSError, EOFError)  # what hivemind's calls raise when the daemon is dead, or refuses
 ASKED = 16  # connected peers whose addresses are looked up at each look around
@@ -91,7 +93,7 @@ class Uplink:
 
     async def _register(self, daemon: Daemon, protocol: str) -> None:
         async def incoming(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._handlers[protocol](info.peer_id.to_base58(), reader, writer)
+            await self._handlers[protocol](info.peer_id.to_base58(), origin(info.addr.to_bytes()), reader, writer)
 
         await daemon.add_binary_stream_handler(protocol, incoming)
 

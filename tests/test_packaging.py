@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from node.scaffold import FILES, TEMPLATES
 from swarm.membership import SHOAL_VERSION
 
 if sys.version_info >= (3, 11):
@@ -141,6 +142,15 @@ def test_licence():
     assert "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert PROJECT["project"]["license"] == "Apache-2.0"
+
+
+def test_every_package_and_template_is_installed():
+    rooms = ("optim", "swarm", "node", "verification")
+    found = {".".join(file.parent.relative_to(ROOT).parts) for room in rooms for file in (ROOT / room).rglob("__init__.py")}
+    installed = PROJECT["tool"]["setuptools"]
+    assert set(installed["packages"]) == found
+    shown = {file for pattern in installed["package-data"]["node"] for file in (ROOT / "node").glob(pattern) if file.is_file()}
+    assert shown == {ROOT / "node" / "templates" / template / file for template in TEMPLATES for file in FILES}
 
 
 def test_one_version():

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from swarm.attestations import MAX_RECORD, Attestation
 from swarm.attestations import QUOTA as ATTESTED
+from swarm.dial_back import ALL as DIALS
+from swarm.dial_back import DIAL_PROTOCOL, LOWEST_PORT
+from swarm.dial_back import EACH as DIALS_EACH
 from swarm.directory import MAX_ADDRESSES
 from swarm.entrance import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, Rates
 from swarm.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
@@ -30,6 +33,10 @@ from swarm.rollout_record import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from swarm.seed_messages import SEED_PROTOCOL, TOLD
 from swarm.shelf import BODY_PROTOCOL
 from swarm.snapshot import KEPT, UNUSED_S
+from swarm.speed import ALL as TESTS
+from swarm.speed import EACH as TESTS_EACH
+from swarm.speed import MAX_BYTES as TEST_BYTES
+from swarm.speed import MOVE_S, SPEED_PROTOCOL
 from swarm.statements import SAMPLE, STATE_PROTOCOL
 from swarm.status_record import PARTNERS, PER_SECOND, ROUNDS, Status
 from swarm.transfer import OUTCOME_PROTOCOL
@@ -53,7 +60,7 @@ def test_every_message_is_in_the_table_with_its_limit():
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    served += [ADMISSION_PROTOCOL]
+    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL]
     served += [STATE_PROTOCOL, PIECES_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL]
     assert sorted(rows) == sorted(served)
 
@@ -92,4 +99,8 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE
+    assert f"a port from {LOWEST_PORT} up" in PAGE
+    assert f"{DIALS_EACH} times a minute for one address and {DIALS} times in all" in PAGE
+    assert f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a minute" in PAGE
+    assert f"{TESTS} times in\nall, and never" in PAGE
     assert f"at most {MAX_LOG >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

@@ -8,7 +8,7 @@ import pytest
 
 from optim import BFLOAT16, RoundKey
 from optim.codecs import codec_named
-from swarm import group_join
+from swarm import group_join, group_lead
 from swarm.group import GroupExchange
 from swarm.group_join import LEADER_PROTOCOL
 
@@ -132,6 +132,30 @@ def test_a_dead_leader_is_passed_over_at_once(school):
     leader.host.die()
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert [handle.result(10.0).weight for handle in handles] == [2.0, 2.0]
+
+
+def test_who_died_before_it_was_ready_is_knocked_at_and_not_waited_for(school, monkeypatch):
+    monkeypatch.setattr(group_lead, "KNOCK_S", 0.2)
+    *others, victim = school.ranked(school.peers(4, wait=60.0))
+    victim.host.die()
+    handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
+    assert [handle.result(10.0).weight for handle in handles] == [3.0] * 3
+
+
+def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
+    monkeypatch.setattr(group_lead, "KNOCK_S", 0.05)
+    leader, second, late = school.ranked(school.peers(3, wait=20.0))
+    knocked = threading.Event()
+    answering = late.host.handlers[LEADER_PROTOCOL]
+
+    async def opens(stream):
+        knocked.set()
+        await answering(stream)
+
+    late.host.handlers[LEADER_PROTOCOL] = opens
+    handles = [leader.start(0, 1.0), second.start(0, 2.0)]
+    assert knocked.wait(10)
+    assert school.values([*handles, late.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
 
 
 def test_a_leader_that_does_not_answer_is_passed_over(school, monkeypatch):

@@ -1,0 +1,118 @@
+"""Does this machine fit the swarm: its id, its version, the task and the shapes of the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from functools import partial
+
+from node.doctor.checkup import Check, Note, Skip, Tell, many
+from node.doctor.machine import GB, free_memory
+from node.doctor.visit import FoundError, Visit
+from node.exit_codes import ExitCode
+from swarm.errors import NetworkError
+from swarm.link import MAX_ADDRESSES, Link
+from swarm.messages import StateRequest
+
+COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte numbers
+
+
+def swarm(visit: Visit, tell: Tell) -> str:
+    """The manifest is handed out, and has the hash that is in the link."""
+    from swarm.admission import Introductions
+    from swarm.directory import Directory
+    from swarm.door import Door
+    from swarm.invitation import admission
+    from swarm.welcome import fetch_manifest
+
+    assert visit.link is not None
+    host = visit.running()
+    known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
+    _, visit.manifest = fetch_manifest(host, known)
+    door = Door(visit.identity.peer_id)
+    if visit.manifest.invite_only:  # the peers answer nothing else to who shows no invitation
+        if not visit.link.invite:
+            raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
+        ticket = admission(visit.link.invite, visit.identity)
+        door = Door(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
+        host.introduce = Introductions(host, door).before
+    host.call(host.meet(visit.reached), 15.0)
+    visit.directory = Directory(host, visit.identity, visit.link.swarm, door=door)
+    visit.directory.refresh(15.0)
+    found = visit.manifest
+    named = found.outer.resolved()
+    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}, {many(len(visit.members()), 'peer')} in view"
+
+
+def version(visit: Visit, tell: Tell) -> str:
+    """The members' versions of shoal against ours."""
+    from swarm.membership import SHOAL_VERSION
+
+    versions = Counter(member.version for member in visit.members().values())
+    if not versions:
+        raise Skip("no member is in view.")
+    if set(versions) == {SHOAL_VERSION}:
+        return f"{SHOAL_VERSION} here and on {many(versions[SHOAL_VERSION], 'member')}"
+    shown = ", ".join(f"{name} on {number}" for name, number in versions.most_common(4))
+    usual = versions.most_common(1)[0][0]
+    sentence = f"this is shoal {SHOAL_VERSION}, the members run another ({shown})"
+    if SHOAL_VERSION in versions or usual.split(".")[:2] == SHOAL_VERSION.split(".")[:2]:
+        raise Note(f"{sentence}: that may do, but one version everywhere is safer.")
+    raise FoundError(f"{sentence}: install the swarm's version here, or ask its members to update.")
+
+
+def model(visit: Visit, tell: Tell) -> str:
+    """The task can be loaded with the swarm's options, and its model has the swarm's shapes."""
+    import torch
+
+    from node.config import load
+    from node.hooks import load_task
+    from node.membership import RL, swarm_settings
+    from swarm.exchange import model_digest
+    from swarm.membership import OWN_LOOP
+    from swarm.newcomer import Wish
+    from swarm.statements import ask
+
+    manifest = visit.agreed()
+    if manifest.task == OWN_LOOP:
+        raise Skip("its members train in loops of their own: swarm.join compares the model.")
+    settings = swarm_settings(load(None, {"task.hooks": visit.hooks}), manifest)
+    if settings.task.hooks == RL:
+        if manifest.outer.method == "none":
+            raise Skip("in this swarm only rollouts are shared, so every node may have a model of its own.")
+        raise Skip("with the task rl the model depends on --policy: `shoal join` compares it.")
+    task = load_task(settings.task.hooks, settings.task.options)
+    torch.manual_seed(settings.train.seed)
+    # For real: on the device meta it would need no memory, but that takes torch seconds to load, and not every model can.
+    params = [parameter for parameter in task.model().parameters() if parameter.requires_grad]
+    count = sum(parameter.numel() for parameter in params)
+    shapes = [tuple(parameter.shape) for parameter in params]
+    digest = model_digest(params)
+    if digest != manifest.model:
+        givers = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
+        assert visit.link is not None
+        wish = Wish(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
+        for giver in givers:
+            with contextlib.suppress(NetworkError):
+                wish.check(giver[0], visit.running().call(ask(visit.running(), giver, wish.request), 15.0))  # names the difference
+        raise FoundError(
+            f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
+        )
+    need, (free, _) = count * COPIES, free_memory()
+    said = f"{manifest.task}, {count:,} parameters, as in the swarm"
+    if need > free:
+        raise Note(f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: end other programs.")
+    return said
+
+
+def checks(visit: Visit) -> list[Check]:
+    """All of them; none without a link."""
+    if visit.link is None:
+        return []
+    differs = ExitCode.DIFFERS
+    return [
+        Check("swarm", differs, partial(swarm, visit), ("bootstrap",), 60.0),
+        Check("version", differs, partial(version, visit), ("swarm",), 10.0),
+        Check("model", differs, partial(model, visit), ("swarm",), 300.0),
+    ]
+

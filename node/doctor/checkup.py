@@ -1,0 +1,117 @@
+"""Checks in order, each with a deadline; those that need one that failed are skipped, and say so."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from node.exit_codes import ExitCode
+from swarm.errors import ShoalError
+
+Outcome = Literal["ok", "note", "failed", "skipped"]
+
+
+class Note(ShoalError):
+    """What a check raises for something worth knowing that keeps nobody from training."""
+
+
+class Skip(ShoalError):
+    """What a check raises that cannot be made here."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check came to. ``said``: one sentence; where it failed, what happened and what to do. ``seconds`` it took."""
+
+    check: str
+    outcome: Outcome
+    said: str
+    seconds: float = 0.0
+
+
+Tell = Callable[[Finding], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """``run`` says in a few words what is well, and raises ShoalError if it is not. It may tell findings of its own before.
+
+    ``needs``: names of checks before it. ``code``: how `shoal doctor` ends if this is the first that fails. ``seconds``: after
+    which it is given up; its thread is left behind.
+    """
+
+    name: str
+    code: ExitCode
+    run: Callable[[Tell], str]
+    needs: tuple[str, ...] = ()
+    seconds: float = 20.0
+
+
+def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple[list[Finding], ExitCode]:
+    """Run all ``checks``; ``tell`` gets each finding at once. All findings, and the code of the first check that failed."""
+    findings: list[Finding] = []
+    cause: dict[str, str] = {}  # check that failed or was skipped -> the check at the bottom of it
+    code = ExitCode.OK
+
+    def note(finding: Finding) -> None:
+        findings.append(finding)
+        tell(finding)
+
+    for check in checks:
+        blocked = next((cause[name] for name in check.needs if name in cause), None)
+        if blocked is not None:
+            cause[check.name] = blocked
+            note(Finding(check.name, "skipped", f"needs {blocked!r}, see there"))
+            continue
+        finding = _run(check, note)
+        if finding.outcome in ("failed", "skipped"):
+            cause[check.name] = check.name
+        if finding.outcome == "failed" and code == ExitCode.OK:
+            code = check.code
+        note(finding)
+    return findings, code
+
+
+def many(number: int, what: str) -> str:
+    """``1 peer``, ``2 peers``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _run(check: Check, note: Tell) -> Finding:
+    began = time.monotonic()
+    ended: list[Finding] = []
+    late = threading.Event()
+
+    def tell(finding: Finding) -> None:
+        if not late.is_set():
+            note(finding)
+
+    def work() -> None:
+        outcome: Outcome = "ok"
+        try:
+            said = check.run(tell)
+        except Note as error:
+            outcome, said = "note", str(error)
+        except Skip as error:
+            outcome, said = "skipped", str(error)
+        except ShoalError as error:
+            outcome, said = "failed", str(error)
+        except Exception as error:  # of one check, and the others are to be made all the same
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+            what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+            outcome, said = "failed", f"this check itself failed ({what}, in {where}): please report it."
+        ended.append(Finding(check.name, outcome, said, round(time.monotonic() - began, 3)))
+
+    thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
+    thread.start()
+    thread.join(check.seconds)
+    if ended:
+        return ended[0]
+    late.set()
+    said = f"this took longer than {check.seconds:g} s and was given up: the machine may be overloaded, try again."
+    return Finding(check.name, "failed", said, round(time.monotonic() - began, 3))

@@ -1,0 +1,26 @@
+"""All checks, from this machine to the swarm."""
+
+from __future__ import annotations
+
+from node.doctor import agreement, machine, network
+from node.doctor.checkup import Finding, Tell, examine
+from node.doctor.visit import Visit
+from node.exit_codes import ExitCode
+from swarm.link import Link
+
+
+def diagnose(
+    link: str | None, *, port: int = 0, hooks: str | None = None, tell: Tell = lambda finding: None
+) -> tuple[list[Finding], ExitCode]:
+    """Every finding, and the exit code of the first check that failed; ``tell`` gets each finding at once. LinkError.
+
+    ``port``: that the node is to listen on, 0 for any. ``hooks``: this machine's copy of the swarm's task.
+    """
+    visit = Visit(None if link is None else Link.parse(link), port, hooks)
+    reach, agreed = network.checks(visit), agreement.checks(visit)
+    # The manifest right after the first contact: it says whether the rest takes an invitation.
+    checks = [*machine.checks(port), *reach[:2], *agreed[:1], *reach[2:], *agreed[1:]]
+    try:
+        return examine(checks, tell)
+    finally:
+        visit.close()

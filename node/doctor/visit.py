@@ -1,0 +1,83 @@
+"""What the checks about the network hand on to each other: the daemon, who was reached, what they said."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from swarm.dial_back import Seen
+from swarm.errors import MessageError, NetworkError, ShoalError
+from swarm.identity import Identity
+from swarm.link import Link
+from swarm.messages import Member
+from swarm.stream import Stream
+
+if TYPE_CHECKING:  # hivemind, and so torch, which may be what is missing
+    from swarm.directory import Directory
+    from swarm.host import Host
+    from swarm.manifest import Manifest
+
+T = TypeVar("T")
+
+
+class FoundError(ShoalError):
+    """Something is wrong between this machine and the swarm."""
+
+
+@dataclass
+class Visit:
+    """A look into the swarm of ``link``, if there is one, by a node that is no member."""
+
+    link: Link | None
+    port: int = 0
+    hooks: str | None = None
+    identity: Identity = field(default_factory=Identity.ephemeral)
+    host: Host | None = None
+    directory: Directory | None = None
+    reached: list[str] = field(default_factory=list)
+    """Full multiaddrs of members that answered."""
+    seeds: list[str] = field(default_factory=list)
+    """And of seeds."""
+    manifest: Manifest | None = None
+    seen: list[Seen] = field(default_factory=list)
+    outcome: str | None = None
+    """How dialling back ended, if it was tried."""
+
+    def ask(self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float) -> T:
+        """Open a stream to the peer of a full multiaddr, and do ``work`` with it. NetworkError, MessageError."""
+        host = self.running()
+
+        async def asked() -> T:
+            stream = await host.open(address.rpartition("/p2p/")[2], protocol, timeout=10.0)
+            try:
+                return await work(stream)
+            finally:
+                stream.close()
+
+        return host.call(asked(), seconds)
+
+    def running(self) -> Host:
+        """The host. NetworkError before its start."""
+        if self.host is None:
+            raise NetworkError("the network daemon does not run.")
+        return self.host
+
+    def agreed(self) -> Manifest:
+        """The manifest. MessageError if there is none."""
+        if self.manifest is None:
+            raise MessageError("the swarm's manifest is not there.")
+        return self.manifest
+
+    def members(self) -> dict[str, Member]:
+        """Who is in the swarm, by peer id."""
+        return {} if self.directory is None else self.directory.members()
+
+    def close(self) -> None:
+        """End the daemon."""
+        with contextlib.suppress(NetworkError):
+            if self.directory is not None:
+                self.directory.close()
+        if self.host is not None:
+            self.host.close()

@@ -1,0 +1,86 @@
+"""Fine-tuning a causal language model of transformers on text, the whole of it or a LoRA adapter alone.
+
+Without ``base`` it is a tiny Llama with random weights over bytes, so that all can be tried without a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from node.corpus import DataError, Document, read_documents
+from node.task import Shard, Task
+
+
+class Finetune(Task):
+    """``base``: folder or name of a model; ``lora``: rank of an adapter, 0 for none; ``data``: files or folders of text."""
+
+    def __init__(
+        self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 1e-3
+    ) -> None:
+        self.base, self.lora, self.context, self.batch, self.lr = base, lora, context, batch, lr
+        self.data = data
+
+    @cached_property
+    def documents(self) -> list[Document]:
+        """All text, read when it is wanted first."""
+        return read_documents(self.data, max_bytes=4 * 2**20)
+
+    def model(self) -> nn.Module:
+        """Only what has a gradient is exchanged: with ``lora`` the adapter, else every weight."""
+        if self.base:
+            model: Any = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        else:
+            small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+            model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, max_position_embeddings=1024, **small))
+        if self.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+        made: nn.Module = model
+        return made
+
+    def tokens_of(self, shard: Shard | None) -> Tensor:
+        """The tokens of a shard; None: the held-out ones, of one document in 16, the same on every peer, for its name decides."""
+        held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
+        training = [document for document in self.documents if crc32(document.name.encode()) % 16]
+        text = b"\n".join(document.content for document in (training[shard.index :: shard.of] if shard else held))
+        if self.base:
+            found = torch.tensor(AutoTokenizer.from_pretrained(self.base)(text.decode(errors="replace"))["input_ids"])
+        else:
+            found = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        if len(found) <= self.context:
+            raise DataError(f"Only {len(found)} tokens are in this part: name more text with --data, or use fewer shards.")
+        return found
+
+    def draw(self, tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """``count`` windows from random places, int64 (count, context)."""
+        places = torch.randint(len(tokens) - self.context, (count, 1), generator=generator)
+        return tokens[places + torch.arange(self.context)]
+
+    def batches(self, shard: Shard) -> Iterator[Tensor]:
+        """Endless, and a function of the shard alone, so that a resumed run goes on where it was."""
+        tokens, generator = self.tokens_of(shard), torch.Generator().manual_seed(1000 * shard.seed + shard.index)
+        while True:
+            yield self.draw(tokens, self.batch, generator)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Cross-entropy of the next token, in nats; transformers shifts the labels."""
+        found: Tensor = model(input_ids=batch, labels=batch).loss
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> float:
+        """The same loss on held-out text."""
+        batch = self.draw(self.tokens_of(None), 32, torch.Generator().manual_seed(0))
+        return float(self.loss(model, batch.to(next(model.parameters()).device)))
+
+    def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """AdamW, for the steps between two exchanges."""
+        return torch.optim.AdamW(params, lr=self.lr)

@@ -1,0 +1,306 @@
+"""``shoal doctor`` names what is wrong: the faults of issue 7, planted in this machine and in swarms of one real host."""
+
+import asyncio
+import errno
+import json
+import queue
+import shutil
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from node.cli import cli
+from node.config import load
+from node.doctor import machine
+from node.doctor.checkup import Check, Finding, Note, Skip, examine
+from node.doctor.run import diagnose
+from node.exit_codes import ExitCode
+from node.hooks import load_task
+from node.membership import new_manifest
+from swarm import seed_client
+from swarm.daemon import Daemon
+from swarm.dial_back import DIAL_PROTOCOL, DialBack
+from swarm.directory import Directory
+from swarm.errors import NetworkError
+from swarm.exchange import model_digest
+from swarm.host import Host
+from swarm.identity import Identity
+from swarm.link import Link
+from swarm.manifest import swarm_id
+from swarm.membership import SHOAL_VERSION
+from swarm.messages import seal
+from swarm.records import MemberValidator
+from swarm.seed import Seed
+from swarm.seed_messages import SEED_PROTOCOL
+from swarm.speed import SPEED_PROTOCOL, SpeedTest
+from swarm.state_server import StateServer
+from swarm.welcome import serve_manifest
+
+NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
+
+
+class Clock:
+    ahead = 0.0
+
+    def __call__(self):
+        return time.time() + self.ahead
+
+
+class Peer:
+    """A member of a swarm that trains a small text model, as far as a doctor sees it. ``width``: of its own model."""
+
+    def __init__(self, width, says=16):
+        self.identity, self.clock = Identity.ephemeral(), Clock()
+        params = list(load_task("text", {"width": width, "layers": 1}).model().parameters())
+        settings = load(None, {"task.options.width": says, "task.options.layers": 1})
+        sealed = new_manifest(settings, self.identity, model_digest(params))
+        self.swarm, self.model = swarm_id(sealed), model_digest(params)
+        self.host = Host.start(self.identity, validator=MemberValidator(self.swarm), must_join=False)
+        self.directory = Directory(self.host, self.identity, self.swarm)
+        serve_manifest(self.host, self.swarm, sealed)
+        StateServer(self.host, self.swarm, self.model, [tuple(p.shape) for p in params])
+        self.host.serve(DIAL_PROTOCOL, DialBack(self.clock).answer)
+        self.host.serve(SPEED_PROTOCOL, SpeedTest().answer)
+
+    def announce(self, version=SHOAL_VERSION):
+        self.directory.announce(
+            name="x", round=1, step=5, loss=None, steps_per_s=0.0, shard=0, shards=8, model=self.model, state="training",
+            version=version,
+        )  # fmt: skip
+        assert self.directory.wait_for(1, 10.0, lambda: False)
+
+    def link(self, *more):
+        return str(Link(self.swarm, (*more, self.host.addresses()[0])))
+
+    def close(self):
+        self.directory.close()
+        self.host.close()
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    peer = Peer(width=16)
+    peer.announce()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="module")
+def strange():
+    """Its clock is ahead, its version is another, and its model is wider than its options say."""
+    peer = Peer(width=32)
+    peer.clock.ahead = 3600.0
+    peer.announce("9.9.9")
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def examined(*arguments, **options):
+    findings, code = diagnose(*arguments, **options)
+    return {finding.check: finding for finding in findings}, code
+
+
+def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
+    found, code = examined(healthy.link(NOBODY))
+    wrong = {name: finding for name, finding in found.items() if finding.outcome in ("failed", "skipped")}
+    assert (wrong, code) == ({}, ExitCode.OK)
+    assert "connected back to 127.0.0.1" in found["dialled back"].said
+    assert "in the same network as its peers" in found["nat"].said
+    assert "Mbit/s" in found["bandwidth"].said
+    assert "trains text by noloco" in found["swarm"].said
+    assert "as in the swarm" in found["model"].said
+    # One of the link's two peers is dead, which is named, and does not matter.
+    assert found[f"peer {NOBODY}"].outcome == found["bootstrap"].outcome == "note"
+    assert "refused the connection" in found[f"peer {NOBODY}"].said
+
+
+def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
+    found, code = examined(strange.link())
+    assert {name for name, finding in found.items() if finding.outcome == "failed"} == {"clock", "version", "model"}
+    assert "clock is 3600.0 s behind that of 1 peer: set it by NTP" in found["clock"].said
+    assert f"this is shoal {SHOAL_VERSION}, the members run another (9.9.9 on 1): install" in found["version"].said
+    assert "does not fit the swarm" in found["model"].said
+    assert "16" in found["model"].said  # the shape here and the one there
+    assert "32" in found["model"].said
+    assert code == ExitCode.UNFIT_MACHINE
+
+
+def test_a_wrong_swarm_id_is_named(healthy):
+    other = "b" * 51 + "a"
+    found, code = examined(healthy.link().replace(healthy.swarm, other))
+    assert found["bootstrap"].outcome == "ok"
+    assert f"belongs to swarm {healthy.swarm}, the link asks for {other}; ask for a fresh link" in found["swarm"].said
+    assert {found[name].outcome for name in ("version", "model")} == {"skipped"}
+    assert code == ExitCode.DIFFERS
+
+
+def test_a_dead_bootstrap_peer_is_named():
+    found, code = examined(str(Link("a" * 52, (NOBODY,))))
+    assert "refused the connection: no node listens there" in found[f"peer {NOBODY}"].said
+    assert "no bootstrap peer can be reached" in found["bootstrap"].said
+    assert {found[name].said for name in ("clock", "dialled back", "nat", "swarm", "version", "model")} == {
+        "needs 'bootstrap', see there"
+    }
+    assert code == ExitCode.UNREACHED
+
+
+@pytest.fixture
+def seed():
+    """A seed in a thread of its own; what it is reached by."""
+    loop, told = asyncio.new_event_loop(), queue.Queue()
+    made = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    running = asyncio.run_coroutine_threadsafe(made.run(), loop)
+    yield told.get(timeout=30)[0]
+
+    async def end():
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(end(), loop).result(20)
+    assert running.cancelled()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
+    found, code = examined(str(Link(healthy.swarm, (seed,))))
+    assert found["bootstrap"].said.startswith("only seeds answer, and they name no member")
+    assert code == ExitCode.UNREACHED
+
+    async def report():
+        stream = await healthy.host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, addresses=(seed,), timeout=10.0)
+        try:
+            await seed_client.ask(stream, healthy.swarm, seal(healthy.directory.own(), healthy.identity))
+        finally:
+            stream.close()
+
+    healthy.host.call(report(), 20.0)
+    found, code = examined(str(Link(healthy.swarm, (seed,))))
+    assert {name for name, finding in found.items() if finding.outcome != "ok"} == set()
+    assert found["bootstrap"].said == "1 member and 1 seed answer"
+    assert "the clock of 2 peers" in found["clock"].said
+    assert code == ExitCode.OK
+
+
+class TestThisMachine:
+    """Without a link; where the network is of no concern no daemon is started."""
+
+    @pytest.fixture(autouse=True)
+    def no_daemon(self, monkeypatch):
+        async def launch(*arguments, **options):
+            raise NetworkError("no daemon in this test.")
+
+        monkeypatch.setattr(Daemon, "launch", launch)
+
+    def test_a_missing_daemon(self, monkeypatch, tmp_path):
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("swarm.daemon.daemon_path", lambda: tmp_path / "p2pd")
+        found, code = examined(str(Link("a" * 52, (NOBODY,))))
+        assert f"the network daemon is missing: there is no {tmp_path / 'p2pd'}; reinstall it with" in found["daemon"].said
+        assert found["bootstrap"].said == found["model"].said == "needs 'daemon', see there"
+        assert code == ExitCode.NO_DAEMON
+
+    def test_a_taken_port(self):
+        with socket.socket() as other:
+            other.bind(("0.0.0.0", 0))
+            other.listen()
+            found, code = examined(None, port=other.getsockname()[1])
+        assert "the port is taken by another program, choose another with --listen or stop that" in found["port"].said
+        assert code == ExitCode.NO_DAEMON
+
+    def test_a_full_disk(self, monkeypatch):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
+        found, code = examined(None)
+        assert "the disk is full, 0.00 GB are free" in found["disk"].said
+        assert code == ExitCode.UNFIT_MACHINE
+
+    def test_a_disk_on_which_nothing_can_be_written(self, monkeypatch):
+        def full(*arguments, **options):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
+        found, code = examined(None)
+        assert "(No space left on device): free some space, or use --folder elsewhere." in found["disk"].said
+        assert code == ExitCode.UNFIT_MACHINE
+
+    def test_little_memory(self, monkeypatch):
+        monkeypatch.setattr(machine, "free_memory", lambda: (1e8, 8e9))
+        found, code = examined(None)
+        assert "only 0.1 of 8.0 GB free" in found["memory"].said
+        assert code == ExitCode.UNFIT_MACHINE
+
+    def test_the_command_says_one_line_each_or_one_object(self):
+        shown = CliRunner().invoke(cli, ["doctor"], standalone_mode=False)
+        lines = shown.output.splitlines()
+        assert shown.return_value == ExitCode.NO_DAEMON
+        named = " ".join(words.split()[1] for words in lines[:-1])
+        assert named == "python: torch: device: memory: disk: port: daemon:"
+        assert lines[-1] == "1 of 7 checks failed"
+        runner = CliRunner()
+        shown = runner.invoke(cli, ["doctor", "--json"], standalone_mode=False)
+        report = json.loads(shown.stdout.splitlines()[-1])
+        assert (report["ok"], report["exit_code"]) == (False, 11)
+        assert {"check", "outcome", "said", "seconds"} == set(report["checks"][0])
+
+
+# -- the checkup itself ----------------------------------------------------------------------------------------------------
+
+
+def says(text, error=None):
+    def run(tell):
+        if error is not None:
+            raise error(text)
+        return text
+
+    return run
+
+
+def test_all_checks_run_though_one_fails_and_those_that_need_it_are_skipped():
+    checks = [
+        Check("a", ExitCode.UNFIT_MACHINE, says("fine")),
+        Check("b", ExitCode.NO_DAEMON, says("broken: mend it.", NetworkError)),
+        Check("c", ExitCode.UNREACHED, says("never"), needs=("a", "b")),
+        Check("d", ExitCode.DIFFERS, says("never"), needs=("c",)),
+        Check("e", ExitCode.DIFFERS, says("well known", Note), needs=("a",)),
+        Check("f", ExitCode.DIFFERS, says("not here", Skip)),
+        Check("g", ExitCode.DIFFERS, says("oh", ZeroDivisionError), needs=("e",)),
+    ]
+    told = []
+    findings, code = examine(checks, told.append)
+    assert told == findings
+    assert [(f.check, f.outcome) for f in findings] == [
+        ("a", "ok"), ("b", "failed"), ("c", "skipped"), ("d", "skipped"), ("e", "note"), ("f", "skipped"), ("g", "failed"),
+    ]  # fmt: skip
+    assert findings[3].said == "needs 'b', see there"
+    assert "this check itself failed (ZeroDivisionError: oh, in test_doctor.py:" in findings[6].said
+    assert code == ExitCode.NO_DAEMON
+
+
+def test_a_check_that_hangs_is_given_up():
+    free = threading.Event()
+
+    def hang(tell):
+        free.wait()
+        tell(Finding("late", "ok", "too late"))
+        return "never"
+
+    findings, code = examine([Check("a", ExitCode.UNREACHED, hang, seconds=0.05), Check("b", ExitCode.DIFFERS, says("fine"))])
+    free.set()
+    assert [(f.check, f.outcome) for f in findings] == [("a", "failed"), ("b", "ok")]
+    assert "longer than 0.05 s and was given up" in findings[0].said
+    assert code == ExitCode.UNREACHED
