@@ -11,6 +11,7 @@ import torch
 
 from optim import FLOAT32, RoundKey
 from optim.pairing import order
+from swarm.entrance import Entrance
 from swarm.errors import NetworkError, ShoalError
 from swarm.group import GroupExchange
 from swarm.identity import Identity
@@ -25,7 +26,7 @@ class FakeHost:
 
     def __init__(self, network, identity):
         self.network, self.identity, self.peer_id = network, identity, identity.peer_id
-        self.traffic = Traffic()
+        self.traffic, self.entrance = Traffic(), Entrance()
         self.handlers = {}
         self.dead = False
         self.streams = []

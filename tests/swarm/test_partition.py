@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
-from optim.sketch import sketch
-from swarm.anchor import Anchor
-from swarm.drift import Drift
 from swarm.errors import NetworkError
 from swarm.exchange import SwarmExchange
+from swarm.follower import Follower
 from swarm.group import GroupExchange
-from swarm.snapshot import State
-from swarm.state_server import StateServer
+from swarm.manifest import OuterSettings
+from swarm.membership import Place
+from swarm.method_exchange import make_watch
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 4
@@ -42,7 +41,7 @@ class Cut:
 
 
 class Node:
-    """What node/run.py does around its optimizer, with a directory that is always up to date."""
+    """What a node does around its optimizer, with a directory that is always up to date."""
 
     def __init__(self, network, cut, method, number, wait):
         self.network, self.cut, self.number = network, cut, number
@@ -68,12 +67,16 @@ class Node:
         else:
             self.exchange = GroupExchange(self.host, self.host.identity, fragments=self.opt.fragments, **options)
         self.opt.exchange = self.exchange
-        self.server = StateServer(self.host, SWARM, MODEL, [tuple(t.shape) for t in self.opt.slow])
         membership = SimpleNamespace(
-            identity=self.host.identity, directory=SimpleNamespace(members=self.members), host=self.host, swarm=SWARM
+            identity=self.host.identity,
+            directory=SimpleNamespace(members=self.members),
+            host=self.host,
+            swarm=SWARM,
+            manifest=SimpleNamespace(outer=OuterSettings()),
+            place=Place(),
         )
-        self.drift = Drift(self.id, MODEL, 16)
-        self.anchor = Anchor(membership, MODEL, self.server, self.opt, self.exchange.health, self.drift.moved)
+        self.follower = Follower(membership, MODEL, self.opt, self.exchange, make_watch(OuterSettings()))
+        self.follower.begin()
         self.rounds, self.took_over = [], 0
         self.everybody = [self]
 
@@ -82,22 +85,12 @@ class Node:
         for node in self.everybody:
             if not self.cut.between(self.id, node.id):
                 record = self.network.member(node.id, node.opt.round)
-                made[node.id] = record.model_copy(update={"sketch": node.sketch(), "issued": float(node.opt.steps)})
+                made[node.id] = record.model_copy(update={**node.follower.condition.details(), "issued": float(node.opt.steps)})
         return made
 
-    def sketch(self):
-        return None if self.anchor.astray else self.drift.newest
-
     def on_round(self, info):
-        behind = max(self.exchange.next_round - self.opt.round, 0)
-        self.opt.round = max(self.opt.round, self.exchange.next_round)
-        self.exchange.next_round = self.opt.round
+        self.follower.saw(info)
         self.rounds.append(self.opt.round)
-        if behind:
-            self.drift.moved()
-        elif self.opt.anchored:
-            self.drift.finished(info.key.round, info.key.fragment, sketch(self.opt.slow_of(info.key.fragment)))
-        self.anchor.saw(info, behind=behind, split=self.drift.split(self.members()) if self.opt.anchored else None)
 
     def step(self):
         x = torch.randn(8, 3, generator=self.data)
@@ -106,11 +99,7 @@ class Node:
         self.opt.zero_grad()
 
     def between_steps(self):
-        if self.anchor.settle():
-            self.took_over += 1
-            self.exchange.next_round = self.opt.round
-        opt = self.opt
-        self.server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
+        self.took_over += self.follower.after_step()
 
     def flat(self):
         return torch.cat([tensor.flatten() for tensor in self.opt.slow]).clone()
@@ -149,7 +138,7 @@ class Swarm:
             for _ in range(500):
                 for node in nodes:
                     node.between_steps()
-                if all(node.anchor._coming is None for node in nodes):
+                if all(node.follower._anchor._coming is None for node in nodes):
                     break
                 threading.Event().wait(0.01)
             else:

@@ -9,8 +9,10 @@ import torch
 import swarm
 from optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
 from optim.codecs import INT8
-from swarm.errors import LinkError
+from swarm.errors import AdmissionError, LinkError
 from swarm.identity import Identity
+from swarm.invitation import issue
+from swarm.link import Link
 from swarm.newcomer import ModelDiffersError
 from swarm.session_start import SessionError, parameters_of
 
@@ -108,7 +110,7 @@ def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alon
             other = model(7)
             with swarm.join(first.link, state=other, place=HERE) as s:
                 mine = s.optimizer(sgd(other))
-                joined.extend((mine.round, s.shard, first.shard, mine.steps))
+                joined.extend((mine.round, s.shard, first.shard, mine.steps, set(mine._listening)))
             loop(mine, other, 2)  # the session is over
             return mine.round - joined[0]
         finally:
@@ -118,7 +120,7 @@ def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alon
         _, went_on = together(anna, bert)
     assert joined[0] >= ROUNDS
     assert {joined[1].index, joined[2].index} <= {0, 1}
-    assert joined[3] == 0
+    assert joined[3:] == [0, {0}]  # its first round does not count
     assert went_on == ROUNDS
     loop(opt, begin, 1)
 
@@ -168,6 +170,33 @@ def test_a_session_has_one_optimizer(alone):
     assert (mine["round"], mine["step"], mine["loss"]) == (1, 5, None)
     assert 0 < mine["steps_per_s"] < 1e6
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_peers_are_told_what_it_knows_of_itself_and_of_its_weights():
+    """As nodes of `shoal up` do, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
+    module = model(0)
+    with swarm.create(state=module, method="diloco", every=EVERY, place=HERE, wait_s=0.2) as s:
+        opt = s.optimizer(sgd(module))
+        loop(opt, module, 1)
+        (me,) = s._membership.directory.members().values()
+    assert me.sketch[:2] == (ROUNDS - 1, 0)
+    assert me.wait_s >= 0
+
+
+def test_a_swarm_by_invitation_only_lets_in_who_has_one(tmp_path):
+    key = Identity.create(tmp_path / "key")
+    with swarm.create(state=model(0), identity=key, invite_only=True, place=HERE) as first:
+        open_link = Link.parse(first.link)
+        with pytest.raises(AdmissionError, match="by invitation only: ask the creator"):
+            swarm.join(open_link, state=model(0), place=HERE)
+        invited = Link(open_link.swarm, open_link.bootstrap, issue(key, open_link.swarm, lives=600.0))
+        with swarm.join(str(invited), state=model(0), place=HERE) as s:
+            assert s.status()["name"] == "own-loop"
+
+
+def test_lists_of_peers_hold_peer_ids():
+    with pytest.raises(AdmissionError, match="'anna' is no peer id: correct the list"):
+        swarm.create(state=model(0), place=swarm.Place(deny=("anna",)))
 
 
 def test_another_model_does_not_get_in(alone):

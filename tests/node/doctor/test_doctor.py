@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from node.cli import cli
 from node.config import load
-from node.doctor import machine
+from node.doctor import agreement, machine
 from node.doctor.checkup import Check, Finding, Note, Skip, examine
 from node.doctor.run import diagnose
 from node.exit_codes import ExitCode
@@ -31,7 +31,7 @@ from swarm.host import Host
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import swarm_id
-from swarm.membership import SHOAL_VERSION
+from swarm.membership import OWN_LOOP, SHOAL_VERSION
 from swarm.messages import seal
 from swarm.records import MemberValidator
 from swarm.seed import Seed
@@ -121,6 +121,11 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
     # One of the link's two peers is dead, which is named, and does not matter.
     assert found[f"peer {NOBODY}"].outcome == found["bootstrap"].outcome == "note"
     assert "refused the connection" in found[f"peer {NOBODY}"].said
+
+
+def test_in_a_swarm_of_own_loops_there_is_no_task_to_compare():
+    with pytest.raises(Skip, match=r"own: swarm\.join compares the model"):
+        agreement.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
 
 
 def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
