@@ -1,5 +1,6 @@
 """A loop of one's own in a swarm of `shoal up`: the same protocol, so they average with each other."""
 
+import pytest
 import torch
 
 import swarm
@@ -11,6 +12,7 @@ SIZE = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2}
 EVERY = 20
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_trains_with_a_node(shoal):
     """Both say who was in the mean."""
     torch.set_num_threads(1)
