@@ -97,7 +97,8 @@ async def settle(
     most = FEW if wish.equal or attempt else ENOUGH
     heard = await collect(host, wish.request, givers, check, wish.patience, most)
     for peer, error in heard.errors.items():
-        log.warning("no weights from peer %s: %s", short(peer), error)
+        level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO  # the others are raised below
+        log.log(level, "no weights from peer %s: %s", short(peer), error)
     if heard.statements:
         if not wish.vouched:
             return agreed(heard.statements) or [max(heard.statements, key=lambda one: one.header.round)]
