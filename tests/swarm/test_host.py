@@ -258,7 +258,8 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
         try:
             b.call(new(), 10)
         except NetworkError as error:  # b's daemon may have dialled while there was nobody, and then does not for five seconds
-            assert "dial backoff" in str(error)
+            if "dial backoff" not in str(error):
+                raise
             return False
         return True
 
