@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.absence import CONFIRM, FORGET, WITHIN, Absence
@@ -72,6 +72,7 @@ def test_those_who_come_back_end_it():
     assert len(scene.said) == 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 4.99), min_size=4, max_size=4), st.floats(60, 70))
 def test_a_cut_at_one_moment_is_seen_as_one_whatever_the_phases(phases, moment):
     scene = Scene(phases).until(moment)
