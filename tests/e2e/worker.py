@@ -180,8 +180,10 @@ class Worker:
     def do_save(self, folder, step, floats, number=0):
         """Write a checkpoint, and send myself the signal ``number`` in the middle of it."""
 
+        once = iter([True])  # there are more blocks than one, and who was let go on goes on to the end
+
         def at(reached):
-            if number and reached == "block":
+            if number and reached == "block" and next(once, False):
                 self.die(number)
 
         saver = Saver(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, say=print, at=at)
