@@ -30,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench._attacks import ATTACKS, Board, Honest, Hostile
+from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, _backward
 from node.task import Shard
 from optim import Simulation, method_named
@@ -164,15 +165,6 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_into(page: Path, text: str) -> None:
-    """Between the two comments of the page. SystemExit if it lacks them."""
-    whole = page.read_text(encoding="utf-8")
-    if BEGIN not in whole or END not in whole:
-        raise SystemExit(f"bench: {page} has no place for the table: put {BEGIN.strip()} and {END} there.")
-    head, tail = whole.split(BEGIN)[0], whole.split(END, 1)[1]
-    page.write_text(f"{head}{BEGIN}{text}{END}{tail}", encoding="utf-8")
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
@@ -208,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with options.resume.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     if options.into is not None:
-        put_into(options.into, table(found))
+        put_into(options.into, table(found), BEGIN, END)
     print(json.dumps({"setting": setting(options), "runs": found}) if options.json else table(found))
     return 0
 

@@ -13,6 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench._page import put_into
+
 RESULTS = Path(__file__).parent / "results" / "chaos.jsonl"
 BEGIN, END = "<!-- chaos: begin -->\n", "<!-- chaos: end -->"
 Report = Mapping[str, Any]
@@ -64,15 +68,6 @@ def table(reports: Sequence[Report]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def put_into(page: Path, text: str) -> None:
-    """Between the two comments of the page. SystemExit if it lacks them."""
-    whole = page.read_text(encoding="utf-8")
-    if BEGIN not in whole or END not in whole:
-        raise SystemExit(f"bench: {page} has no place for the table: put {BEGIN.strip()} and {END} there.")
-    head, tail = whole.split(BEGIN)[0], whole.split(END, 1)[1]
-    page.write_text(f"{head}{BEGIN}{text}{END}{tail}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     text = table([json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()])
     if options.into is not None:
-        put_into(options.into, text)
+        put_into(options.into, text, BEGIN, END)
     print(text, end="")
     return 0
 

@@ -21,6 +21,7 @@ from swarm.identity import Identity
 from swarm.invitation import admission
 from swarm.link import Link
 from swarm.manifest import Manifest
+from swarm.membership import facts
 from swarm.messages import Member
 from swarm.records import MemberValidator
 from swarm.welcome import fetch_manifest
@@ -70,13 +71,7 @@ def read_status(link: Link) -> dict[str, Any]:
         "peers": len(members),
         "members": [
             {
-                "name": member.name,
-                "peer": peer,
-                "state": member.state,
-                "round": member.round,
-                "step": member.step,
-                "loss": member.loss,
-                "steps_per_s": member.steps_per_s,
+                **facts(peer, member),
                 "step_s": 1 / member.steps_per_s if member.steps_per_s else None,
                 "exchange_s": member.exchange_s,
                 "wait_s": member.wait_s,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from swarm.admission import Introductions
 from swarm.daemon_process import Relay
@@ -174,6 +175,19 @@ def _membership(
     directory = Directory(host, identity, swarm, door=door)
     host.entrance.known = directory.knows
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm), place)
+
+
+def facts(peer: str, member: Member) -> dict[str, Any]:
+    """What a member says of its training, as JSON has it."""
+    return {
+        "name": member.name,
+        "peer": peer,
+        "state": member.state,
+        "round": member.round,
+        "step": member.step,
+        "loss": member.loss,
+        "steps_per_s": member.steps_per_s,
+    }
 
 
 def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:

@@ -38,7 +38,7 @@ from swarm.follower import Follower
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.membership import SHOAL_VERSION, Membership, Place
+from swarm.membership import SHOAL_VERSION, Membership, Place, facts
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.outer import make_outer
 from swarm.round_length import Speed, round_length
@@ -222,18 +222,7 @@ class Session:
             "every": self.settings.every,
             "peer": self._membership.identity.peer_id,
             "peers": len(everyone),
-            "members": [
-                {
-                    "name": member.name,
-                    "peer": peer,
-                    "state": member.state,
-                    "round": member.round,
-                    "step": member.step,
-                    "loss": member.loss,
-                    "steps_per_s": member.steps_per_s,
-                }
-                for peer, member in sorted(everyone.items())
-            ],
+            "members": [facts(peer, member) for peer, member in sorted(everyone.items())],
         }
 
     def finish(self) -> None:

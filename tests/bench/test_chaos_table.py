@@ -35,4 +35,4 @@ def test_a_page_without_a_place(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing")
     with pytest.raises(SystemExit, match="no place for the table"):
-        chaos_table.put_into(page, "")
+        chaos_table.put_into(page, "", chaos_table.BEGIN, chaos_table.END)
