@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from node import checkpoint
 from node.checkpoint import CheckpointError
 from node.config import NodeSettings, Settings, TaskSettings
 from node.membership import BUILT_IN_TASKS, RL
 from node.task import Shard
 from node.trainer import Trainer, TrainingError, plain
+from optim import OuterOptimizer, method_named
 from optim import carry_over as carry_over_outer
-from optim import method_named
 from optim.rule import kind_of
 from swarm.errors import MessageError
 from swarm.manifest import Manifest, OuterSettings, open_manifest
+from swarm.snapshot import State
 
 PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
 """What changes in a learning-rate scheduler as it goes on, besides names with an underscore; the rest says which one it is."""
@@ -191,3 +194,18 @@ def _same_schedule(trainer: Trainer, saved: Mapping[str, Any] | None) -> bool:
 
 def _shown(shard: Shard) -> str:
     return f"{shard.index}/{shard.of}"
+
+
+def is_newer(state: State, opt: OuterOptimizer) -> bool:
+    """Whether the swarm's ``state`` replaces what ``opt`` has from this node's checkpoint.
+
+    In the same round too, if all peers of this method hold the same weights and these are others: the node had missed a round when
+    it stopped.
+    """
+    if state.round != opt.round or not opt.anchored:
+        return state.round > opt.round
+    if any(theirs < own for theirs, own in zip(state.applied, opt.applied, strict=True)):
+        return False
+    return not all(
+        torch.allclose(theirs, own.cpu(), rtol=1e-3, atol=1e-5) for theirs, own in zip(state.slow, opt.slow, strict=True)
+    )

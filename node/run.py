@@ -187,8 +187,8 @@ class NodeRun:
         if saved is not None:
             for line in beginning.restore(self.trainer, saved, self.membership.swarm):
                 self.display.message(line)
-            if saved.swarm == self.membership.swarm and state is not None and state.round <= opt.round:
-                state = None  # the checkpoint is the newer one
+            if saved.swarm == self.membership.swarm and state is not None and not beginning.is_newer(state, opt):
+                state = None
         if state is not None:
             self.follower.begin_from(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")

@@ -61,6 +61,8 @@ class Anchor:
         """Fragments that have drifted."""
         self._missed: Counter[int] = Counter()
         """Rounds of a fragment that this node missed since it was with its group."""
+        self._late = 0
+        """Rounds that this node's weights are behind its round, since it was with its group."""
         self._givers_only: frozenset[str] = frozenset()
         self._afresh = False
         """What is coming is to start from, as a newcomer does."""
@@ -96,6 +98,7 @@ class Anchor:
         if behind:
             self._opt.applied[fragment] = self._opt.round - 1  # or earlier: then the weights must come from a later round
             self._missed[fragment] += max(behind // self._opt.fragments, 1)
+            self._late += behind
         if not together:
             self._missed[fragment] += 1
         if behind or not together:
@@ -111,16 +114,16 @@ class Anchor:
 
     def _ask(self) -> None:
         others = self._givers()
-        self._server.astray = bool(others) and not self._afresh
+        # Of two that have drifted the one that is further keeps its weights: its swarm went on while the other was away.
+        own = max(self._opt.round - self._late, 0)
+        self._server.astray = own if others and not self._afresh else None
         if not others:  # alone: what this node does is what the swarm does
             self._back()
             return
         shapes = [tuple(t.shape) for t in self._opt.slow]
-        request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh)
+        request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
         patience = PATIENCE_S if self._afresh else SECOND_S
-        wish = Wish(
-            request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, vouched=self._afresh, patience=patience
-        )
+        wish = Wish(request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, vouched=self._afresh, patience=patience)
         try:
             self._coming = begin_fetch(self._membership.host, wish, others)
         except NetworkError as error:
@@ -176,4 +179,4 @@ class Anchor:
     def _back(self) -> None:
         self._astray.clear()
         self._givers_only, self._afresh = frozenset(), False
-        self._server.astray, self._tries = False, 0
+        self._server.astray, self._tries, self._late = None, 0, 0

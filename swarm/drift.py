@@ -10,7 +10,7 @@ in the same rounds, nothing else would ever show that their weights differ. The 
   inner optimizers and steps go on.
 
 "Smaller" is by what a node sees itself: those that hold what it holds, against all others. If none is a majority all give way but
-for the lowest peer id among those that ask each other (``StateServer``), so one set of weights is left in the end.
+for the lowest peer id among those of the latest round that ask each other (``StateServer``), so one set of weights is left.
 """
 
 from __future__ import annotations

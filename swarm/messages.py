@@ -178,13 +178,14 @@ class OutcomeReply(Message):
 class StateRequest(Message):
     """Asks for a snapshot of a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away.
 
-    ``since``: of this round or a later one.
+    ``since``: of this round or a later one. ``round``: that of the sender's own weights if they have drifted.
     """
 
-    KIND, VERSION = "state-request", 2
+    KIND, VERSION = "state-request", 3
     swarm: SwarmId
     model: Digest
     astray: bool = False
+    round: Count = 0
     since: Count = 0
 
 

@@ -41,13 +41,13 @@ class StateServer:
         self._shapes = tuple(shapes)
         self._wanted: dict[asyncio.Future[Snapshot | None], int] = {}
         """Who waits, and since which round it must be."""
-        self._drifted: dict[asyncio.Future[Snapshot | None], str] = {}
-        """Of those, whose own weights have drifted, and who asks."""
+        self._drifted: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
+        """Of those, whose own weights have drifted: from which round they are, and who asks."""
         self._making = False
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = Kept()
-        self.astray = False
-        """This node's own weights have drifted away from the group's."""
+        self.astray: int | None = None
+        """The round of this node's own weights while they have drifted away from the group's."""
         Pieces(host, swarm, self._kept)
         host.serve(STATE_PROTOCOL, self._answer)
 
@@ -63,9 +63,9 @@ class StateServer:
         either had drifted must not wait for each other.
         """
         self._kept.expire()
-        if self.astray and any(peer < self._host.peer_id for peer in list(self._drifted.values())):
+        if any(self._keeps_its_own(*asking) for asking in list(self._drifted.values())):
             self._host.call(self._turn_away(), SMALL_S)
-        if not self._wanted or self.astray or self._making:
+        if not self._wanted or self.astray is not None or self._making:
             return
         state = current()
         if all(since > state.round for since in list(self._wanted.values())):
@@ -104,9 +104,17 @@ class StateServer:
         self._making = False
 
     async def _turn_away(self) -> None:
-        for future, peer in list(self._drifted.items()):
-            if peer < self._host.peer_id and not future.done():
+        for future, asking in list(self._drifted.items()):
+            if self._keeps_its_own(*asking) and not future.done():
                 future.set_result(None)
+
+    def _keeps_its_own(self, round: int, peer: str) -> bool:
+        """Whether ``peer``, with drifted weights of ``round``, must not wait for this node, whose weights have drifted too.
+
+        Those that have drifted from each other must not swap their weights, nor wait in a circle. So each waits for those whose
+        weights are of a later round, or of the same and whose peer id is lower; whom all others refuse keeps its own.
+        """
+        return self.astray is not None and (-round, peer) < (-self.astray, self._host.peer_id)
 
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
@@ -117,9 +125,7 @@ class StateServer:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
             await stream.send(pack(nothing(self._shapes)), SMALL_S)
             return
-        # Those that have drifted from each other must not swap their weights. So each waits for those with lower peer ids (see
-        # ``offer``), and whom all others refuse keeps its own.
-        if request.astray and self.astray and stream.peer_id < self._host.peer_id:
+        if request.astray and self._keeps_its_own(request.round, stream.peer_id):
             await stream.send(pack(DRIFTED), SMALL_S)
             return
         if len(self._wanted) >= MAX_WAITING:
@@ -128,7 +134,7 @@ class StateServer:
         future: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
         self._wanted[future] = request.since
         if request.astray:
-            self._drifted[future] = stream.peer_id
+            self._drifted[future] = request.round, stream.peer_id
         try:
             await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # a peer that sleeps would not say so much
             found = await asyncio.wait_for(future, MAKE_S)

@@ -129,9 +129,14 @@ class Stream:
             raise self._ended() from None
         finally:
             sender.cancel()
-            bulk.restore()
-            if not whole:
-                self.abort()
+            try:
+                bulk.restore()
+            except RuntimeError:  # uvloop's, of a transport that has closed meanwhile
+                if whole:
+                    raise self._ended() from None
+            finally:
+                if not whole:
+                    self.abort()
 
     async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], chunk_timeout: float, deadline: float) -> None:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
@@ -146,8 +151,7 @@ class Stream:
                 raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.", "timeout")
             if now - since >= chunk_timeout:
                 raise NetworkError(
-                    f"peer {short(self.peer_id)} neither sent nor took a byte for {chunk_timeout:g} s in the middle of a "
-                    "transfer.",
+                    f"peer {short(self.peer_id)} neither sent nor took a byte for {chunk_timeout:g} s in the middle of a transfer.",
                     "timeout",
                 )
             wait = min(chunk_timeout / 4, 0.25, deadline - now)

@@ -76,7 +76,8 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
     second = join(shoal, link, "second")
     eventually(lambda: saved(shoal, "second"), 60, "a checkpoint")
     killed(second)
-    left, steps = rounds(shoal, "second")[-1]["round"], saved(shoal, "second")[-1]
+    # Who was late counts its rounds from behind, so what the swarm has by now is the first's to say.
+    left, steps = rounds(shoal, "first")[-1]["round"], saved(shoal, "second")[-1]
     eventually(lambda: rounds(shoal, "first")[-1]["round"] > left + 3, 60, "rounds without it")
     done = len(rounds(shoal, "second"))
     again = join(shoal, link, "second", "--resume")

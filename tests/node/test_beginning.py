@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from node import beginning, checkpoint
-from node.beginning import Saved, carry_over, check_same_outer, find, restore, with_its_task
+from node.beginning import Saved, carry_over, check_same_outer, find, is_newer, restore, with_its_task
 from node.checkpoint import CheckpointError
 from node.config import load
 from node.membership import new_manifest
 from node.task import Shard, Task
 from node.trainer import Trainer, TrainingError
-from optim import METHODS, Alone
+from optim import METHODS, Alone, DiLoCo, NoLoCo
 from swarm.identity import Identity
 from swarm.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id
+from swarm.snapshot import State
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -210,3 +211,22 @@ def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity
     rl = saved(identity, **{"task.hooks": "rl", "rl.env": "sapo9"})
     made = with_its_task(load(), rl)
     assert (made.task.hooks, made.task.options, made.rl.env) == ("rl", {}, "sapo9")
+
+
+@pytest.mark.parametrize(
+    ("method", "round", "applied", "away", "newer"),
+    [
+        (DiLoCo, 7, 6, 0.0, True),
+        (DiLoCo, 5, 4, 1.0, False),
+        (DiLoCo, 6, 5, 0.0, False),
+        (DiLoCo, 6, 5, 1.0, True),  # the node had missed a round when it stopped
+        (DiLoCo, 6, 4, 1.0, False),
+        (NoLoCo, 6, 5, 1.0, False),  # no two peers hold the same
+        (NoLoCo, 7, 6, 1.0, True),
+    ],
+)
+def test_the_swarms_weights_are_taken_if_they_are_newer_or_the_own_have_drifted(method, round, applied, away, newer):
+    opt = method(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), Alone(), every=5)
+    opt.adopt([tensor.clone() for tensor in opt.slow], round=6, applied=[5])
+    state = State(round, [tensor + away for tensor in opt.slow], {}, [applied])
+    assert is_newer(state, opt) is newer

@@ -44,7 +44,7 @@ class Swarm:
         directory = SimpleNamespace(members=lambda: self.members)
         membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
         self.health, self.moves, self.behind, self.met, self.split = Health(), 0, 0, (), None
-        self.server = SimpleNamespace(astray=False)
+        self.server = SimpleNamespace(astray=None)
         self.anchor = Anchor(membership, MODEL, self.server, self.opt, self.health, self.moved)
         monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
         self.theirs = [torch.zeros(1, 4)]
@@ -172,7 +172,7 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
     swarm.behind = 0
     refused(7)
     assert swarm.asked == [["other"]]
-    assert (swarm.moves, swarm.server.astray) == (1, False)
+    assert (swarm.moves, swarm.server.astray) == (1, None)
     assert torch.equal(swarm.model.weight, swarm.theirs[0])
 
 

@@ -21,7 +21,7 @@ def ask(network, asking, asked, *, astray):
 
     async def begin():
         stream = await asking.open(asked.peer_id, STATE_PROTOCOL, timeout=5)
-        await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray)), 5)
+        await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5)), 5)
         assert unpack(await stream.receive(Answer.LIMIT, 5), Answer).verdict == "wait"
         return stream
 
@@ -41,7 +41,7 @@ def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, tw
     lower, higher = two
     server = StateServer(higher, SWARM, MODEL, [(4,)])
     answer = ask(network, lower, higher, astray=True)
-    server.astray = True
+    server.astray = 5
     server.offer(never)
     assert answer() == "refuse"
 
@@ -51,6 +51,6 @@ def test_others_wait_until_it_is_back(network, two, first_asks, astray):
     asking, asked = two if first_asks else two[::-1]
     server = StateServer(asked, SWARM, MODEL, [(4,)])
     ask(network, asking, asked, astray=astray)
-    server.astray = True
+    server.astray = 5
     server.offer(never)
     assert len(server._wanted) == 1

@@ -19,8 +19,8 @@ SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 1000), (3,)]
 
 
-def wish(extra=None, shapes=SHAPES, model=MODEL, swarm=SWARM, astray=False, **options):
-    request = StateRequest(swarm=swarm, model=model, astray=astray)
+def wish(extra=None, shapes=SHAPES, model=MODEL, swarm=SWARM, astray=False, round=0, **options):
+    request = StateRequest(swarm=swarm, model=model, astray=astray, round=round)
     return Wish(request, shapes, extra or {}, **options)
 
 
@@ -215,13 +215,13 @@ def at(number):
     return State(number, [torch.full(shape, float(number)) for shape in SHAPES])
 
 
-def requested(host, *givers, astray=True):
-    return begin_fetch(host, wish(astray=astray, equal=True, vouched=False, patience=1.0), to(*givers))
+def requested(host, *givers, astray=True, round=5):
+    return begin_fetch(host, wish(astray=astray, round=round, equal=True, vouched=False, patience=1.0), to(*givers))
 
 
-def adrift(host):
+def adrift(host, round=5):
     server = StateServer(host, SWARM, MODEL, SHAPES)
-    server.astray = True
+    server.astray = round
     return server
 
 
@@ -232,10 +232,22 @@ def test_of_those_that_drifted_the_lowest_keeps_its_own_and_the_others_take_it(n
     waiting = {middle: requested(middle, high, low), high: requested(high, middle, low)}
     for host in (middle, high):
         servers[host].offer(lambda: at(9))  # of weights that have drifted nothing is handed out
-    servers[low].astray = False
+    servers[low].astray = None
     while not all(future.done() for future in waiting.values()):
         servers[low].offer(lambda: at(1))
     assert [waiting[host].result(10).round for host in (middle, high)] == [1, 1]
+
+
+def test_of_two_that_drifted_the_one_of_the_later_round_keeps_its_own_whatever_their_ids(network):
+    low, high = sorted((network.host() for _ in range(2)), key=lambda host: host.peer_id)
+    servers = {low: adrift(low, 5), high: adrift(high, 6)}
+    assert requested(high, low, round=6).result(10) is None
+    coming = requested(low, high, round=5)
+    servers[high].offer(lambda: at(9))
+    servers[high].astray = None
+    while not coming.done():
+        servers[high].offer(lambda: at(6))
+    assert coming.result(10).round == 6
 
 
 def test_a_newcomer_also_waits_until_weights_have_come_back(network):
@@ -243,7 +255,7 @@ def test_a_newcomer_also_waits_until_weights_have_come_back(network):
     server = adrift(giver)
     coming = requested(me, giver, astray=False)
     server.offer(lambda: at(1))
-    server.astray = False
+    server.astray = None
     while not coming.done():
         server.offer(lambda: at(2))
     assert coming.result(10).round == 2

@@ -59,6 +59,10 @@ def plain(sealed):
     return Body("plain", len(sealed), sealed)
 
 
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 def sealed_bytes(payload, kind="rollout", version=1):
     return msgpack.packb([ME.peer_id, payload, ME.sign(f"shoal/{kind}/{version}", payload)])
 
@@ -135,7 +139,7 @@ HOSTILE = {
     "version of the record": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 2, {}]), version=2))), "version"),
     "another kind": (parcel(plain(sealed_bytes(msgpack.packb(["member", 1, {}]), "member"))), "kind"),
     "no parcel": (seal(rollout(), ME), "malformed"),
-    "forged": (parcel(plain(seal(rollout(), ME)[:-1] + b"\x00")), "forged"),
+    "forged": (parcel(plain(flipped(seal(rollout(), ME)))), "forged"),
     "another's": (parcel(plain(seal(rollout(), Identity.ephemeral()))), "forged"),
     "another swarm": (parcel(make_body(rollout(), ME), swarm=swarm_id(b"other")), "foreign-swarm"),
     "bomb": (parcel(Body("zlib", 1000, zlib.compress(bytes(100 << 20), 9))), "bomb"),
