@@ -1,8 +1,9 @@
 """Whose mate this node is in a round, by what it sees of the swarm, and who else is left over when its own mate is dead.
 
 Everybody's mate follows from who is in the directory, and who died stays there for some seconds. Its mate of the round is left
-over; all others are taken. So a node that cannot reach its mate knows who is left over too, as far as it knows who is dead, and need not
-search among the others. It takes a peer for dead from when it could not be reached until it calls, or issues another record.
+over; all others are taken. So a node that cannot reach its mate knows who is left over too, as far as it knows who is dead, and
+need not search among the others. It takes a peer for dead from when it could not be reached until it calls, or issues another
+record.
 """
 
 from __future__ import annotations
