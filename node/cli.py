@@ -24,6 +24,7 @@ from node.logs import log_to_stderr
 from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
+from node.status_cli import status
 from node.verify.cli import verify
 from node.watch.cli import watch
 
@@ -142,7 +143,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (verify, seed, invite, doctor, init, pull, chaos, watch):
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch, status):
     cli.add_command(command)
 
 
@@ -214,21 +215,6 @@ def _look_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
-
-
-@cli.command()
-@_look_options
-def status(link: str, as_json: bool, verbose: bool) -> int:
-    """Show who is in the swarm of LINK: their round, loss and speed."""
-    from swarm.link import Link
-
-    parsed = Link.parse(link)
-    log_to_stderr(verbose)
-    from node.status import read_status, table
-
-    report = read_status(parsed)
-    click.echo(json.dumps(report) if as_json else table(report))
-    return int(ExitCode.OK)
 
 
 @cli.command()

@@ -41,7 +41,7 @@ class Result:
     restarts: int = 0
     """How often the network daemon had to be started again."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Streams and calls of others that were refused, by reason (swarm/entrance.py)."""
+    """What of others' was refused, by reason: streams and calls (swarm/entrance.py), and gossiped records (swarm/gossip.py)."""
     interrupted: bool = False
     not_saved: str | None = None
     """Why the end of the run could not be saved, if so."""

@@ -25,6 +25,7 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.refusals import Refusals
 from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
@@ -171,6 +172,7 @@ class NodeRun:
             params=sum(parameter.numel() for parameter in trainer.params),
         )
         self.metrics = Metrics(self.folder / METRICS, self.display.message)
+        self.refusals = Refusals(membership.refused, self.metrics.write, self.display.message)
         self.reporter = Reporter(membership, settings.node.name)
         try:
             return self._train(shard)
@@ -233,7 +235,7 @@ class NodeRun:
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
-        result.refused = self.host.entrance.refused()
+        result.refused = self.refusals.now()
         result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
             self.display.message(result.not_saved)
@@ -319,9 +321,7 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
-        if (refused := self.host.entrance.refused()) != result.refused:
-            result.refused = refused
-            self.metrics.write("refused", **refused)
+        self.refusals.look()
         if line := self.membership.news():
             self.display.message(line)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from swarm.admission import Introductions
 from swarm.daemon_process import Relay
@@ -72,6 +71,15 @@ class Membership:
     manifest: Manifest
     presence: Presence
     place: Place
+
+    def refused(self) -> dict[str, int]:
+        """Reason -> what of others' was refused since this node's start: streams and calls (swarm/entrance.py), and gossiped
+        records (swarm/gossip.py). For any thread.
+        """
+        found = Counter(self.host.entrance.refused())
+        if "gossip" in self.__dict__:  # not made only to be asked
+            found.update(self.gossip.refused())
+        return dict(sorted(found.items()))
 
     def news(self) -> str:
         """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
@@ -175,19 +183,6 @@ def _membership(
     directory = Directory(host, identity, swarm, door=door)
     host.entrance.known = directory.knows
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm), place)
-
-
-def facts(peer: str, member: Member) -> dict[str, Any]:
-    """What a member says of its training, as JSON has it."""
-    return {
-        "name": member.name,
-        "peer": peer,
-        "state": member.state,
-        "round": member.round,
-        "step": member.step,
-        "loss": member.loss,
-        "steps_per_s": member.steps_per_s,
-    }
 
 
 def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
