@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
 from node.config import Settings
@@ -21,6 +21,7 @@ from swarm.messages import Member, seal
 from swarm.verify_setting import StretchTerms, Terms
 
 KNOWN_PEERS = "peers.json"
+AWAIT_S = 20.0  # seconds that who returns to a silent swarm waits for the others: two searches, and two readings of the directory
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 
@@ -62,9 +63,19 @@ def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
     return membership.create(identity, sealed, place(settings))
 
 
-def join(settings: Settings, identity: Identity, link: Link) -> Membership:
-    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
-    return membership.join(identity, link, place(settings))
+def join(settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None) -> Membership:
+    """Start a node in the swarm of ``link``, alone if need be where it has been before (``sealed``: the manifest). A ShoalError."""
+    return membership.join(identity, link, place(settings), sealed)
+
+
+def await_others(membership: Membership, say: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+    """After a return to a swarm of which nobody is in sight: wait a moment for who was known, and tell what comes then."""
+    host, directory = membership.host, membership.directory
+    if host.entry() or len(directory.members()) > 1:
+        return
+    say(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
+    if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
+        say(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
 
 
 def place(settings: Settings) -> Place:

@@ -17,6 +17,7 @@ from node.display import Display
 from node.hooks import load_task
 from node.membership import (
     RL,
+    await_others,
     choose_shard,
     create,
     join,
@@ -85,7 +86,9 @@ class NodeRun:
         self.device = resolve_device(self.settings.node.device)
         use_threads(self.settings.node.threads)
         link = self.link
-        membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
+        own = saved if link is not None and saved is not None and saved.swarm == link.swarm else None
+        sealed = None if own is None else own.sealed
+        membership = self._create(identity, saved) if link is None else join(self.settings, identity, link, sealed)
         try:
             self.membership = membership
             return self._in_swarm(saved)
@@ -137,6 +140,8 @@ class NodeRun:
         if self.link is not None:
             self.directory.refresh(10.0)
         own = beginning.own_run(saved, swarm, settings.node)
+        if self.link is not None and own is not None:
+            await_others(membership, self.display.message, lambda: self.stopper.requested)
         if own is not None and settings.node.shard is None:
             shard = own.shard
         else:

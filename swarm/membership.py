@@ -126,13 +126,20 @@ def create(identity: Identity, sealed: bytes, place: Place) -> Membership:
     return _membership(identity, host, swarm, sealed, manifest, place, door)
 
 
-def join(identity: Identity, link: Link, place: Place) -> Membership:
-    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
+def join(identity: Identity, link: Link, place: Place, sealed: bytes | None = None) -> Membership:
+    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running.
+
+    ``sealed``: the swarm's manifest, if this node was in it before. Nobody need answer then: it may be the first to come back.
+    """
     ticket = admission(link.invite, identity) if link.invite else b""
     door = _door(identity, place)
-    host = _start(identity, link.swarm, place, (*link.bootstrap, *place.bootstrap), door)
+    bootstrap = (*link.bootstrap, *place.bootstrap)
+    host = _start(identity, link.swarm, place, bootstrap, door, must_join=sealed is None)
     try:
-        sealed, manifest = fetch_manifest(host, link)
+        if sealed is None:
+            sealed, manifest = fetch_manifest(host, link)
+        else:
+            manifest = open_manifest(sealed, link.swarm)
         membership = _membership(identity, host, link.swarm, sealed, manifest, place, door, ticket)
         if manifest.invite_only:
             membership.directory.door.check_own()  # what the invitation itself says
