@@ -164,9 +164,8 @@ class NodeSettings(_Table):
         default=None, description="Folder of curves for TensorBoard, in which the node has one of its own. By default none."
     )
     wandb: str | None = Field(
-        default=None, pattern=r"^([\w.-]{1,64}/)?[\w. -]{1,128}$",
-        description="Project, or team/project, of Weights & Biases that the curves go to. By default none.",
-    )  # fmt: skip
+        default=None, description="Project, or team/project, of Weights & Biases that the curves go to. By default none."
+    )
     calibration: PathSetting | None = Field(
         default=None,
         description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",
@@ -189,6 +188,13 @@ class NodeSettings(_Table):
         for address in value:
             if problem := address_problem(address):
                 raise ValueError(f"{address!r} is no address as `shoal seed` prints it, {problem}")
+        return value
+
+    @field_validator("wandb")
+    @classmethod
+    def _project(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
+            raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
         return value
 
     @field_validator("shard")

@@ -49,7 +49,7 @@ class WandbRun:
                 f"Weights & Biases cannot be started ({one_line(error)}): run wandb login, or set WANDB_MODE=offline."
             ) from error
         where_to = f"wandb sync {self._run.sync_dir}" if self._run.offline else self._run.url
-        return f"curves for Weights & Biases: {where_to}"
+        return f"curves for Weights & Biases: {where_to}" if where_to else ""  # nowhere with WANDB_MODE=disabled
 
     def event(self, name: str, time: float, fields: Fields) -> None:
         """Log its points; of the end, also what the run came to."""
