@@ -13,7 +13,6 @@ from typing import Any
 
 from swarm.errors import ShoalError
 
-EVENT = "refused"
 RECENT_S = 600.0  # "of late"
 SAY_S = 60.0  # between two lines about it
 
@@ -42,7 +41,7 @@ class Refusals:
         now = self.now()
         if now != self._noted:
             self._noted = now
-            self._write(EVENT, **now)
+            self._write("refused", **now)
         since = grown(now, self._said)
         if since and self._clock() >= self._next:
             self._next, self._said = self._clock() + SAY_S, now
@@ -84,14 +83,14 @@ def _counted(lines: Iterable[str], since: float) -> tuple[dict[str, int], dict[s
     total: dict[str, int] = {}
     before: dict[str, int] = {}
     for line in lines:
-        if '"event": "start"' not in line and f'"event": "{EVENT}"' not in line:
+        if '"event": "start"' not in line and '"event": "refused"' not in line:
             continue
         try:
             event = json.loads(line)
         except ValueError:  # the node was killed while it wrote this line, or is writing it now
             continue
-        total = {name: count for name, count in event.items() if event["event"] == EVENT and name not in ("event", "time")}
-        if event["event"] != EVENT or event["time"] < since:
+        total = {name: count for name, count in event.items() if event["event"] == "refused" and name not in ("event", "time")}
+        if event["event"] != "refused" or event["time"] < since:
             before = total
     return total, before
 
