@@ -11,7 +11,6 @@ VENV ?= .venv
 PIP_ARGS ?=
 PEERS ?= 4
 ROUNDS ?= 40
-JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -41,7 +40,7 @@ demo: $(CORE)
 install: $(CORE)
 
 test: $(TEST)
-	$(BIN)/python -m pytest -m "not slow" --durations=25 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --durations=25 $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)
