@@ -26,6 +26,8 @@ class Result:
     rounds: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    bits_per_byte: float | None = None
+    """``loss_last`` in bits for each byte of text, where the data is text: to compare models with different tokenizers."""
     loss_local: float | None = None
     """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
     exchanges: int = 0

@@ -100,7 +100,7 @@ class NodeRun:
                 self.settings = beginning.with_its_task(self.settings, saved)
             self._make_trainer()
             terms = make_terms(self.settings, self.trainer.task)
-            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params), terms)
+            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params), terms, self.trainer.task.agreed())
         return create(self.settings, identity, sealed)
 
     def _task(self) -> Task:
@@ -238,6 +238,7 @@ class NodeRun:
             self.display.message(result.not_saved)
         if not result.interrupted:
             result.loss_last = trainer.evaluate()
+            result.bits_per_byte = trainer.task.bits_per_byte(result.loss_last)
             if self.baseline:
                 result.loss_local = self._train_alone(shard)
                 result.interrupted = self.stopper.requested
