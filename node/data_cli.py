@@ -22,7 +22,7 @@ def data_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds them to a command."""
     options = [
         click.option("--data", help="Text to train on, for the built-in task: files, folders, FILE.jsonl(.gz), or hf:DATASET."),
-        click.option("--tokenizer", metavar="NAME|PATH", help="bytes, a tokenizer on the hub, or ./FOLDER with one.  [default: bytes]"),
+        click.option("--tokenizer", metavar="NAME|PATH", help="bytes, one on the hub, or ./FOLDER with one.  [default: bytes]"),
         click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
     ]
     for option in reversed(options):

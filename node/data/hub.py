@@ -74,10 +74,11 @@ class HubDataset:
         rows = self._open()
         try:
             state = (place or {}).get("state")
+            plain = True
             if isinstance(state, str) and hasattr(rows, "load_state_dict"):
                 rows.load_state_dict(json.loads(state))
-            else:
-                rows, row = rows.skip(wanted), wanted
+            elif wanted:
+                rows, row, plain = rows.skip(wanted), wanted, False  # its state would be another kind
             noted, note = row, state if isinstance(state, str) else None
             for record in rows:
                 if row >= wanted and belongs(shard, epoch, str(row)):
@@ -88,7 +89,7 @@ class HubDataset:
                         at: Place = {"row": row, "noted": noted, **({"state": note} if note is not None else {})}
                         yield at, Document(f"{self.name.path}:{row}", text.encode("utf-8", "replace"))
                 row += 1
-                if row % ANCHOR_EVERY == 0 and (found := _note(rows)) is not None:
+                if plain and row % ANCHOR_EVERY == 0 and (found := _note(rows)) is not None:
                     noted, note = row, found
         except DataError:
             raise
