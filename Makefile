@@ -11,6 +11,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 PEERS ?= 4
 ROUNDS ?= 40
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -40,7 +41,7 @@ demo: $(CORE)
 install: $(CORE)
 
 test: $(TEST)
-	$(BIN)/python -m pytest -m "not slow" --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --durations=25 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -47,6 +47,7 @@ from swarm.manifest import OuterSettings
 from swarm.membership import SHOAL_VERSION, Membership
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.snapshot import State
+from swarm.stream import short
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -333,7 +334,7 @@ class NodeRun:
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()
         for suspicion in found:
-            name = members[suspicion.peer].name if suspicion.peer in members else "…" + suspicion.peer[-8:]
+            name = members[suspicion.peer].name if suspicion.peer in members else short(suspicion.peer)
             self.display.message(
                 f"refused what {name} sent in round {suspicion.key.round}: {suspicion}; if you trust all peers, set outer.suspect=0"
             )

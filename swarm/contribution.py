@@ -14,6 +14,7 @@ from optim.exchange import RoundKey
 from swarm.digest import digest
 from swarm.handle import Decision
 from swarm.health import Health, Problem
+from swarm.messages import Offer
 
 BARRED = "this node has banned its caller for a while, for what it said in verification"
 
@@ -42,6 +43,17 @@ class Contribution:
     def tensors(self) -> list[Tensor]:
         """As the others decode them; may be views into the payload."""
         return self.codec.decode(self.payload, self.shapes)
+
+    def differs(self, theirs: Offer) -> str | None:
+        """Why this cannot be averaged with what is offered, in words, or None."""
+        if theirs.codec != self.codec.name:
+            return f"the codec is {self.codec.name} here and {theirs.codec} there"
+        if theirs.fragment != self.key.fragment:
+            return f"the fragment is {self.key.fragment} here and {theirs.fragment} there"
+        reason = shapes_differ(self.shapes, theirs.shapes)
+        if reason is None and theirs.nbytes != self.payload.numel():
+            reason = f"the payload has {self.payload.numel()} bytes here and {theirs.nbytes} there"
+        return reason
 
     def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, list[Tensor]]:
         """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Slow: for a worker thread."""

@@ -10,12 +10,13 @@ Each peer computes its mate of the round (optim/pairing.py) and calls it. A call
     refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
 
 When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
-it. A peer whose mate cannot be had (dead, busy, wrong view of the membership) tries the next candidates, then calls back those
+it. A peer whose mate cannot be had (busy, wrong view of the membership) tries the next candidates, then calls back those
 whom it turned away meanwhile, then listens for a moment for others in the same plight, then goes on alone. So of two peers that
-are left over and called each other too early, neither listens before it has called the other again. If a transfer breaks off it
-goes on alone at once, for the time of the round is spent. A peer that is told "passed" moves its contribution to the swarm's round
-and tries there: so a slow peer, or one that slept, meets the others again. A call is held only by a peer that is behind its
-caller, so no cycle of peers can wait for each other; every wait also ends at the round's deadline.
+are left over and called each other too early, neither listens before it has called the other again. If it knows beforehand that
+its mate is dead, it calls only those who are left over too, and goes on at once if there are none (swarm/mates.py). If a transfer
+breaks off it goes on alone at once, for the time of the round is spent. A peer that is told "passed" moves its contribution to the
+swarm's round and tries there: so a slow peer, or one that slept, meets the others again. A call is held only by a peer that is
+behind its caller, so no cycle of peers can wait for each other; every wait also ends at the round's deadline.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from optim.exchange import RoundKey
-from optim.pairing import candidates, mate, rank
-from swarm.contribution import BARRED, Contribution, shapes_differ
+from optim.pairing import rank
+from swarm.contribution import BARRED, Contribution
 from swarm.errors import MessageError, NetworkError
 from swarm.identity import Identity
+from swarm.mates import Mates
 from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
 from swarm.nonce import fresh_nonce
+from swarm.stream import short
 from swarm.transfer import Received, Transfers
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ PROBE_S = 1.0  # seconds for a candidate who is not the mate to answer
 SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all that a peer whose mate cannot be had tries
 MAX_HELD = 64
 LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a peer left over listens for others left over
+WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +103,11 @@ class Rendezvous:
     ) -> None:
         self._host, self._identity, self._transfers = host, identity, transfers
         self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
-        self._members, self._departed, self._look, self._barred = members, departed, look, barred
+        self._members, self._look, self._barred = members, look, barred
         self._meeting: Meeting | None = None
+        self._began = float("-inf")
+        """When this node began to look for a partner in its last round."""
+        self._mates = Mates(identity.peer_id, seed, model, members, departed)
         self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
         self.next_round = 0
         """The round that this node will be in next; callers for earlier ones are told so."""
@@ -121,13 +128,14 @@ class Rendezvous:
 
     async def _meet(self, meeting: Meeting) -> Received | None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait
+        began = loop.time()
+        deadline, period, self._began = began + self._wait, began - self._began, began
         while True:
-            partner, order = self._order(meeting.key.round)
+            partner, order = self._mates.of(meeting.key.round)
             meeting.mate = partner
             self._release_held(keep=partner)
             if partner is None or not order:
-                return None  # the odd one out, whom nobody expects in this round, or the last one here
+                return None  # the odd one out, whom nobody expects in this round, the last one here, or its mate is dead
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (meeting.turned_away and called_back < TRIED):
@@ -135,7 +143,7 @@ class Rendezvous:
                     called_back += 1
                 peer = queue.popleft() if queue else meeting.turned_away.popleft()
                 if peer != partner and until == deadline:  # most others have mates of their own: not worth the round's whole wait
-                    until = min(deadline, loop.time() + min(self._wait * SEARCH, SEARCH_S))
+                    until = min(deadline, loop.time() + min(self._wait * SEARCH, SEARCH_S, period * WORTH))
                 left = until - loop.time()
                 if left <= 0:
                     break
@@ -152,17 +160,7 @@ class Rendezvous:
                     return None
             if moved:
                 continue
-            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER, LINGER_S))
-
-    def _order(self, round: int) -> tuple[str | None, list[str]]:
-        """The mate of ``round``, and whom to call, in order."""
-        me = self._identity.peer_id
-        here = {peer for peer, member in self._members().items() if member.model == self._model and peer != me}
-        # Who left after this round was in it with a mate of its own: leaving it out would pair up the others differently
-        # from how those who are further have already paired.
-        gone = {p for p, member in self._departed().items() if member.model == self._model and member.round > round and p != me}
-        peers = here | gone
-        return mate(self._seed, round, me, peers), [p for p in candidates(self._seed, round, me, peers) if p in here]
+            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER, LINGER_S, period * WORTH))
 
     async def _try(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
         """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
@@ -241,7 +239,11 @@ class Rendezvous:
         until = loop.time() + seconds
         member = self._members().get(peer)
         addresses = member.addresses if member is not None else ()
-        stream = await self._host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+        try:
+            stream = await self._host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+        except NetworkError:
+            self._mates.failed(peer)
+            raise
         try:
             nonce = fresh_nonce()
             await stream.send(self._offer(meeting.contribution, nonce), max(until - loop.time(), 0.01))
@@ -250,9 +252,9 @@ class Rendezvous:
                 self._note(meeting, peer, answer)
                 return None
             theirs = await self._receive_offer(stream)
-            difference = self._difference(meeting.contribution, theirs)
+            difference = meeting.contribution.differs(theirs)
             if difference is not None or theirs.nonce != nonce:
-                raise MessageError(f"peer …{peer[-8:]} accepted something else than was offered: {difference or 'the nonce'}.")
+                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {difference or 'the nonce'}.")
             meeting.dialing = None  # a call of his crosses mine no more
             received = await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
             meeting.broken = received is None
@@ -261,7 +263,7 @@ class Rendezvous:
             stream.close()
 
     def _note(self, meeting: Meeting, peer: str, answer: Answer) -> None:
-        log.debug("round %d: %s answered %s %s", meeting.key.round, peer[-8:], answer.verdict, answer.reason)
+        log.debug("round %d: %s answered %s %s", meeting.key.round, short(peer), answer.verdict, answer.reason)
         if answer.verdict == "passed":
             # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
             # Records are seconds old; what this peer just said of itself is newer than its own.
@@ -271,14 +273,14 @@ class Rendezvous:
         elif answer.verdict == "wait":
             meeting.expecting = peer
         elif answer.verdict == "refuse":
-            log.warning("peer …%s will not exchange with this node: %s", peer[-8:], answer.reason)
+            log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
             meeting.contribution.health.failed(meeting.key, peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)
         signer, offer = unseal(data, Offer)
         if signer != stream.peer_id:
-            raise MessageError(f"peer …{stream.peer_id[-8:]} passed on an offer that another peer signed: it was refused.")
+            raise MessageError(f"peer {short(stream.peer_id)} passed on an offer that another peer signed: it was refused.")
         return offer
 
     async def _serve(self, stream: Stream) -> None:
@@ -307,6 +309,7 @@ class Rendezvous:
     async def _judge(self, stream: Stream, offer: Offer) -> tuple[Meeting | None, Answer]:
         """What to answer; a meeting is returned only with "accept", and is then engaged."""
         peer = stream.peer_id
+        self._mates.alive(peer)
 
         def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
             return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
@@ -333,7 +336,7 @@ class Rendezvous:
                 return say("busy", "this node did not come to that round in time")
         if meeting.key.round > offer.round:
             return say("passed")
-        difference = self._difference(meeting.contribution, offer)
+        difference = meeting.contribution.differs(offer)
         if difference is not None:
             if taken and meeting.engaged is not None and not meeting.engaged.done():
                 meeting.engaged.set_result(None)
@@ -382,14 +385,3 @@ class Rendezvous:
             past = round < self.next_round or (round == self.next_round and peer != keep)
             if past and not taken.done():
                 taken.set_result(None)
-
-    def _difference(self, mine: Contribution, theirs: Offer) -> str | None:
-        """Why two contributions cannot be averaged, in words, or None."""
-        if theirs.codec != mine.codec.name:
-            return f"the codec is {mine.codec.name} here and {theirs.codec} there"
-        if theirs.fragment != mine.key.fragment:
-            return f"the fragment is {mine.key.fragment} here and {theirs.fragment} there"
-        reason = shapes_differ(mine.shapes, theirs.shapes)
-        if reason is None and theirs.nbytes != mine.payload.numel():
-            reason = f"the payload has {mine.payload.numel()} bytes here and {theirs.nbytes} there"
-        return reason

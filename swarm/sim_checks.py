@@ -32,6 +32,7 @@ REMEMBERED = {
     "_usual": 8,
     "_absent": 64,
     "_silent": 64,
+    "_unreached": 64,
     "_events": 64,
     "_seconds": 64,
 }

@@ -238,7 +238,7 @@ def test_peers_of_another_swarm_or_model_are_never_met(network):
     c = Peer(network, model="1" * 64)
     c.sees = [c.id]
     a.sees = [a.id, c.id]
-    a.exchange._rendezvous._members = lambda: {c.id: network.member(c.id, model="1" * 64)}
+    a.exchange._rendezvous._mates._members = lambda: {c.id: network.member(c.id, model="1" * 64)}
     network.opened.clear()
     assert a.start(1).result() is None
     assert network.opened == []
