@@ -9,7 +9,7 @@ from node.data.errors import DataError
 from node.data.files import find_files
 from node.data.hub import PREFIX, HubDataset
 from node.data.record_files import RECORDS, RecordFiles
-from node.data.source import Document, Skipped, Source
+from node.data.source import Document, Skipped, Source, no_document
 from node.task import Shard
 
 __all__ = ["FEW_FILES", "DataError", "Document", "open_stream", "read_documents"]
@@ -44,12 +44,9 @@ def read_documents(data: str, max_bytes: int, field: str = "text") -> list[Docum
     source = open_stream(data, field, Skipped())
     documents = _read_files(data, max_bytes) if source is None else _read_stream(source, max_bytes)
     if not documents:
-        what = data or "the Python standard library"
-        raise DataError(
-            f"There is no text in {what!r}: name text with --data."
-            if source is None
-            else f"There is no usable document in {source.what}: name other data, or the field that has the text."
-        )
+        if source is not None:
+            raise no_document(source)
+        raise DataError(f"There is no text in {data or 'the Python standard library'!r}: name text with --data.")
     if len(documents) < FEW_FILES:
         size = max(256, sum(len(d.content) for d in documents) // FEW_FILES)
         documents = [

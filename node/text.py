@@ -23,7 +23,7 @@ from node.corpus import EVERYTHING, DataError, Document, open_stream, read_docum
 from node.data import dealing
 from node.data.agreement import DIGEST
 from node.data.reader import Reader
-from node.data.source import Listed, Skipped, Source, Training
+from node.data.source import Listed, Skipped, Source, Training, no_document
 from node.data.tokenizer import BYTES, Tokenizer, bits_per_byte, load_tokenizer
 from node.gpt import GPT, VOCABULARY
 from node.task import Shard, Task
@@ -115,16 +115,18 @@ class TextTask(Task):
         return read_documents(self.data, self.max_bytes, self.field)
 
     def held_out(self) -> list[Document]:
-        """The documents that nobody trains on: of a stream, the first of them."""
+        """The documents that nobody trains on: of a stream, the first of them. Raises DataError."""
         if self.stream is None:
             return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN == 0]
-        found, left = [], STREAM_EVALUATION
+        found, left, document = [], STREAM_EVALUATION, None
         for _, document in self.stream.documents(EVERYTHING, 0):
             if dealing.held_out(document.content):
                 found.append(Document(document.name, document.content[: min(left, EVALUATION_BYTES)]))
                 left -= len(found[-1].content)
                 if left <= 0:
                     break
+        if document is None:
+            raise no_document(self.stream)
         return found
 
     def _not_held_out(self) -> list[Document]:

@@ -30,7 +30,8 @@ def belongs(shard: Shard, epoch: int, document: str) -> bool:
 def dealt(names: Sequence[str], shard: Shard, epoch: int) -> list[int]:
     """The indices of those ``names`` that are the shard's in ``epoch``, in the order in which it reads them."""
     order = sorted(range(len(names)), key=lambda i: (number("order", shard.seed, epoch, names[i]), names[i], i))
-    return order[shard.index :: shard.of]
+    # Where to begin changes too: of fewer documents than shards each would else be always with the first ones.
+    return order[(shard.index + number("turn", shard.seed, epoch)) % shard.of :: shard.of]
 
 
 def held_out(content: bytes) -> bool:

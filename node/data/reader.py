@@ -19,7 +19,7 @@ from torch import Tensor
 
 from node.data.dealing import number
 from node.data.errors import DataError
-from node.data.source import Place, Source
+from node.data.source import Place, Source, no_document
 from node.data.tokenizer import Tokenizer
 from node.task import Batches, Shard
 
@@ -136,7 +136,7 @@ class Reader(Batches):
     def _check(self, epochs: int, total: int) -> None:
         shard, source = self._shard, self._source
         if total == 0 and next(source.documents(Shard(0, 1, shard.seed), 0), None) is None:
-            raise DataError(f"There is no usable document in {source.what}: name other data, or the field that has the text.")
+            raise no_document(source)
         if epochs == EMPTY_EPOCHS:
             raise DataError(
                 f"The shard {shard.index} of {shard.of} has only {total} tokens in {epochs} epochs of {source.what}, where "

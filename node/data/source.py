@@ -86,6 +86,11 @@ class Training:
         return (found for found in self.stream.documents(shard, epoch, place) if not held_out(found[1].content))
 
 
+def no_document(source: Source) -> DataError:
+    """What to raise where ``source`` has nothing to read."""
+    return DataError(f"There is no usable document in {source.what}: name other data, or the field that has the text.")
+
+
 def place_number(place: Place | None, key: str) -> int:
     """The number ``key`` of ``place``; 0 without a place. DataError if there is none, as in a place of another source."""
     found = 0 if place is None else place.get(key)

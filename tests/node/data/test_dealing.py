@@ -47,6 +47,11 @@ def test_epochs_and_seeds_differ_in_order_and_in_whom_they_deal_to(seed, epoch):
     assert whose[0] != whose[2]
 
 
+def test_fewer_documents_than_shards_come_to_each_in_some_epoch():
+    for index in range(5):
+        assert any(dealt(["one", "two"], Shard(index, 5, 3), epoch) for epoch in range(30))
+
+
 def test_a_stream_is_dealt_evenly_enough():
     counts = [sum(belongs(Shard(index, 4, 7), 3, f"x:{line}") for line in range(4000)) for index in range(4)]
     assert sum(counts) == 4000
