@@ -47,7 +47,7 @@ def new_manifest(
     terms: Terms | StretchTerms | None = None,
     agreed: Mapping[str, int | float | str | bool] | None = None,
 ) -> bytes:
-    """The sealed manifest of a new swarm; ``terms`` if claims are made in it, ``agreed`` as ``Task.agreed`` says."""
+    """The sealed manifest of a new swarm; ``terms`` if claims are made in it, ``agreed`` as ``Task.agreed_options`` says."""
     manifest = Manifest(
         name=settings.swarm.name,
         created=time.time(),

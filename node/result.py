@@ -26,8 +26,6 @@ class Result:
     rounds: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
-    bits_per_byte: float | None = None
-    """``loss_last`` in bits for each byte of text, where the data is text: to compare models with different tokenizers."""
     loss_local: float | None = None
     """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
     exchanges: int = 0
@@ -44,6 +42,9 @@ class Result:
     """How often the network daemon had to be started again."""
     refused: dict[str, int] = field(default_factory=dict)
     """Streams and calls of others that were refused, by reason (swarm/entrance.py)."""
+    task: dict[str, int | float] = field(default_factory=dict)
+    """What the task says of it besides (``Task.extra_results``): of text ``bits_per_byte``, ``loss_last`` in bits for each byte,
+    which can be compared where tokenizers differ, and of a stream ``skipped``, how often a record could not be used."""
     interrupted: bool = False
     not_saved: str | None = None
     """Why the end of the run could not be saved, if so."""

@@ -79,13 +79,13 @@ class Task:
         """Return how much a batch counts where peers are weighed by it, or rounds measured. Default: its first tensor's size."""
         return elements(batch)
 
-    def agreed(self) -> dict[str, int | float | str | bool]:
+    def agreed_options(self) -> dict[str, int | float | str | bool]:
         """Options that whoever joins must have too and the user did not give, such as a digest of a file. Default: none."""
         return {}
 
-    def bits_per_byte(self, loss: float) -> float | None:
-        """What ``loss`` of ``evaluate`` is in bits for each byte of text. Default: None, for there is no text."""
-        return None
+    def extra_results(self, loss: float) -> dict[str, int | float]:
+        """What else there is to say of a run that ended with ``loss`` of ``evaluate``: goes into result.json. Default: nothing."""
+        return {}
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""

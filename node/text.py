@@ -95,7 +95,7 @@ class TextTask(Task):
         if order not in ORDERS:
             raise DataError(f"The text option order={order!r} must be random or epochs.")
         self.data, self.max_bytes, self.field, self.order, self.shuffle = data, max_bytes, field, order, shuffle
-        self.tokenizer_name, self._expected = tokenizer, str(tokenizer_digest)
+        self.tokenizer_name, self._expected, self.skipped = tokenizer, str(tokenizer_digest), Skipped()
         self.layers, self.width, self.heads, self.context = layers, width, heads, context
         self.batch, self.lr, self.warmup = batch, lr, warmup
 
@@ -107,7 +107,7 @@ class TextTask(Task):
     @cached_property
     def stream(self) -> Source | None:
         """The documents one after another; None where the text is held in memory. Raises DataError."""
-        return None if self.order == "random" else open_stream(self.data, self.field, Skipped())
+        return None if self.order == "random" else open_stream(self.data, self.field, self.skipped)
 
     @cached_property
     def documents(self) -> list[Document]:
@@ -155,7 +155,7 @@ class TextTask(Task):
         """Return the fresh GPT, with the tokenizer's vocabulary. Raises DataError."""
         return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
 
-    def agreed(self) -> dict[str, int | float | str | bool]:
+    def agreed_options(self) -> dict[str, int | float | str | bool]:
         """The tokenizer's digest, if it is not bytes."""
         return {} if self.tokenizer_name == BYTES else {DIGEST: self.tokenizer.digest}
 
@@ -211,9 +211,10 @@ class TextTask(Task):
         model.train(was_training)
         return total / len(self._evaluation)
 
-    def bits_per_byte(self, loss: float) -> float:
-        """``loss`` in nats per token as bits per byte of the held-out documents, which tokenizers do not change."""
-        return bits_per_byte(loss, self._bytes_per_token)
+    def extra_results(self, loss: float) -> dict[str, int | float]:
+        """``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how often a record was skipped."""
+        found: dict[str, int | float] = {"bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
+        return found if self.stream is None else {**found, "skipped": self.skipped.count}
 
     @cached_property
     def _bytes_per_token(self) -> float:

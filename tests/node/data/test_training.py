@@ -122,6 +122,7 @@ def test_a_stream_without_text_is_one_sentence(tmp_path):
         next(task.batches(Shard(0, 1, 0)))
     with pytest.raises(DataError, match="There is no usable document"):
         task.evaluate(task.model())
+    assert task.extra_results(0.0)["skipped"] >= 20
 
 
 @pytest.mark.parametrize("options", [{"order": "sorted"}, {"field": ""}, {"tokenizer": 3}, {"shuffle": 0}])
@@ -135,15 +136,15 @@ def test_a_tokenizer_sets_the_vocabulary_and_its_digest_is_agreed_on(tmp_path, s
     task = TextTask(data=stream, tokenizer=path, **TINY)
     model = task.model()
     assert model.head.out_features == model.bytes.num_embeddings == 300
-    assert task.agreed() == {"tokenizer_digest": task.tokenizer.digest}
-    assert TextTask().agreed() == {}
+    assert task.agreed_options() == {"tokenizer_digest": task.tokenizer.digest}
+    assert TextTask().agreed_options() == {}
     assert max(int(inputs.max()) for inputs, _ in islice(task.batches(Shard(0, 1, 0)), 40)) > 256
     loss = task.evaluate(model)
     assert math.log(300) - 0.5 < loss < math.log(300) + 1.5
     text = b"".join(document.content for document in task.held_out())
     tokens = sum(len(piece) for document in task.held_out() for piece in task.tokenizer.encode(document.content))
-    assert task.bits_per_byte(loss) == pytest.approx(loss / math.log(2) * tokens / len(text))
-    assert TextTask().bits_per_byte(math.log(256)) == pytest.approx(8.0)
+    assert task.extra_results(loss) == {"bits_per_byte": pytest.approx(loss / math.log(2) * tokens / len(text)), "skipped": 0}
+    assert TextTask().extra_results(math.log(256)) == {"bits_per_byte": pytest.approx(8.0)}
     with pytest.raises(DataError, match="another one here"):
         TextTask(tokenizer=path, tokenizer_digest="0" * 64).model()
 
