@@ -118,7 +118,10 @@ def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
         except DataError:
             raise
         except Exception as error:  # the package raises bare ones, and a network many
-            raise DataError(f"The tokenizer {name!r} cannot be had ({reason(error)}): check its name and the network.") from error
+            raise DataError(
+                f"The tokenizer {name!r} cannot be had ({reason(error)}): check its name and the network, "
+                "or name a copy of it with --tokenizer ./FOLDER."
+            ) from error
     if expected and found.digest != expected:
         raise DataError(
             f"The tokenizer {name!r} is another one here (digest {found.digest[:12] or 'of bytes'}) than in the swarm "
