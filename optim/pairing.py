@@ -6,10 +6,12 @@ memberships disagree about some pairs only; ``candidates`` is the order in which
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 
 
+@functools.lru_cache(maxsize=8192)  # a round asks for each peer's several times
 def rank(seed: int, round: int, peer: str) -> bytes:
     """The 32 bytes by which a peer is placed in a round; uniform and fresh each round."""
     return hashlib.sha256(f"shoal/pairing/1:{seed}:{round}:{peer}".encode()).digest()
