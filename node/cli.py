@@ -24,6 +24,7 @@ from node.logs import log_to_stderr
 from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
+from node.sim.cli import sim
 from node.verify.cli import verify
 from node.watch.cli import watch
 
@@ -142,7 +143,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (verify, seed, invite, doctor, init, pull, chaos, watch):
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch, sim):
     cli.add_command(command)
 
 

@@ -207,7 +207,8 @@ class World:
 
     @torch.no_grad()
     def _sample(self) -> None:
-        weights = torch.stack([torch.cat(peer.opt.slow) for peer in self.live])
+        there = [peer for peer in self.live if peer.state != "waiting"]  # who has no weights yet has nothing to compare
+        weights = torch.stack([torch.cat(peer.opt.slow) for peer in there or self.live])
         mean = weights.mean(0)
         norm = weights.square().sum(1).mean().sqrt()
         apart = (weights - mean).square().sum(1).mean().sqrt()
