@@ -105,8 +105,7 @@ class SimPeer:
             if self.newcomer:
                 await self._join(self.follower)
             self.follower.begin()
-        self.state = "training"
-        self.directory.announce()
+        self._enter("training")
         await self._train()
 
     async def _join(self, follower: Follower) -> None:
@@ -138,9 +137,13 @@ class SimPeer:
                     await self._settled(handle)
             if self.follower is not None:
                 self._between_steps(self.follower)
-        self.state = "done"
-        self.directory.announce()
+        self._enter("done")
         self.world.ended()
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        if self.follower is not None:
+            self.directory.announce()
 
     def _at_once(self) -> int:
         """Inner steps up to the next one after which something is sent or applied, but not more than fit into a nap."""

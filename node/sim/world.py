@@ -155,8 +155,7 @@ class World:
                 torch.manual_seed(plan.seed)
                 for _ in range(plan.peers):
                     self._bear(newcomer=False)
-                gc.collect()
-                gc.freeze()
+                gc.freeze()  # what is alive now is no garbage: no need to look at it again and again
                 end = 60 * plan.minutes
                 for number in range(1, SAMPLES):
                     loop.call_at(end * number / SAMPLES, self._sample, context=NOTHING)
@@ -183,7 +182,7 @@ class World:
         peer = SimPeer(self, self._born, newcomer=newcomer)
         self._born += 1
         self.live.append(peer)
-        if not newcomer:
+        if not newcomer and peer.follower is not None:
             peer.directory.settle()
         peer.start()
 
@@ -208,12 +207,13 @@ class World:
     @torch.no_grad()
     def _sample(self) -> None:
         there = [peer for peer in self.live if peer.state != "waiting"]  # who has no weights yet has nothing to compare
-        weights = torch.stack([torch.cat(peer.opt.slow) for peer in there or self.live])
+        there = there or self.live
+        weights = torch.stack([torch.cat(peer.opt.slow) for peer in there])
         mean = weights.mean(0)
         norm = weights.square().sum(1).mean().sqrt()
         apart = (weights - mean).square().sum(1).mean().sqrt()
         own = (self.toy.curvature * (weights - self.toy.minimum).square()).mean() / 2
-        rounds = sorted(peer.opt.round for peer in self.live)[len(self.live) // 2]
+        rounds = sorted(peer.opt.round for peer in there)[len(there) // 2]
         spread = float(apart / norm) if norm > 0 else 0.0
         self._samples.append(Sample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments))
 
