@@ -8,9 +8,10 @@ routing and replicas. A key is read, or a record stored, in one round trip, and 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from swarm import trie
 from swarm.directory import GAP, HASTE, HERE
@@ -39,6 +40,8 @@ class Board:
         self._keys: dict[str, dict[str, Posted]] = {}
         self._due: dict[str, float] = {}
         """When something under a key expires next."""
+        self._asked: dict[float, list[tuple[asyncio.Future[Mapping[str, Posted]], str]]] = {}
+        """By the time at which they are answered: what was asked at one time takes one timer."""
 
     def put(self, prefix: str, posted: Posted) -> None:
         """Store a record under a key of the trie."""
@@ -57,12 +60,17 @@ class Board:
         """The same, a round trip later."""
         loop, links = self.network.loop, self.network.links
         answer: asyncio.Future[Mapping[str, Posted]] = loop.create_future()
-        loop.call_later(2 * (links.latency + links.jitter / 2), self._answer, answer, prefix)
+        when = loop.time() + 2 * (links.latency + links.jitter / 2)
+        if when not in self._asked:
+            self._asked[when] = []
+            loop.call_at(when, self._answer, when, context=NOTHING)
+        self._asked[when].append((answer, prefix))
         return answer
 
-    def _answer(self, answer: asyncio.Future[Mapping[str, Posted]], prefix: str) -> None:
-        if not answer.done():
-            answer.set_result(dict(self.under(prefix)))
+    def _answer(self, when: float) -> None:
+        for answer, prefix in self._asked.pop(when):
+            if not answer.done():
+                answer.set_result(self.under(prefix))
 
 
 class SimDirectory:
@@ -154,31 +162,37 @@ class SimDirectory:
         """Read the trie, or as much of it as a node reads."""
         own = bits_of(self._host.peer_id)
         keys = await trie.read(self._board.read, own, now=self._prefix, limit=self._limit)
-        self._keys, seen, oldest = keys, self._seen, self._unix() - TTL
+        self._keys = keys
         self.calls += len(keys)
-        for names in keys.values():
-            for peer, posted in names.items():
-                assert isinstance(posted, Posted)
-                self.nbytes += posted.nbytes
-                known = seen.get(peer)
-                if known is None or known.issued < posted.member.issued:
-                    seen[peer] = posted.member
-        self._seen = {peer: member for peer, member in seen.items() if member.issued >= oldest}
-        self._stale = 0.0
+        read: dict[str, Posted] = {}
+        for names in cast(dict[str, Mapping[str, Posted]], keys).values():
+            if read.keys().isdisjoint(names):
+                read.update(names)
+            else:  # a record that moved stands in two places until the older one expires
+                read.update({p: new for p, new in names.items() if p not in read or read[p].until < new.until})
+            self.nbytes += sum(posted.nbytes for posted in names.values())
+        mine = self._seen.get(self._host.peer_id)
+        self._seen.update({peer: posted.member for peer, posted in read.items()})
+        if mine is not None:
+            self._seen[mine.peer] = mine
+        self._sort()
 
     def _unix(self) -> float:
         return EPOCH + self._now()
 
     def _note(self, mine: Member) -> None:
         self._seen[mine.peer] = mine
-        self._stale = 0.0
+        self._here.pop(mine.peer, None)
+        self._left.pop(mine.peer, None)
+        (self._here if mine.state in HERE else self._left)[mine.peer] = mine
 
     def _sort(self) -> None:
         oldest = self._unix() - TTL
-        live = [member for member in self._seen.values() if member.issued >= oldest]
-        self._here = {member.peer: member for member in live if member.state in HERE}
-        self._left = {member.peer: member for member in live if member.state not in HERE}
-        self._stale = min((member.issued for member in live), default=float("inf")) - EPOCH + TTL + 1e-6
+        self._seen = live = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
+        self._left = {peer: member for peer, member in live.items() if member.state not in HERE}
+        self._here = {peer: member for peer, member in live.items() if peer not in self._left} if self._left else dict(live)
+        first = min([member.issued for member in live.values()], default=math.inf)
+        self._stale = first - EPOCH + TTL + 1e-6
 
     def _store(self, prefix: str) -> None:
         posted, links = self._posted(prefix), self._board.network.links

@@ -47,7 +47,7 @@ def run_sim(
     growth: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The report of ``shoal sim --json``. The same arguments give the same, but for ``wall_s``.
+    """The report of ``shoal sim --json``. The same arguments give the same, but for ``wall_s`` and ``cpu_s``.
 
     With ``growth`` it has the reports of all sizes under ``sizes``, and under ``growth`` the exponent b of each cost ~ peers^b.
 
@@ -83,7 +83,7 @@ def simulate(plan: Plan, net: str) -> dict[str, Any]:
 
 
 def report(plan: Plan, net: str, seen: Seen) -> dict[str, Any]:
-    """What a simulation came to. Seconds are virtual but for ``wall_s``.
+    """What a simulation came to. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
 
     ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges in which nobody answered.
     ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers included; ``control_...``: of them
@@ -137,6 +137,7 @@ def report(plan: Plan, net: str, seen: Seen) -> dict[str, Any]:
         "trace": seen.trace,
         "virtual_s": seen.virtual_s,
         "wall_s": seen.wall_s,
+        "cpu_s": seen.cpu_s,
     }
 
 
@@ -204,7 +205,7 @@ ROWS = {
     "mean loss of the peers' own, last": "{loss_own:.5f}",
     "spread of the slow weights, last": "{spread:.4f}",
     "killed, and newcomers that took part": "{killed}, {newcomers}",
-    "real seconds": "{wall_s:.1f}",
+    "real seconds, of a processor": "{wall_s:.1f}, {cpu_s:.1f}",
 }
 """What the table shows, in its order."""
 

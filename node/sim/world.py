@@ -84,6 +84,7 @@ class Seen:
     samples: list[Sample]
     virtual_s: float
     wall_s: float
+    cpu_s: float
     trace: str
     """Hash of every event: equal for equal simulations."""
     events: int
@@ -146,7 +147,7 @@ class World:
 
     def run(self) -> Seen:
         """Simulate it all. Raises what a protocol did not expect: a bug in shoal."""
-        began, plan, loop = time.monotonic(), self.plan, self.loop
+        began, plan, loop = (time.monotonic(), time.process_time()), self.plan, self.loop
         chatty = logging.getLogger("hivemind")
         level = chatty.level
         chatty.setLevel(logging.CRITICAL)  # it says that an all-reduce failed, as it does when members are killed
@@ -217,7 +218,7 @@ class World:
         spread = float(apart / norm) if norm > 0 else 0.0
         self._samples.append(Sample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments))
 
-    def _seen(self, began: float) -> Seen:
+    def _seen(self, began: tuple[float, float]) -> Seen:
         self._sample()
         counts, everyone = self.counts, [*self.live, *self._dead]
         sent = sum(peer.host.traffic.sent for peer in everyone)
@@ -228,5 +229,5 @@ class World:
             if peer.follower is not None:
                 counts.failures.update(dict(peer.exchange.health.report()["failures"]))
         newcomers = sum(peer.newcomer and peer.together > 0 for peer in self.live)
-        wall, trace = time.monotonic() - began, self.network.trace
-        return Seen(counts, self._samples, self.loop.time(), wall, trace.hexdigest(), trace.events, newcomers)
+        wall, cpu, trace = time.monotonic() - began[0], time.process_time() - began[1], self.network.trace
+        return Seen(counts, self._samples, self.loop.time(), wall, cpu, trace.hexdigest(), trace.events, newcomers)
