@@ -21,6 +21,8 @@ from node.init_cli import init
 from node.invite_cli import invite
 from node.limits_cli import limit_options, limit_overrides
 from node.logs import log_to_stderr
+from node.merge_cli import merge
+from node.metrics_cli import METRICS_OPTIONS, metrics_options, metrics_overrides
 from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
@@ -143,7 +145,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (verify, seed, invite, doctor, init, pull, chaos, watch, sim):
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch, merge, sim):
     cli.add_command(command)
 
 
@@ -155,6 +157,7 @@ for command in (verify, seed, invite, doctor, init, pull, chaos, watch, sim):
 @_outer_options
 @_rl_options
 @limit_options
+@metrics_options
 @_node_options
 def up(file: Path | None, **flags: Any) -> int:
     """Create a swarm, start a node in it, and print one link by which others join."""
@@ -167,6 +170,7 @@ def up(file: Path | None, **flags: Any) -> int:
 @_set_option
 @_rl_options
 @limit_options
+@metrics_options
 @_node_options
 def join(link: str, **flags: Any) -> int:
     """Join the swarm of LINK and train with it."""
@@ -179,6 +183,7 @@ def join(link: str, **flags: Any) -> int:
 @click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
 @_outer_options
 @_rl_options
+@metrics_options
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
 @_task_option("text")
 @click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256.")
@@ -189,9 +194,9 @@ def join(link: str, **flags: Any) -> int:
 def demo(as_json: bool, verbose: bool, **options: Any) -> int:
     """Start a swarm of real nodes on this machine, train, and compare with training alone."""
     log_to_stderr(verbose)
-    outer = _outer_overrides(options)
+    outer = {**_outer_overrides(options), **metrics_overrides(options)}
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
-    own = {name: value for name, value in options.items() if name not in OUTER_OPTIONS}
+    own = {name: value for name, value in options.items() if name not in (*OUTER_OPTIONS, *METRICS_OPTIONS)}
     if own["hooks"] == "rl":
         from node.rl import demo as rl_demo
 
@@ -244,28 +249,6 @@ def peers(link: str, as_json: bool, verbose: bool) -> int:
 
     report = read_peers(parsed)
     click.echo(json.dumps(report) if as_json else summary(report))
-    return int(ExitCode.OK)
-
-
-@cli.command()
-@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
-@click.option("--weights", metavar="W,W,...", help="How much each counts; only the ratios matter.  [default: all the same]")
-@click.option("--slow", is_flag=True, help="Take the slow weights of nodes' checkpoints, not the ones they trained on.")
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> int:
-    """Average checkpoints into one file of weights.
-
-    A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
-    """
-    from node.merge import merge as average
-    from node.merge import parse_weights
-
-    shares = None if weights is None else parse_weights(weights)
-    report = average(checkpoints, out, weights=shares, slow=slow, force=force)
-    text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
-    click.echo(json.dumps(report) if as_json else text)
     return int(ExitCode.OK)
 
 
@@ -365,6 +348,7 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         "outer.every": flags.get("every"),
         **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
         **limit_overrides(flags),
+        **metrics_overrides(flags),
         **_outer_overrides(flags),
     }
 

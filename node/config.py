@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from node.metrics.address import parse_address
 from node.peers_setting import PeersSettings
 from node.rl.settings import RLSettings
 from swarm.errors import ShoalError
@@ -47,6 +48,12 @@ def _file_name(value: str) -> str:
 Name = Annotated[str, AfterValidator(_file_name)]
 # Flags and TOML hand over a path as text, which strict mode would refuse.
 PathSetting = Annotated[Path, Field(strict=False)]
+
+
+# 9464 in TOML is a number.
+Endpoint = Annotated[
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(lambda v: str(parse_address(v)))
+]
 
 
 class ConfigError(ShoalError):
@@ -150,6 +157,15 @@ class NodeSettings(_Table):
         default=0.0, ge=0, le=1e6,
         description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",
     )  # fmt: skip
+    metrics: Endpoint | None = Field(
+        default=None, description="Port, or HOST:PORT, at which Prometheus finds metrics; 0: any free port. By default nowhere."
+    )
+    tensorboard: PathSetting | None = Field(
+        default=None, description="Folder of curves for TensorBoard, in which the node has one of its own. By default none."
+    )
+    wandb: str | None = Field(
+        default=None, description="Project, or team/project, of Weights & Biases that the curves go to. By default none."
+    )
     calibration: PathSetting | None = Field(
         default=None,
         description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",
@@ -172,6 +188,13 @@ class NodeSettings(_Table):
         for address in value:
             if problem := address_problem(address):
                 raise ValueError(f"{address!r} is no address as `shoal seed` prints it, {problem}")
+        return value
+
+    @field_validator("wandb")
+    @classmethod
+    def _project(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
+            raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
         return value
 
     @field_validator("shard")

@@ -25,6 +25,7 @@ from node.display import Display, make_display
 from node.exit_codes import ExitCode
 from node.hooks import load_task
 from node.membership import task_label
+from node.metrics.opening import check_demo, flags_of_demo
 from node.result import RESULT
 from node.run import METRICS, ROUNDS
 from swarm.errors import ShoalError
@@ -163,6 +164,7 @@ def run_demo(
     resolve_device(device)
     began = time.monotonic()
     with stage(keep) as (folder, display):
+        check_demo(settings.node, peers, display.message)
         with Nodes(folder) as nodes:
             _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
             _watch(nodes, rounds, settings.outer.every or every, display)
@@ -207,7 +209,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
     def own(index: int) -> list[str]:
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
-        return [*place, "--baseline", "--keep-rounds", *flags]
+        return [*place, "--baseline", "--keep-rounds", *flags, *flags_of_demo(settings.node, index)]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
     link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)

@@ -25,6 +25,7 @@ from node.membership import (
     swarm_settings,
 )
 from node.metrics import Metrics, RoundRecord
+from node.metrics.opening import about, open_sinks
 from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
@@ -47,6 +48,7 @@ from swarm.manifest import OuterSettings
 from swarm.membership import SHOAL_VERSION, Membership
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.snapshot import State
+from swarm.stream import short
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
 LEAVE_S = 2.0
@@ -83,12 +85,13 @@ class NodeRun:
         self.device = resolve_device(self.settings.node.device)
         use_threads(self.settings.node.threads)
         link = self.link
-        membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
-        try:
-            self.membership = membership
-            return self._in_swarm(saved)
-        finally:
-            membership.close()
+        with open_sinks(self.settings.node, self.display.message) as self.sinks:
+            membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
+            try:
+                self.membership = membership
+                return self._in_swarm(saved)
+            finally:
+                membership.close()
 
     def _create(self, identity: Identity, saved: Saved | None) -> Membership:
         if saved is not None and self.settings.node.resume:
@@ -131,6 +134,7 @@ class NodeRun:
             self._make_trainer()
         self.host, self.directory = membership.host, membership.directory
         trainer, settings, swarm = self.trainer, self.settings, membership.swarm
+        self.sinks.begin(about(settings, membership, self.device))
         model = self.model = model_digest(trainer.params)
         if self.link is not None:
             self.directory.refresh(10.0)
@@ -169,7 +173,7 @@ class NodeRun:
             shard=f"{shard.index}/{shard.of}",
             params=sum(parameter.numel() for parameter in trainer.params),
         )
-        self.metrics = Metrics(self.folder / METRICS, self.display.message)
+        self.metrics = Metrics(self.folder / METRICS, self.display.message, self.sinks)
         self.reporter = Reporter(membership, settings.node.name)
         try:
             return self._train(shard)
@@ -270,6 +274,11 @@ class NodeRun:
             suspicion = self.condition.absence.suspicion
             self.metrics.write("partition", said=sentence, missing=list(suspicion.names) if suspicion is not None else [])
         self._announce("training", self._speed, self._loss)
+        self.metrics.live(
+            "progress", step=progress.step, loss=progress.loss, steps_per_s=progress.steps_per_s,
+            members=len(self.directory.members()), bytes_sent=self.host.traffic.sent,
+            bytes_received=self.host.traffic.received, restarts=self.host.restarts,
+        )  # fmt: skip
 
     def _after_step(self) -> None:
         opt, every = self.trainer.opt, self.settings.train.eval_every
@@ -311,7 +320,8 @@ class NodeRun:
         self.metrics.round(record)
         self.reporter.round(record, info.members)
         if self.verification is not None:
-            self.reporter.verified(self.verification.counted())
+            self.reporter.verified(counted := self.verification.counted())
+            self.metrics.live("checks", **counted)
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
             self.display.round(record)
         if self.keep_rounds:
@@ -332,7 +342,7 @@ class NodeRun:
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()
         for suspicion in found:
-            name = members[suspicion.peer].name if suspicion.peer in members else "…" + suspicion.peer[-8:]
+            name = members[suspicion.peer].name if suspicion.peer in members else short(suspicion.peer)
             self.display.message(
                 f"refused what {name} sent in round {suspicion.key.round}: {suspicion}; if you trust all peers, set outer.suspect=0"
             )

@@ -24,6 +24,7 @@ from swarm.manifest import Manifest
 from swarm.membership import facts
 from swarm.messages import Member
 from swarm.records import MemberValidator
+from swarm.stream import short
 from swarm.welcome import fetch_manifest
 
 COLUMNS = ("name", "peer", "state", "round", "step", "loss", "s/step", "exchange", "wait", "failed", "shard", "reach", "seen")
@@ -103,7 +104,7 @@ def table(report: dict[str, Any]) -> str:
         loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
         cells = [
             member["name"],
-            "…" + member["peer"][-8:],
+            short(member["peer"]),
             member["state"],
             str(member["round"]),
             str(member["step"]),

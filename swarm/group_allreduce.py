@@ -34,6 +34,7 @@ from swarm.contribution import Contribution, finite
 from swarm.errors import MessageError, NetworkError
 from swarm.group_reduction import Streams
 from swarm.group_roster import Group
+from swarm.stream import short
 
 if TYPE_CHECKING:
     from swarm.stream import Stream
@@ -228,7 +229,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             async with contextlib.aclosing(self.rpc_aggregate_part(self._parts(stream), context)) as replies:
                 async for reply in replies:
                     if reply.code != averaging_pb2.AVERAGED_PART:
-                        raise NetworkError(f"the all-reduce with peer …{stream.peer_id[-8:]} failed.")
+                        raise NetworkError(f"the all-reduce with peer {short(stream.peer_id)} failed.")
                     await stream.send(reply.tensor_part.buffer, self.reducer_timeout)
         except (NetworkError, MessageError):
             self.failed.set()
@@ -246,7 +247,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
     async def _received(self, stream: Stream, nbytes: int, timeout: float) -> bytes:
         data = await stream.receive(nbytes, timeout)
         if len(data) != nbytes:
-            raise MessageError(f"peer …{stream.peer_id[-8:]} sent a part of {len(data)} bytes where {nbytes} were agreed.")
+            raise MessageError(f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} were agreed.")
         return data
 
     async def _accumulate_parts_streaming(self, stream: AsyncIterator[Any], sender_index: int) -> AsyncIterator[Any]:

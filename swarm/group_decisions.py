@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from swarm.errors import MessageError, NetworkError
 from swarm.group_messages import GroupDecision, GroupQuestion, GroupReply
 from swarm.identity import Identity
+from swarm.stream import short
 from swarm.wire import pack, seal, unpack, unseal
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Decisions:
             return None
         signer, decision = unseal(sealed, GroupDecision)
         if signer != leader or decision.nonce != nonce or decision.swarm != self._swarm:
-            raise MessageError(f"a decision was refused: it is not the one of peer …{leader[-8:]} on this group.")
+            raise MessageError(f"a decision was refused: it is not the one of peer {short(leader)} on this group.")
         return decision.mean
 
     async def ask(self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]) -> bytes | None:
@@ -88,7 +89,7 @@ class Decisions:
             finally:
                 stream.close()
         except (NetworkError, MessageError) as error:
-            log.debug("peer …%s told no decision: %s", peer[-8:], error)
+            log.debug("peer %s told no decision: %s", short(peer), error)
             return None
 
     async def _answer(self, stream: Stream) -> None:

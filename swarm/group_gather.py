@@ -23,6 +23,7 @@ from swarm.digest import HashList
 from swarm.errors import MessageError, NetworkError
 from swarm.group_reduction import Streams
 from swarm.group_roster import Group
+from swarm.stream import short
 
 if TYPE_CHECKING:
     from swarm.stream import Stream
@@ -101,7 +102,7 @@ class Gathering:
             finally:
                 stream.close()
         except (NetworkError, MessageError) as error:
-            log.info("round %d: nothing from …%s: %s", self._mine.key.round, peer[-8:], error)
+            log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
             self._mine.health.failed(self._mine.key, peer, error)
 
     async def accept(self, stream: Stream) -> None:
@@ -125,11 +126,11 @@ class Gathering:
                 on_progress=hashes.advance,
             )  # fmt: skip
             if hashes.digest() != ready.sha256:
-                raise MessageError(f"the payload of peer …{peer[-8:]} does not match the digest it announced.", "damaged")
+                raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
             problem, _ = await asyncio.to_thread(self._mine.problem, peer, scratch)
             if problem is not None:
-                raise MessageError(f"the contribution of peer …{peer[-8:]} was refused: {problem}.", problem.kind)
+                raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
             self._parts[peer] = (ready.weight, scratch)
         except (NetworkError, MessageError) as error:
-            log.info("round %d: nothing from …%s: %s", self._mine.key.round, peer[-8:], error)
+            log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
             self._mine.health.failed(self._mine.key, peer, error)

@@ -37,7 +37,7 @@ from swarm.group_rounds import Rounds
 from swarm.group_view import View
 from swarm.identity import Identity
 from swarm.pipe import pipe
-from swarm.stream import Stream, Traffic
+from swarm.stream import Stream, Traffic, short
 from swarm.wire import Message, seal, unpack
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Groups:
                 group = open_group(formed, leader, sealed, self._largest)
                 barred = self._view.barred(group.members) if before is None else ()
                 if barred:  # the next leader may know better; whoever is barred later ends what it has begun
-                    raise MessageError(f"a group from peer …{leader[-8:]} was refused: its member …{barred[0][-8:]} is banned.")
+                    raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
                 meeting.entered = True
                 self._rounds.end(ready.round, ready.fragment)
                 if before is not None:
@@ -189,7 +189,7 @@ class Groups:
             self._view.miss([leader])
             if leader != self._identity.peer_id:  # then it was nobody's fault: nobody else came
                 meeting.mine.health.failed(meeting.mine.key, leader, error)
-            log.info("round %d: no group with leader …%s: %s", ready.round, leader[-8:], error)
+            log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
             line.close()
@@ -215,14 +215,14 @@ class Groups:
 
     def _note(self, meeting: _Meeting, leader: str, receipt: GroupReceipt) -> None:
         key = meeting.mine.key
-        log.debug("round %d: leader %s answered %s %s", key.round, leader[-8:], receipt.verdict, receipt.reason)
+        log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
         if receipt.verdict == "passed":
             usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
             meeting.moved_to = max(meeting.moved_to, self._rounds.within(receipt.round, key.round, usual))
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             meeting.elsewhere = receipt
         elif receipt.verdict == "refuse":
-            log.warning("peer …%s will not exchange with this node: %s", leader[-8:], receipt.reason)
+            log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
             meeting.mine.health.failed(key, leader, "refused")
 
     async def _attempt(self, line: Line, group: Group, mine: Contribution, until: float) -> GroupFormed | None:

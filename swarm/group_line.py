@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarm.errors import NetworkError
 from swarm.group_messages import GroupAlive
+from swarm.stream import short
 from swarm.wire import M, Message, pack, unpack
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Line:
             while True:
                 now = loop.time()
                 if now >= until:
-                    raise NetworkError(f"peer …{self.peer[-8:]} did not come to an end in time.", "timeout")
+                    raise NetworkError(f"peer {short(self.peer)} did not come to an end in time.", "timeout")
                 if now >= beat:
                     await self.tell(GroupAlive())
                     beat = now + self.patience / BEATS

@@ -12,6 +12,7 @@ from swarm.errors import MessageError
 from swarm.fields import pack_shapes
 from swarm.group_messages import MAX_PATIENCE, GroupFormed, GroupReady
 from swarm.nonce import fresh_nonce
+from swarm.stream import short
 from swarm.wire import unseal
 
 _LENGTH = 2  # bytes before each ready message in a list
@@ -113,12 +114,12 @@ def open_group(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> G
     for sealed in _each(formed.members):
         peer, ready = unseal(sealed, GroupReady)
         if peer in readies or len(readies) == largest:
-            raise MessageError(f"a group from peer …{leader[-8:]} was refused: a member is in it twice, or it is too large.")
+            raise MessageError(f"a group from peer {short(leader)} was refused: a member is in it twice, or it is too large.")
         reason = difference(own, ready)
         if reason is not None:
-            raise MessageError(f"a group from peer …{leader[-8:]} was refused: with its member …{peer[-8:]} {reason}.")
+            raise MessageError(f"a group from peer {short(leader)} was refused: with its member {short(peer)} {reason}.")
         readies[peer] = ready
         included = included or sealed == mine
     if not included or len(readies) < 2:
-        raise MessageError(f"a group from peer …{leader[-8:]} was refused: this node is not in it, or nobody else is.")
+        raise MessageError(f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is.")
     return Group(formed.nonce, leader, formed.reduction, formed.alone, readies)

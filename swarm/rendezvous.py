@@ -37,6 +37,7 @@ from swarm.identity import Identity
 from swarm.mates import Mates
 from swarm.messages import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
 from swarm.nonce import fresh_nonce
+from swarm.stream import short
 from swarm.transfer import Received, Transfers
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class Rendezvous:
             theirs = await self._receive_offer(stream)
             difference = meeting.contribution.differs(theirs)
             if difference is not None or theirs.nonce != nonce:
-                raise MessageError(f"peer …{peer[-8:]} accepted something else than was offered: {difference or 'the nonce'}.")
+                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {difference or 'the nonce'}.")
             meeting.dialing = None  # a call of his crosses mine no more
             received = await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
             meeting.broken = received is None
@@ -262,7 +263,7 @@ class Rendezvous:
             stream.close()
 
     def _note(self, meeting: Meeting, peer: str, answer: Answer) -> None:
-        log.debug("round %d: %s answered %s %s", meeting.key.round, peer[-8:], answer.verdict, answer.reason)
+        log.debug("round %d: %s answered %s %s", meeting.key.round, short(peer), answer.verdict, answer.reason)
         if answer.verdict == "passed":
             # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
             # Records are seconds old; what this peer just said of itself is newer than its own.
@@ -272,14 +273,14 @@ class Rendezvous:
         elif answer.verdict == "wait":
             meeting.expecting = peer
         elif answer.verdict == "refuse":
-            log.warning("peer …%s will not exchange with this node: %s", peer[-8:], answer.reason)
+            log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
             meeting.contribution.health.failed(meeting.key, peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)
         signer, offer = unseal(data, Offer)
         if signer != stream.peer_id:
-            raise MessageError(f"peer …{stream.peer_id[-8:]} passed on an offer that another peer signed: it was refused.")
+            raise MessageError(f"peer {short(stream.peer_id)} passed on an offer that another peer signed: it was refused.")
         return offer
 
     async def _serve(self, stream: Stream) -> None:

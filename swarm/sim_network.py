@@ -32,7 +32,7 @@ from swarm.identity import Identity
 from swarm.nonce import nonces_from
 from swarm.pipe import NOTHING, End, Road, opened
 from swarm.sim_clock import Process, Stuck, VirtualLoop
-from swarm.stream import Stream, Traffic
+from swarm.stream import Stream, Traffic, short
 
 T = TypeVar("T")
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it, as at a real host
@@ -317,7 +317,7 @@ class SimHost:
         try:
             return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
         except asyncio.TimeoutError:
-            raise NetworkError(f"peer …{peer_id[-8:]} did not open a stream within {timeout:.3g} s.") from None
+            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.") from None
 
     async def _dial(self, peer_id: str, protocol: str) -> Stream:
         network = self.network

@@ -12,7 +12,7 @@ from swarm.errors import NetworkError
 from swarm.fields import Reason
 from swarm.messages import Message, pack, unpack
 from swarm.quota import Quota, Quotas
-from swarm.stream import Stream
+from swarm.stream import Stream, short
 
 SPEED_PROTOCOL = "/shoal/speed/1"
 MAX_BYTES = 2 << 20  # each way
@@ -87,7 +87,7 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Speed:
     await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
     reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
     if reply.reason:
-        raise NetworkError(f"peer …{stream.peer_id[-8:]} does not measure: {reply.reason}.")
+        raise NetworkError(f"peer {short(stream.peer_id)} does not measure: {reply.reason}.")
     loop = asyncio.get_running_loop()
     began, moved = loop.time(), [(loop.time(), 0)]
     whole = True

@@ -38,6 +38,7 @@ from swarm.errors import MessageError, NetworkError
 from swarm.handle import Decision
 from swarm.health import Problem
 from swarm.messages import Abort, Commit, M, Message, Offer, OutcomeReply, OutcomeRequest, Ready, pack, unpack
+from swarm.stream import short
 
 if TYPE_CHECKING:
     from swarm.host import Host
@@ -82,7 +83,7 @@ class Transfers:
             confirm = self._decide if caller else self._follow
             await confirm(stream, theirs, received, mine.decision)
         except (NetworkError, MessageError) as error:
-            log.info("round %d: no exchange with …%s: %s", mine.key.round, stream.peer_id[-8:], error)
+            log.info("round %d: no exchange with %s: %s", mine.key.round, short(stream.peer_id), error)
             mine.health.failed(mine.key, stream.peer_id, error)
         else:
             if mine.decision.received is not None:
@@ -118,7 +119,7 @@ class Transfers:
             problem, tensors = await asyncio.to_thread(mine.problem, stream.peer_id, scratch)
         if problem is not None:
             await self._tell(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
-            raise MessageError(f"the contribution of peer …{stream.peer_id[-8:]} was refused: {problem}.", problem.kind)
+            raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
         return Received(stream.peer_id, theirs.weight, tensors)
 
     async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:

@@ -92,6 +92,12 @@ REFUSED = [
     ["up", "--resume-from", "nowhere"],
     ["up", "--listen", "/ip4/127.0.0.1/tcp/1/garbage"],
     ["up", "--listen", "/ip4/127.0.0.1/tcp/TAKEN"],
+    ["up", "--metrics", "TAKEN"],
+    ["up", "--metrics", "all:9464x"],
+    ["up", "--wandb", "one/two/three"],
+    ["up", "--tensorboard", "file/below"],
+    ["demo", "--metrics", "TAKEN", "--peers", "1"],
+    ["demo", "--metrics", "65535", "--peers", "2"],
     ["init", "."],
     ["merge", "nowhere", "--out", "x.safetensors"],
 ]

@@ -14,6 +14,7 @@ from typing import Any
 from node.config import Settings, assignment, load, resolve_device
 from node.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, settings_toml, stage, start_first
 from node.display import Display
+from node.metrics.opening import check_demo, flags_of_demo
 from node.result import RESULT
 from node.rl.session import make_task
 from node.rl.tiny import HABITS
@@ -57,6 +58,7 @@ def run_demo(
     resolve_device(device)
     began = time.monotonic()
     with stage(keep) as (folder, display):
+        check_demo(settings.node, peers, display.message)
         with Nodes(folder) as nodes:
             _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
             _watch(nodes, rounds, display)
@@ -81,7 +83,8 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     given = rl.model_dump(exclude={"policy"}, exclude_defaults=True)
     chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
     chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
-    own = [["--policy", policy, *chosen] for policy in policies(settings)]
+    node = settings.node
+    own = [["--policy", policy, *chosen, *flags_of_demo(node, index)] for index, policy in enumerate(policies(settings))]
     display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")
     link = start_first(nodes, ["up", str(file), *own[0]], LINK_S + WARM_S, display)
     for index in range(1, len(own)):

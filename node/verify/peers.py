@@ -24,6 +24,7 @@ from swarm.link import Link
 from swarm.log_sync import fetch_log
 from swarm.manifest import Manifest
 from swarm.messages import Member
+from swarm.stream import short
 from swarm.verify_setting import VerifySettings
 from verification.draw import SETTLED
 from verification.ledger import Ledger
@@ -126,7 +127,7 @@ def summary(report: Mapping[str, Any]) -> str:
         claims, votes, until = one["claims"], one["votes"], one["banned_until"]
         cells = [
             one["name"] or "(away)",
-            "…" + one["peer"][-8:],
+            short(one["peer"]),
             f"{one['score']:.2f}",
             f"{claims['valid'] + claims['planted']}/{claims['invalid']}/{claims['unverified']}",
             f"{votes['agreed']}/{votes['against'] + votes['missed']}",

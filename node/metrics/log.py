@@ -1,4 +1,7 @@
-"""What a run measured, one JSON object a line in ``metrics.jsonl``: for people, plots, and questions afterwards."""
+"""What a run measured, one JSON object a line in ``metrics.jsonl``: for people, plots, and questions afterwards.
+
+docs/metrics.md says which events there are and what they hold.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,9 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from swarm.errors import ShoalError
+from node.metrics.sink import MetricsError, Sinks
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
-
-
-class MetricsError(ShoalError):
-    """The metrics file cannot be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +60,14 @@ class Metrics:
     """Appends events to a file; each line has left the process when the call returns, so a kill loses none.
 
     ``say``: told, in one sentence, that lines cannot be written any more (a full disk), and that they can again; those in between
-    are lost, and the run goes on. Without it that is an error.
+    are lost, and the run goes on. Without it that is an error. ``sinks`` get every event too, whether it can be written or not.
 
     Raises:
         MetricsError: the file cannot be opened or written.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
-        self._path, self._say = path, say
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None) -> None:
+        self._path, self._say, self._sinks = path, say, sinks
         self._failing = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +83,10 @@ class Metrics:
 
     def write(self, event: str, **fields: Value) -> None:
         """Append one line: ``event``, ``time`` (Unix seconds) and the fields."""
-        line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False) + "\n"
+        now, plain = time.time(), {name: _plain(value) for name, value in fields.items()}
+        if self._sinks is not None:
+            self._sinks.event(event, now, plain)
+        line = json.dumps({"event": event, "time": now, **plain}, allow_nan=False) + "\n"
         try:
             self._append((b"\n" if self._in_mid_line else b"") + line.encode())
         except OSError as error:
@@ -103,6 +105,11 @@ class Metrics:
             done = self._file.write(data) or 0
             self._in_mid_line = data[:done][-1:] not in (b"\n", b"")
             data = data[done:]
+
+    def live(self, event: str, **fields: Value) -> None:
+        """Tell the sinks alone, as often as one likes."""
+        if self._sinks is not None:
+            self._sinks.event(event, time.time(), {name: _plain(value) for name, value in fields.items()})
 
     def round(self, info: RoundRecord) -> None:
         """Append one round."""

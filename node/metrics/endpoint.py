@@ -1,0 +1,110 @@
+"""The page that Prometheus scrapes: ``http://HOST:PORT/metrics``, served from a thread, whatever the training does."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import socketserver
+import threading
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import MetricsHandler
+
+from node.metrics.address import Address
+from node.metrics.board import Board
+from node.metrics.catalogue import Fields
+from node.metrics.sink import About, MetricsError
+
+MOST_CALLERS = 8  # at a time; whoever is more is hung up on
+SILENCE_S = 10.0  # seconds for which a caller may say nothing, or take nothing
+POLL_S = 0.05  # seconds until the server notices that it is to end
+
+
+class _Handler(MetricsHandler):
+    timeout = SILENCE_S
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_port = False  # newer Pythons set it, and a port that is taken would go unnoticed
+    request_queue_size = MOST_CALLERS
+
+    def __init__(self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
+        self.address_family = family
+        self._free = threading.BoundedSemaphore(MOST_CALLERS)
+        super().__init__(place, handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the network what this machine is called
+        self.server_port = int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a caller that hangs up is no error of ours."""
+
+
+def bind(address: Address, handler: type[MetricsHandler] = _Handler) -> _Server:
+    """A server that holds the port. MetricsError: it is taken, or this machine has no such address."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return _Server(family, place, handler)
+    except (OSError, UnicodeError) as error:
+        raise MetricsError(f"Cannot serve metrics on {address}: {_problem(error)}.") from error
+
+
+def _problem(error: OSError | UnicodeError) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        return "the port is taken by another program, choose another with --metrics or stop that program"
+    if number == errno.EACCES:
+        return "ports below 1024 need root, choose a higher one with --metrics"
+    if number == errno.EADDRNOTAVAIL or isinstance(error, (socket.gaierror, UnicodeError)):
+        return "this machine has no such address, choose 0.0.0.0:PORT for all it has, or PORT for itself alone"
+    return f"{getattr(error, 'strerror', None) or error}, choose another address with --metrics"
+
+
+class Endpoint:
+    """Serves what it is told, from now on. MetricsError: the port cannot be had."""
+
+    name = "Prometheus"
+
+    def __init__(self, address: Address) -> None:
+        registry = CollectorRegistry()
+        self._board = Board()
+        registry.register(self._board)
+        self._server = bind(address, type("Handler", (_Handler,), {"registry": registry}))
+        self.address = Address(address.host, self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def begin(self, about: About) -> str:
+        """Say where it is."""
+        self._board.begin(about)
+        return f"metrics for Prometheus: http://{self.address}/metrics"
+
+    def event(self, name: str, time: float, fields: Fields) -> None:
+        """Keep the values."""
+        self._board.event(name, fields)
+
+    def close(self) -> None:
+        """Free the port."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()

@@ -1,0 +1,70 @@
+"""Curves for TensorBoard: an event file in a folder named like the node, so that nodes of one DIR are compared."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from node.metrics.background import installed
+from node.metrics.catalogue import Fields
+from node.metrics.curves import Curves
+from node.metrics.sink import About, MetricsError
+
+
+class TensorBoardFile:
+    """Writes in ``folder``/``node``. MetricsError: the package is missing, or the folder cannot be written.
+
+    Without the package's own writer: it has a further thread, which prints a traceback when a disk is full.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, node: str) -> None:
+        installed("tensorboard", "--tensorboard", "tensorboard")
+        self._folder, self._curves = folder / node, Curves()
+        self._records: Any = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> MetricsError:
+        return MetricsError(
+            f"Cannot write for TensorBoard into {str(self._folder)!r} ({error.strerror}): choose another folder with --tensorboard."
+        )
+
+    def begin(self, about: About) -> str:
+        """Open the file, which has the name by which TensorBoard finds it."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        now = time.time()
+        path = self._folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname().replace('/', '-')}.{os.getpid()}"
+        try:
+            self._records = RecordWriter(path.open("xb"))
+            self._write(Event(wall_time=now, file_version="brain.Event:2"))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return f"curves for TensorBoard: tensorboard --logdir {self._folder.parent}"
+
+    def event(self, name: str, time: float, fields: Fields) -> None:
+        """Append its points, and hand them to the system at once."""
+        step, points = self._curves.points(name, time, fields)
+        if points:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+            self._write(Event(wall_time=time, step=step, summary=Summary(value=values)))
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._records is not None:
+            self._records.close()

@@ -1,0 +1,66 @@
+"""Curves for Weights & Biases: a run named like the node. Where to, and whether at all, the user's WANDB_* variables say too."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from node.metrics.background import installed
+from node.metrics.catalogue import Fields
+from node.metrics.curves import Curves
+from node.metrics.sink import About, MetricsError, one_line
+
+INIT_S = 60.0  # seconds to reach the server at the start
+FINISH_S = 25.0  # seconds to upload what is left at the end; less than what `Background` waits
+
+
+class WandbRun:
+    """Logs to ``project`` (or ``team/project``); W&B's own files go below ``folder``. MetricsError: the package is missing."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, project: str, node: str, folder: Path) -> None:
+        installed("wandb", "--wandb", "wandb")
+        self._team, _, self._project = project.rpartition("/")
+        self._node, self._folder, self._curves = node, folder, Curves()
+        self._run: Any = None
+
+    def begin(self, about: About) -> str:
+        """Start the run. MetricsError: nobody is logged in, or the server is not reached."""
+        import wandb
+
+        # What W&B prints would tear the progress bar, and it must not catch what others print.
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True)
+        try:
+            # Its own variable wins; without it, the folder of the run and not the current one.
+            where = None if os.environ.get("WANDB_DIR") else self._folder
+            if where is not None:
+                where.mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(
+                project=self._project, entity=self._team or None, name=self._node, group=about.swarm, dir=where,
+                config=asdict(about), settings=quiet,
+            )  # fmt: skip
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:  # W&B has no family of its own for what it raises here
+            raise MetricsError(
+                f"Weights & Biases cannot be started ({one_line(error)}): run wandb login, or set WANDB_MODE=offline."
+            ) from error
+        where_to = f"wandb sync {self._run.sync_dir}" if self._run.offline else self._run.url
+        return f"curves for Weights & Biases: {where_to}" if where_to else ""  # nowhere with WANDB_MODE=disabled
+
+    def event(self, name: str, time: float, fields: Fields) -> None:
+        """Log its points; of the end, also what the run came to."""
+        step, points = self._curves.points(name, time, fields)
+        if points:
+            self._run.log({"step": step, **points})
+        if name == "end":
+            self._run.summary.update({f"end/{key}": value for key, value in fields.items() if not isinstance(value, dict)})
+
+    def close(self) -> None:
+        """Upload what is left."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()

@@ -1,0 +1,193 @@
+"""Sinks get what the file gets; one that fails, or hangs, costs a sentence and nothing else."""
+
+import importlib.util
+import json
+import threading
+
+import pytest
+
+from node.config import load
+from node.metrics import Metrics, MetricsError
+from node.metrics.background import Background, SinkError, installed
+from node.metrics.opening import check_demo, flags_of_demo, open_sinks
+from node.metrics.sink import About, Sinks
+
+ABOUT = About(
+    swarm="s", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
+)  # fmt: skip
+WAIT_S = 30.0
+
+
+class Fake:
+    """Keeps what it is told; fails at the events that are named."""
+
+    name = "the fake"
+
+    def __init__(self, *failing):
+        self.failing, self.got, self.closed = failing, [], 0
+
+    def begin(self, about):
+        self.about = about
+        return f"{about.node} begins"
+
+    def event(self, name, time, fields):
+        if name in self.failing:
+            raise OSError(28, "No space left on device")
+        self.got.append((name, fields))
+
+    def close(self):
+        self.closed += 1
+        if "close" in self.failing:
+            raise RuntimeError("the server\nis gone")
+
+
+def test_a_sink_gets_every_event_plain_and_the_live_ones_besides(tmp_path):
+    fake, said = Fake(), []
+    with Sinks([fake], said.append) as sinks:
+        sinks.begin(ABOUT)
+        metrics = Metrics(tmp_path / "metrics.jsonl", said.append, sinks)
+        metrics.write("evaluation", step=3, loss=float("nan"))
+        metrics.live("progress", step=4, loss=float("inf"))
+        metrics.close()
+    assert fake.got == [("evaluation", {"step": 3, "loss": None}), ("progress", {"step": 4, "loss": None})]
+    assert (fake.closed, said) == (1, ["anna begins"])
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["event"] == "evaluation"
+
+
+def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path):
+    bad, good, said = Fake("round"), Fake(), []
+    sinks = Sinks([bad, good], said.append)
+    metrics = Metrics(tmp_path / "metrics.jsonl", said.append, sinks)
+    for event in ("start", "round", "round", "end"):
+        metrics.write(event)
+    sinks.close()
+    assert [name for name, _ in bad.got] == ["start"]
+    assert [name for name, _ in good.got] == ["start", "round", "round", "end"]
+    assert (bad.closed, good.closed) == (1, 1)
+    assert said == [
+        "the fake gets no metrics any more (No space left on device); training goes on, and metrics.jsonl has them all."
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("failing", [("close",), ("round", "close")])
+def test_a_sink_that_does_not_end_well_is_one_line_more(failing):
+    said = []
+    with Sinks([Fake(*failing)], said.append) as sinks:
+        sinks.event("round", 0.0, {})
+    assert "(the server is gone)" in said[-1]
+    assert not any("\n" in line for line in said)
+
+
+def test_what_fails_in_the_background_is_told_by_the_next_event():
+    fake, said = Fake("round"), []
+    background = Background(fake)
+    sinks = Sinks([background], said.append)
+    sinks.begin(ABOUT)
+    sinks.event("start", 0.0, {})
+    sinks.event("round", 0.0, {})
+    background._thread.join(WAIT_S)
+    assert (fake.closed, said) == (1, ["anna begins"])
+    sinks.event("end", 0.0, {})
+    sinks.close()
+    assert said[1:] == [
+        "the fake gets no metrics any more (No space left on device); training goes on, and metrics.jsonl has them all."
+    ]
+    assert fake.got == [("start", {})]
+
+
+def test_the_background_writes_all_that_waits_before_it_ends():
+    fake = Fake()
+    background = Background(fake)
+    background.begin(ABOUT)
+    for number in range(100):
+        background.event("round", 0.0, {"round": number})
+    background.close()
+    background.close()
+    assert [fields["round"] for _, fields in fake.got] == list(range(100))
+    assert fake.closed == 1
+
+
+class Hanging(Fake):
+    """Takes no second event before it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.let_go, self.busy = threading.Event(), threading.Event()
+
+    def event(self, name, time, fields):
+        self.busy.set()
+        assert self.let_go.wait(WAIT_S)
+
+
+def test_a_sink_that_hangs_holds_nobody_up():
+    hanging, said = Hanging(), []
+    background = Background(hanging, most=2, end_s=0.01)
+    with Sinks([background], said.append) as sinks:
+        sinks.begin(ABOUT)
+        sinks.event("round", 0.0, {})
+        assert hanging.busy.wait(WAIT_S)
+        for _ in range(5):
+            sinks.event("round", 0.0, {})
+    assert said[1:] == [
+        "the fake gets no metrics any more (it takes nothing, and 2 events wait); training goes on, "
+        "and metrics.jsonl has them all.",
+        "the fake did not end well either (it takes nothing).",
+    ]
+    hanging.let_go.set()
+    background._thread.join(0.01)
+
+
+def test_a_sink_that_does_not_come_to_its_end():
+    hanging = Hanging()
+    background = Background(hanging, end_s=0.01)
+    background.begin(ABOUT)
+    background.event("round", 0.0, {})
+    with pytest.raises(SinkError, match=r"not done within 0\.01 s"):
+        background.close()
+    hanging.let_go.set()
+    background._thread.join(WAIT_S)
+    assert hanging.closed == 1
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_a_missing_package_names_the_extra(extra, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    node = load(None, {f"node.{extra}": "x", "node.folder": str(tmp_path / "run")})
+    with pytest.raises(MetricsError) as said:
+        open_sinks(node.node, print)
+    assert str(said.value) == (
+        f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_is_there():
+    installed("json", "--json", "json")
+    with pytest.raises(MetricsError):
+        installed("no_such_package_at_all.below", "x", "x")
+
+
+def test_without_a_setting_there_is_no_sink_and_no_sentence():
+    said = []
+    with open_sinks(load().node, said.append) as sinks:
+        sinks.begin(ABOUT)
+        sinks.event("round", 0.0, {})
+    assert said == []
+
+
+def test_the_nodes_of_a_demo_have_ports_one_after_another():
+    node = load(None, {"node.metrics": "0.0.0.0:9464", "node.wandb": "team/project"}).node
+    assert flags_of_demo(node, 2) == ["--metrics", "0.0.0.0:9466", "--wandb", "team/project"]
+    assert flags_of_demo(load(None, {"node.metrics": 0}).node, 2) == ["--metrics", "127.0.0.1:0"]
+    assert flags_of_demo(load().node, 2) == []
+
+
+def test_a_demo_is_checked_before_its_nodes_start():
+    said = []
+    check_demo(load(None, {"node.metrics": 0}).node, 3, said.append)
+    assert said == []
+    with pytest.raises(MetricsError, match=r"There are no 4 ports from --metrics 127\.0\.0\.1:65533 on: choose a lower one\."):
+        check_demo(load(None, {"node.metrics": "65533"}).node, 4, said.append)
