@@ -27,6 +27,7 @@ from node.metrics_cli import METRICS_OPTIONS, metrics_options, metrics_overrides
 from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
+from node.sim.cli import sim
 from node.status_cli import status
 from node.verify.cli import verify
 from node.watch.cli import watch
@@ -139,7 +140,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (verify, seed, invite, doctor, init, pull, chaos, watch, merge, status):
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch, merge, status, sim):
     cli.add_command(command)
 
 
