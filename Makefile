@@ -4,7 +4,7 @@
 #
 # Everything is installed into .venv, and again only when pyproject.toml or constraints.txt have changed.
 # PYTHON=python3.12 chooses the interpreter; PIP_ARGS goes to `pip install`, for instance to name the index of a CUDA or CPU
-# build of PyTorch (README, "On a GPU").
+# build of PyTorch (docs/install.md).
 
 PYTHON ?= python3
 VENV ?= .venv

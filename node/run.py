@@ -111,8 +111,9 @@ class NodeRun:
             if saved is not None:
                 self.settings = beginning.with_its_task(self.settings, saved)
             self._make_trainer()
-            terms = make_terms(self.settings, self.trainer.task)
-            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params), terms)
+            task = self.trainer.task
+            terms, model = make_terms(self.settings, task), model_digest(self.trainer.params)
+            sealed = new_manifest(self.settings, identity, model, terms, task.agreed_options())
         return create(self.settings, identity, sealed)
 
     def _task(self) -> Task:
@@ -254,6 +255,7 @@ class NodeRun:
             self.display.message(result.not_saved)
         if not result.interrupted:
             result.loss_last = trainer.evaluate()
+            result.task = trainer.task.extra_results(result.loss_last)
             if self.baseline:
                 result.loss_local = self._train_alone(shard)
                 result.interrupted = self.stopper.requested

@@ -20,6 +20,10 @@ import pytest
 from node.cli import cli
 from node.config import load
 from node.exit_codes import MEANING
+from node.hooks import load_task
+from node.task import Shard
+from node.trainer import Trainer
+from swarm.manifest import OuterSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,6 +98,17 @@ def test_python_block_runs(block, scratch):
     assert run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", block.code], scratch)
 
 
+def test_the_task_of_the_readme_trains(tmp_path):
+    """As the demo that stands below it would train it, but in this process and without a swarm."""
+    (code,) = [b.code for b in BLOCKS if b.page == "README.md" and "(Task):" in b.code]
+    (tmp_path / "sums.py").write_text(code)
+    trainer = Trainer(load_task(f"{tmp_path}/sums.py:Sums", {}), OuterSettings(every=25), TrainSettings(steps=400))
+    trainer.connect(trainer.opt.exchange, "run", Shard(0, 2, 0))
+    before = trainer.evaluate()
+    trainer.run()
+    assert trainer.evaluate() < before / 2
+
+
 @pytest.mark.parametrize("block", chosen("toml"))
 def test_toml_block_loads(block, tmp_path):
     file = tmp_path / "swarm.toml"
@@ -148,5 +163,5 @@ def test_files_that_the_pages_name_exist():
 
 
 def test_exit_codes_are_those_of_the_program():
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
     assert rows == [(str(int(code)), meaning) for code, meaning in MEANING.items()]

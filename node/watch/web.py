@@ -1,6 +1,6 @@
 """``shoal watch --web PORT``: one page, served to this machine, that shows the swarm live. Works without any other network.
 
-The page gets a picture of the swarm, whole, at most once a second, by server-sent events.
+The page gets a picture of the swarm, whole, at most once a second (at first more often), by server-sent events.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from node.watch.swarm_view import SwarmView
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")
+FIRST_S = 0.1  # between two looks at the beginning, when peer after peer appears
+SETTLING_S = 5.0
 FRAME_S = 0.5
 POINTS = 6000  # of all curves in one picture
 MOST_AT_ONCE = 5000  # events taken between two pictures
@@ -90,11 +92,13 @@ class Page:
 
     async def keep(self, until: Callable[[], bool]) -> None:
         """Take what arrives and draw it, until the source of a live swarm ends, or ``until``."""
+        begun = time.monotonic()
         while not until():
             changed = await self.step()
             if self._live and self._source.ended.is_set():
                 return
-            await asyncio.sleep(FRAME_S * (2 if changed else 1))
+            settling = time.monotonic() - begun < SETTLING_S
+            await asyncio.sleep(FIRST_S if settling else FRAME_S * (2 if changed else 1))
 
     async def step(self) -> bool:
         """Take what is there; whether there is a new picture."""

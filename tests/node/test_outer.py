@@ -17,7 +17,7 @@ from swarm.manifest import KNOBS, OuterSettings, TrainSettings
 from swarm.messages import Offer
 from swarm.outer import OuterError, make_outer
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]
 VALUES = {
     "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
@@ -71,8 +71,8 @@ def test_the_help_names_every_method(command):
     assert [name for name in METHODS if name not in words] == []
 
 
-def test_the_readmes_table_has_every_method_with_whom_it_meets_and_a_command():
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([a-z ]+) \| .* \| `(shoal .*)` \|$", README.read_text(encoding="utf-8"), re.M)
+def test_the_table_in_the_docs_has_every_method_with_whom_it_meets_and_a_command():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([a-z ]+) \| .* \| `(shoal .*)` \|$", PAGE.read_text(encoding="utf-8"), re.M)
     who = {"a partner": "pair", "everyone": "everyone", "nobody": "nobody"}
     assert {name: who[group] for name, group, _ in rows} == {name: method.group for name, method in METHODS.items()}
     for name, _, command in rows:

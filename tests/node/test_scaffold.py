@@ -56,8 +56,21 @@ def test_the_settings_load_and_the_commands_of_the_readme_exist(made, template):
     assert {words[0] for words in others} == {"up", "join"}
 
 
-def test_pretraining_lowers_the_loss(made):
-    settings = load(made("pretrain") / "swarm.toml", {"train.steps": 30, "outer.every": 10, "task.options.width": 16})
+def put_into_the_template(file):
+    """The model of docs/own-model.md in the place of the template's."""
+    (model,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8"), re.M | re.S)
+    text = file.read_text(encoding="utf-8")
+    start, end = text.index("class Model("), text.index("class Pretrain(")
+    assert "nn.GRU" in model
+    file.write_text(f"{text[:start]}{model}\n\n{text[end:]}", encoding="utf-8")
+
+
+@pytest.mark.parametrize("model", ["the template's", "the guide's"])
+def test_pretraining_lowers_the_loss(made, model):
+    folder = made("pretrain")
+    if model == "the guide's":  # which says that nothing else has to change
+        put_into_the_template(folder / "task.py")
+    settings = load(folder / "swarm.toml", {"train.steps": 30, "outer.every": 10, "task.options.width": 16})
     (Path("text") / "deep").mkdir(parents=True)
     Path("text/deep/a.txt").write_text("all work and no play makes jack a dull boy. " * 1000)
     task = load_task(settings.task.hooks, {**settings.task.options, "data": "text", "lr": 1e-2})
