@@ -10,7 +10,6 @@ from typing import Any
 from safetensors.torch import save_file
 
 from node import beginning, checkpoint, memory
-from node.ahead import OPTIMIZERS, importing
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
 from node.disk import room_maker
@@ -91,11 +90,7 @@ class NodeRun:
         own = saved if link is not None and saved is not None and saved.swarm == link.swarm else None
         sealed = None if own is None else own.sealed
         with open_sinks(self.settings.node, self.display.message) as self.sinks:
-            if link is None:
-                membership = self._create(identity, saved)
-            else:
-                with importing(OPTIMIZERS):  # the trainer, which needs it, is made when the swarm's settings are known
-                    membership = join(self.settings, identity, link, sealed)
+            membership = self._create(identity, saved) if link is None else join(self.settings, identity, link, sealed)
             try:
                 self.membership = membership
                 return self._in_swarm(saved)
