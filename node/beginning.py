@@ -16,6 +16,7 @@ import torch
 from node import checkpoint
 from node.checkpoint import CheckpointError
 from node.config import NodeSettings, Settings, TaskSettings
+from node.data.errors import DataError
 from node.membership import BUILT_IN_TASKS, RL
 from node.task import Shard
 from node.trainer import Trainer, TrainingError, plain
@@ -174,7 +175,11 @@ def carry_over(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings) -
     shard, before = trainer.shard, Shard(*state["shard"])
     if shard != before:
         dropped.append(f"the place in the data (the shard is {_shown(shard)} now, not {_shown(before)})")
-    trainer.draw_from(opt.steps if shard == before else 0, state)
+    try:
+        trainer.draw_from(opt.steps if shard == before else 0, state)
+    except DataError:
+        dropped.append("the place in the data (it is other data now, or cut otherwise)")
+        trainer.draw_from(0, state)
     return dropped
 
 

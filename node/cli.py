@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from node.chaos.cli import chaos
+from node.data_cli import data_options, data_overrides, option_option, task_option
 from node.doctor.cli import doctor
 from node.exit_codes import ExitCode, epilogue
 from node.init_cli import init
@@ -26,15 +27,12 @@ from node.metrics_cli import METRICS_OPTIONS, metrics_options, metrics_overrides
 from node.pull_cli import pull
 from node.seed_cli import seed
 from node.shadow import shadowed
+from node.sim.cli import sim
+from node.status_cli import status
 from node.verify.cli import verify
 from node.watch.cli import watch
 
 SUGGEST_LOG = "run again with --verbose to see what happened"
-
-
-def _task_option(default: str | None) -> Callable[..., Any]:
-    shown = "text|rl|MODULE:CLASS|FILE.py:CLASS"
-    return click.option("--task", "--hooks", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]")
 
 
 def _rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,8 +64,6 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port."),
         click.option("--bootstrap", multiple=True, metavar="MULTIADDR", help="A seed (or member) to get in through."),
         click.option("--relay", metavar="auto|only|off", help="Be reached through a seed or the link's peers.  [default: auto]"),
-        click.option("--data", help="Files or folders of text to train on, for the built-in task."),
-        click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
         click.option("--folder", type=click.Path(path_type=Path), help="Where checkpoints and metrics go.  [default: runs/NAME]"),
         click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
         click.option("--threads", type=int, help="Threads for computing on the CPU.  [default: half of the processors]"),
@@ -79,7 +75,7 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Go on from a checkpoint, or a node's newest one, in another swarm.",
         ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
-        _task_option(None),
+        task_option(None),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."),
         click.option("--verbose", is_flag=True, help="Log what the network does, on stderr."),
         # For `shoal demo`, which starts its nodes by these same commands.
@@ -89,7 +85,7 @@ def _node_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ]
     for option in reversed(options):
         function = option(function)
-    return function
+    return data_options(function)
 
 
 _set_option = click.option(
@@ -144,7 +140,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (verify, seed, invite, doctor, init, pull, chaos, watch, merge):
+for command in (verify, seed, invite, doctor, init, pull, chaos, watch, merge, status, sim):
     cli.add_command(command)
 
 
@@ -156,6 +152,7 @@ for command in (verify, seed, invite, doctor, init, pull, chaos, watch, merge):
 @_outer_options
 @_rl_options
 @limit_options
+@option_option
 @metrics_options
 @_node_options
 def up(file: Path | None, **flags: Any) -> int:
@@ -184,8 +181,8 @@ def join(link: str, **flags: Any) -> int:
 @_rl_options
 @metrics_options
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
-@_task_option("text")
-@click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256.")
+@task_option("text")
+@option_option
 @click.option("--device", default="auto", show_default=True, help="Where the nodes train: auto, cpu, cuda, cuda:1 ... or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
@@ -219,21 +216,6 @@ def _look_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
-
-
-@cli.command()
-@_look_options
-def status(link: str, as_json: bool, verbose: bool) -> int:
-    """Show who is in the swarm of LINK: their round, loss and speed."""
-    from swarm.link import Link
-
-    parsed = Link.parse(link)
-    log_to_stderr(verbose)
-    from node.status import read_status, table
-
-    report = read_status(parsed)
-    click.echo(json.dumps(report) if as_json else table(report))
-    return int(ExitCode.OK)
 
 
 @cli.command()
@@ -336,7 +318,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as dotted settings; those not given are None or empty and change nothing."""
-    names = ("name", "device", "relay", "data", "shard", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
+    names = ("name", "device", "relay", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,
@@ -347,6 +329,7 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         "outer.every": flags.get("every"),
         **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
         **limit_overrides(flags),
+        **data_overrides(flags),
         **metrics_overrides(flags),
         **_outer_overrides(flags),
     }

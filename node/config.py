@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_FILE_BYTES = 2**20
+DATA = "The task's option data on this node: for text, files, folders, FILE.jsonl, FILE.jsonl.gz, FILE.txt.gz, or hf:DATASET."
 
 
 def _file_name(value: str) -> str:
@@ -126,7 +127,7 @@ class NodeSettings(_Table):
     slow_on_device: bool = Field(
         default=False, description="Keep the slow weights on the device: faster, for 4 to 8 bytes of its memory a parameter."
     )
-    data: str = Field(default="", description="The task's option data on this node: for text, files or folders.")
+    data: str = Field(default="", description=DATA)
     shard: str | None = Field(
         default=None, description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one."
     )

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from node.checkpoint import check_writable
 from node.config import Settings, assignment, load, resolve_device
+from node.data import agreement
 from node.display import Display, make_display
 from node.exit_codes import ExitCode
 from node.hooks import load_task
@@ -209,7 +210,8 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
     def own(index: int) -> list[str]:
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
-        return [*place, "--baseline", "--keep-rounds", *flags, *flags_of_demo(settings.node, index)]
+        own_data = agreement.flags(hooks, settings.task.options)
+        return [*place, *own_data, "--baseline", "--keep-rounds", *flags, *flags_of_demo(settings.node, index)]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
     link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)

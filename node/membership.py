@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
 from node.config import Settings
+from node.data import agreement
 from node.hooks import BUILT_IN, HookError
 from node.memory import shares
 from node.peers_setting import lists
@@ -21,6 +22,7 @@ from swarm.messages import Member, seal
 from swarm.verify_setting import StretchTerms, Terms
 
 KNOWN_PEERS = "peers.json"
+AWAIT_S = 20.0  # seconds that who returns to a silent swarm waits for the others: two searches, and two readings of the directory
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 
@@ -33,18 +35,26 @@ def task_label(hooks: str) -> str:
 
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
     """What all peers must agree on: for rl that is also what is learnt, while how and by which model is each node's own affair."""
+    if settings.task.hooks == agreement.TEXT:
+        return agreement.told(settings.task.options)
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
     return {**settings.task.options, **own}
 
 
-def new_manifest(settings: Settings, identity: Identity, model: str, terms: Terms | StretchTerms | None = None) -> bytes:
-    """The sealed manifest of a new swarm; ``terms`` if claims are made in it."""
+def new_manifest(
+    settings: Settings,
+    identity: Identity,
+    model: str,
+    terms: Terms | StretchTerms | None = None,
+    agreed: Mapping[str, int | float | str | bool] | None = None,
+) -> bytes:
+    """The sealed manifest of a new swarm; ``terms`` if claims are made in it, ``agreed`` as ``Task.agreed_options`` says."""
     manifest = Manifest(
         name=settings.swarm.name,
         created=time.time(),
         creator=identity.peer_id,
         task=task_label(settings.task.hooks),
-        task_options=task_options(settings),
+        task_options={**task_options(settings), **(agreed or {})},
         outer=settings.outer.resolved(),
         train=settings.train,
         verify=settings.verify,
@@ -62,9 +72,19 @@ def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
     return membership.create(identity, sealed, place(settings))
 
 
-def join(settings: Settings, identity: Identity, link: Link) -> Membership:
-    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
-    return membership.join(identity, link, place(settings))
+def join(settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None) -> Membership:
+    """Start a node in the swarm of ``link``, alone if need be where it has been before (``sealed``: the manifest). A ShoalError."""
+    return membership.join(identity, link, place(settings), sealed)
+
+
+def await_others(membership: Membership, say: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+    """After a return to a swarm of which nobody is in sight: wait a moment for who was known, and tell what comes then."""
+    host, directory = membership.host, membership.directory
+    if host.entry() or len(directory.members()) > 1:
+        return
+    say(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
+    if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
+        say(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
 
 
 def place(settings: Settings) -> Place:
@@ -88,6 +108,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     """This node's own settings with the swarm's in place of its outer, train and task settings.
 
     Raises:
+        DataError: the swarm names a path as its data.
         HookError: the swarm trains a task that this node must be given with --hooks, or was given another one.
     """
     hooks = settings.task.hooks
@@ -100,6 +121,8 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
         raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --hooks.")
     options = dict(manifest.task_options)
+    if hooks == agreement.TEXT:
+        options = agreement.taken(options, settings.task.options)
     rl = settings.rl
     if hooks == RL:
         rl = rl.model_copy(update={"env": _agreed_env(rl, str(options.pop("env", "")))})

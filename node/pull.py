@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from node import partial
 from node.config import Settings, load
+from node.data.errors import DataError
 from node.export import WEIGHTS, export_model, export_numbered, fill
-from node.gpt import GPT, Attention
+from node.gpt import GPT, VOCABULARY, Attention
 from node.hooks import HookError, load_task
 from node.membership import RL, swarm_settings
 from node.partial import Partial
@@ -129,14 +130,14 @@ def make(manifest: Manifest, hooks: str | None) -> tuple[Made | None, str]:
     """The swarm's model; or None, and why its parameters' names are not known.
 
     Raises:
-        HookError, ModelDiffersError: the task that the user named cannot be made, or is not the swarm's.
+        HookError, DataError, ModelDiffersError: the task that the user named cannot be made, or is not the swarm's.
     """
     if manifest.task == RL and hooks is None:
         return None, "the model of an rl task is each node's own affair"
     try:
         settings = swarm_settings(load(None, {"task.hooks": hooks}), manifest)
         made = _model(settings)
-    except HookError as error:
+    except (HookError, DataError) as error:
         if hooks is not None:
             raise
         return None, str(error)
@@ -273,7 +274,9 @@ def _size(gpt: GPT) -> dict[str, int]:
     """What ``GPT`` is made with."""
     context, width = gpt.positions.weight.shape
     heads = next(module.heads for module in gpt.modules() if isinstance(module, Attention))
-    return {"layers": len(gpt.blocks), "width": width, "heads": heads, "context": context}
+    vocabulary = len(gpt.bytes.weight)
+    other = {} if vocabulary == VOCABULARY else {"vocabulary": vocabulary}
+    return {"layers": len(gpt.blocks), "width": width, "heads": heads, "context": context, **other}
 
 
 def summary(report: Mapping[str, Any]) -> str:

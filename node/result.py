@@ -41,7 +41,10 @@ class Result:
     restarts: int = 0
     """How often the network daemon had to be started again."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Streams and calls of others that were refused, by reason (swarm/entrance.py)."""
+    """What of others' was refused, by reason: streams and calls (swarm/entrance.py), and gossiped records (swarm/gossip.py)."""
+    task: dict[str, int | float] = field(default_factory=dict)
+    """What the task says of it besides (``Task.extra_results``): of text ``bits_per_byte``, ``loss_last`` in bits for each byte,
+    which can be compared where tokenizers differ, and of a stream ``skipped``, how often a record could not be used."""
     interrupted: bool = False
     not_saved: str | None = None
     """Why the end of the run could not be saved, if so."""

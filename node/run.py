@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from node import beginning, checkpoint, memory
+from node.ahead import OPTIMIZERS, importing
 from node.beginning import Saved
 from node.config import Settings, resolve_device, use_threads
 from node.disk import room_maker
@@ -17,6 +18,7 @@ from node.display import Display
 from node.hooks import load_task
 from node.membership import (
     RL,
+    await_others,
     choose_shard,
     create,
     join,
@@ -26,6 +28,7 @@ from node.membership import (
 )
 from node.metrics import Metrics, RoundRecord
 from node.metrics.opening import about, open_sinks
+from node.refusals import Refusals
 from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
@@ -85,8 +88,14 @@ class NodeRun:
         self.device = resolve_device(self.settings.node.device)
         use_threads(self.settings.node.threads)
         link = self.link
+        own = saved if link is not None and saved is not None and saved.swarm == link.swarm else None
+        sealed = None if own is None else own.sealed
         with open_sinks(self.settings.node, self.display.message) as self.sinks:
-            membership = self._create(identity, saved) if link is None else join(self.settings, identity, link)
+            if link is None:
+                membership = self._create(identity, saved)
+            else:
+                with importing(OPTIMIZERS):  # the trainer, which needs it, is made when the swarm's settings are known
+                    membership = join(self.settings, identity, link, sealed)
             try:
                 self.membership = membership
                 return self._in_swarm(saved)
@@ -102,8 +111,9 @@ class NodeRun:
             if saved is not None:
                 self.settings = beginning.with_its_task(self.settings, saved)
             self._make_trainer()
-            terms = make_terms(self.settings, self.trainer.task)
-            sealed = new_manifest(self.settings, identity, model_digest(self.trainer.params), terms)
+            task = self.trainer.task
+            terms, model = make_terms(self.settings, task), model_digest(self.trainer.params)
+            sealed = new_manifest(self.settings, identity, model, terms, task.agreed_options())
         return create(self.settings, identity, sealed)
 
     def _task(self) -> Task:
@@ -139,6 +149,8 @@ class NodeRun:
         if self.link is not None:
             self.directory.refresh(10.0)
         own = beginning.own_run(saved, swarm, settings.node)
+        if self.link is not None and own is not None:
+            await_others(membership, self.display.message, lambda: self.stopper.requested)
         if own is not None and settings.node.shard is None:
             shard = own.shard
         else:
@@ -174,6 +186,7 @@ class NodeRun:
             params=sum(parameter.numel() for parameter in trainer.params),
         )
         self.metrics = Metrics(self.folder / METRICS, self.display.message, self.sinks)
+        self.refusals = Refusals(membership.refused, self.metrics.write, self.display.message)
         self.reporter = Reporter(membership, settings.node.name)
         try:
             return self._train(shard)
@@ -236,12 +249,13 @@ class NodeRun:
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
-        result.refused = self.host.entrance.refused()
+        result.refused = self.refusals.now()
         result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
             self.display.message(result.not_saved)
         if not result.interrupted:
             result.loss_last = trainer.evaluate()
+            result.task = trainer.task.extra_results(result.loss_last)
             if self.baseline:
                 result.loss_local = self._train_alone(shard)
                 result.interrupted = self.stopper.requested
@@ -328,9 +342,7 @@ class NodeRun:
             self._keep_slow(result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
-        if (refused := self.host.entrance.refused()) != result.refused:
-            result.refused = refused
-            self.metrics.write("refused", **refused)
+        self.refusals.look()
         if line := self.membership.news():
             self.display.message(line)
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from node.display import clean
-from node.findings import findings
 from swarm.admission import Introductions
 from swarm.directory import Directory
 from swarm.door import Door
@@ -21,8 +20,8 @@ from swarm.identity import Identity
 from swarm.invitation import admission
 from swarm.link import Link
 from swarm.manifest import Manifest
-from swarm.membership import facts
 from swarm.messages import Member
+from swarm.overview import overview
 from swarm.records import MemberValidator
 from swarm.stream import short
 from swarm.welcome import fetch_manifest
@@ -62,37 +61,7 @@ def read_status(link: Link) -> dict[str, Any]:
     """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
     with visited(link) as (_, manifest, members):
         pass
-    now = time.time()
-    return {
-        "swarm": link.swarm,
-        "name": manifest.name,
-        "task": manifest.task,
-        "method": manifest.outer.method,
-        "every": manifest.outer.resolved().every,
-        "peers": len(members),
-        "members": [
-            {
-                **facts(peer, member),
-                "step_s": 1 / member.steps_per_s if member.steps_per_s else None,
-                "exchange_s": member.exchange_s,
-                "wait_s": member.wait_s,
-                "exchanges": member.exchanges,
-                "failures": dict(member.failures),
-                "missing": list(member.missing_names),
-                "shard": f"{member.shard}/{member.shards}",
-                "version": member.version,
-                "reach": reach(member),
-                "seen_s_ago": round(max(now - member.issued, 0.0), 1),
-            }
-            for peer, member in sorted(members.items(), key=lambda item: item[1].name)
-        ],
-        "findings": findings(members, now),
-    }
-
-
-def reach(member: Member) -> str:
-    """How others get to a member: relayed if libp2p found that nobody can dial it and so announces a relay; else direct."""
-    return "relayed" if any("/p2p-circuit" in address for address in member.addresses) else "direct"
+    return overview(link.swarm, manifest, members, time.time())
 
 
 def table(report: dict[str, Any]) -> str:

@@ -37,6 +37,18 @@ class Shard:
     seed: int
 
 
+class Batches(Iterator[Any]):
+    """Batches that know where they are: a checkpoint holds it, and a resumed run need not draw again what it had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins: dicts and lists of numbers, texts and tensors. Small, for it is in each checkpoint."""
+        raise NotImplementedError("batches that can be continued need state_dict()")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, with the very batches that would have followed. A ShoalError, and no change, if that cannot be."""
+        raise NotImplementedError("batches that can be continued need load_state_dict(state)")
+
+
 class Task:
     """One model, its data and its loss. The same class with the same options runs on every peer."""
 
@@ -47,7 +59,7 @@ class Task:
     def batches(self, shard: Shard) -> Iterator[Any]:
         """Yield batches without end: CPU tensors in any nesting of tuples, lists and dicts.
 
-        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was.
+        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was. It may be ``Batches``.
         """
         raise NotImplementedError("a task needs batches(shard)")
 
@@ -66,6 +78,14 @@ class Task:
     def tokens(self, batch: Any) -> int:
         """Return how much a batch counts where peers are weighed by it, or rounds measured. Default: its first tensor's size."""
         return elements(batch)
+
+    def agreed_options(self) -> dict[str, int | float | str | bool]:
+        """Options that whoever joins must have too and the user did not give, such as a digest of a file. Default: none."""
+        return {}
+
+    def extra_results(self, loss: float) -> dict[str, int | float]:
+        """What else there is to say of a run that ended with ``loss`` of ``evaluate``: goes into result.json. Default: nothing."""
+        return {}
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""

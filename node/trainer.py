@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from node.task import Shard, Task, tokens_in
+from node.task import Batches, Shard, Task, tokens_in
 from optim import Alone, Exchange, RoundInfo, method_named
 from swarm.errors import ShoalError
 from swarm.manifest import OuterSettings, TrainSettings
@@ -189,6 +189,7 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "rng_device": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
+            "data": self._batches.state_dict() if isinstance(self._batches, Batches) else None,
         }
 
     def _names(self) -> list[list[str]]:
@@ -207,6 +208,7 @@ class Trainer:
                 f"say --shard {index}/{of}, or start without --resume."
             )
         self.check_model(state)
+        self.find_place(state)
         try:
             self.opt.load_state_dict(state["optimizer"])
         except ValueError as error:
@@ -215,6 +217,14 @@ class Trainer:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.draw_from(self.opt.steps, state)
+
+    def find_place(self, state: dict[str, Any]) -> Batches | None:
+        """The batches that follow those of ``state``, where they know their place. A ShoalError if it is one in other data."""
+        batches = self.task.batches(self.shard) if state.get("data") is not None else None
+        if isinstance(batches, Batches):
+            batches.load_state_dict(state["data"])
+            return batches
+        return None
 
     def check_model(self, state: dict[str, Any]) -> None:
         """TrainingError unless ``state`` is of a model with the same tensors."""
@@ -227,8 +237,9 @@ class Trainer:
             )
 
     def draw_from(self, step: int, state: dict[str, Any]) -> None:
-        """Go on with the batch after ``step`` ones of this shard, and with the random numbers of ``state``."""
-        self._batches = self.task.batches_from(self.shard, step)
+        """Go on with the batch after ``step`` ones of this shard, and with the random numbers of ``state``; 0: from the first."""
+        place = self.find_place(state) if step else None
+        self._batches = self.task.batches_from(self.shard, step) if place is None else place
         torch.set_rng_state(state["rng"])
         if self.device.type == "cuda" and state.get("rng_device") is not None:
             torch.cuda.set_rng_state(state["rng_device"], self.device)

@@ -141,16 +141,28 @@ class OuterOptimizer(OuterState):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One inner step, then whatever the schedule asks for (which may wait for a partner, within the exchange's limits)."""
         loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
+        for _ in self.after_inner():
+            pass  # whoever lands a flight waits for it
+        return loss
+
+    def after_inner(self) -> Iterator[Handle]:
+        """The rest of ``step``, after the inner optimizer's. Yields each exchange whose outcome is wanted next; iterate to the end.
+
+        For who cannot block, as a simulator that has one thread for all peers: it lets the exchange come to its end, then goes on.
+        """
         self.steps += 1
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
             for action in self.schedule.at(position):
                 if isinstance(action, Send):
+                    yield from [flight.handle for flight in self._in_flight.get(action.fragment, ()) if not flight.landed]
                     self._send(action.fragment)
                 else:
+                    due = self._flight_due(action.fragment, action.after)
+                    if due is not None and not due.landed:
+                        yield due.handle
                     self._due(action.fragment, action.after)
         self._detach()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -221,9 +233,11 @@ class OuterOptimizer(OuterState):
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
+    def _flight_due(self, fragment: int, after: int | None) -> Flight | None:
+        return next((f for f in self._in_flight[fragment] if after is None or f.position == self.position - after), None)
+
     def _due(self, fragment: int, after: int | None) -> None:
-        flights = self._in_flight[fragment]
-        due = next((f for f in flights if after is None or f.position == self.position - after), None)
+        flights, due = self._in_flight[fragment], self._flight_due(fragment, after)
         if due is not None:
             self._apply(fragment, due)
         elif flights and flights[-1].position == self.position:  # a delayed schedule's first round: there was none before

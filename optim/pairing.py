@@ -6,10 +6,12 @@ memberships disagree about some pairs only; ``candidates`` is the order in which
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 
 
+@functools.lru_cache(maxsize=8192)  # a round asks for each peer's several times
 def rank(seed: int, round: int, peer: str) -> bytes:
     """The 32 bytes by which a peer is placed in a round; uniform and fresh each round."""
     return hashlib.sha256(f"shoal/pairing/1:{seed}:{round}:{peer}".encode()).digest()
@@ -17,7 +19,7 @@ def rank(seed: int, round: int, peer: str) -> bytes:
 
 def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
     """All peers in the order of the round."""
-    return sorted(set(peers), key=lambda peer: rank(seed, round, peer))
+    return sorted(set(peers), key=functools.partial(rank, seed, round))
 
 
 def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[tuple[str, ...]]:
@@ -30,10 +32,14 @@ def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[t
 
 def mate(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
     """My partner of the round, or None when I am the odd one out."""
-    for group in groups(seed, round, {*peers, me}):
-        if me in group:
-            return next((peer for peer in group if peer != me), None)
-    return None
+    ordered = order(seed, round, {*peers, me})
+    return _beside(ordered, ordered.index(me))
+
+
+def _beside(ordered: list[str], here: int) -> str | None:
+    """The other one in the group of two at that place."""
+    there = here ^ 1
+    return ordered[there] if there < len(ordered) else None
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
@@ -41,8 +47,11 @@ def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str
     ordered = order(seed, round, {*peers, me})
     here = ordered.index(me)
     behind = ordered[here + 1 :] + ordered[:here]
-    partner = mate(seed, round, me, ordered)
-    return sorted(behind, key=lambda peer: peer != partner)
+    partner = _beside(ordered, here)
+    if partner is not None:
+        behind.remove(partner)
+        behind.insert(0, partner)
+    return behind
 
 
 def common(held: Mapping[int, int]) -> tuple[int, int]:

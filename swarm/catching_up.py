@@ -98,12 +98,22 @@ def _givers(membership: Membership, model: str, begun: bool) -> list[Member]:
     return [member for member in there if member.state in (("waiting", "training") if member.round > 0 else early)]
 
 
+def givers_of(membership: Membership, model: str, begun: bool = True) -> list[tuple[str, tuple[str, ...]]]:
+    """Peers to ask for weights, and their addresses; none if nobody else has finished a round."""
+    return [(member.peer, member.addresses) for member in _givers(membership, model, begun)[:ASKED]]
+
+
+def wish_of(membership: Membership, model: str, opt: OuterOptimizer) -> Wish:
+    """What fits ``opt``."""
+    request = StateRequest(swarm=membership.swarm, model=model)
+    return Wish(request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored)
+
+
 def _take(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
-    givers = [(member.peer, member.addresses) for member in _givers(membership, model, begun)[:ASKED]]
+    givers = givers_of(membership, model, begun)
     if not givers:
         return None
-    request = StateRequest(swarm=membership.swarm, model=model)
-    wish = Wish(request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored)
+    wish = wish_of(membership, model, opt)
     try:
         state = fetch_state(membership.host, wish, givers)
     except NetworkError as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from optim import FLOAT32, OuterOptimizer, RoundInfo
 from optim.sketch import sketch
 from swarm.anchor import Anchor
@@ -22,19 +25,26 @@ class Follower:
     Args:
         membership, model: the swarm, and the digest of the model's shapes.
         exchange, watch: the optimizer's, and what that exchange asks what to refuse.
+        clock: seconds; a simulation has its own.
     """
 
     def __init__(
-        self, membership: Membership, model: str, opt: OuterOptimizer, exchange: SwarmExchange | GroupExchange, watch: Watch
+        self,
+        membership: Membership,
+        model: str,
+        opt: OuterOptimizer,
+        exchange: SwarmExchange | GroupExchange,
+        watch: Watch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._opt, self._exchange, self._watch, self._directory = opt, exchange, watch, membership.directory
         host, me = membership.host, membership.identity.peer_id
         shapes = [tuple(tensor.shape) for tensor in opt.slow]
         host.entrance.meter(PIECES_PROTOCOL, max(int(membership.place.models_per_hour * FLOAT32.nbytes(shapes)), 1))
-        self._server = StateServer(host, membership.swarm, model, shapes)
+        self._server = StateServer(host, membership.swarm, model, shapes, clock)
         self._anchor = Anchor(membership, model, self._server, opt, exchange.health, self._took_over)
         self._drift = Drift(me, model, membership.manifest.outer.max_group)
-        self.condition = Condition(exchange.health, membership.directory, me, self._sketch)
+        self.condition = Condition(exchange.health, membership.directory, me, self._sketch, clock)
         """What this node tells others of itself."""
 
     def begin_from(self, state: State) -> None:

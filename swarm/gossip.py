@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, cast
@@ -100,6 +101,13 @@ class Gossip:
         topic = Topic(self, kind, handler, quota or Quota(), inbox)
         self._topics.append(topic)
         return topic
+
+    def refused(self) -> dict[str, int]:
+        """Reason -> records that were rejected so far, on all topics."""
+        found: Counter[str] = Counter()
+        for topic in list(self._topics):
+            found.update(topic.tally.rejected())
+        return dict(found)
 
     def close(self) -> None:
         """Leave all topics; what was not published yet is lost."""

@@ -1,4 +1,7 @@
-"""Addresses of peers met before, by which to find the swarm again when every address of the link is dead; kept in a file too."""
+"""Addresses of peers met before, by which to find the swarm again when every address of the link is dead; kept in a file too.
+
+With them the addresses that this node listened on: on the same port the others find it again, who have only those of before.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ log = logging.getLogger(__name__)
 
 MAX_PEERS = 64
 MAX_EACH = 4  # addresses of one peer
+MAX_LISTEN = 8  # own addresses
 MAX_BYTES = 256 * 1024  # of the file; 64 peers with 4 addresses of 512 characters fit in
 
 
@@ -32,10 +36,11 @@ class KnownPeers:
         self._swarm = swarm
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}
-        self._saved: dict[str, tuple[str, ...]] = {}
+        self.listened: tuple[str, ...] = ()
+        """What this node listens on, and in an earlier run did, ports included."""
         if path is not None:
             self.remember(self._load(path))
-            self._saved = dict(self._peers)
+        self._saved: tuple[dict[str, tuple[str, ...]], tuple[str, ...]] = dict(self._peers), self.listened
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._peers
@@ -62,15 +67,17 @@ class KnownPeers:
     def save(self) -> None:
         """Write the file, whole or not at all, if anything changed. A disk that is full costs a warning."""
         with self._lock:
-            peers = dict(self._peers)
-        if self._path is None or peers == self._saved:  # dicts are equal in any order: who was heard last is not worth a write
+            peers, listened = dict(self._peers), self.listened
+        # Dicts are equal in any order: who was heard last is not worth a write.
+        if self._path is None or (peers, listened) == self._saved:
             return
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"swarm": self._swarm, "peers": peers}, indent=1), encoding="utf-8")
+            kept = {"swarm": self._swarm, "peers": peers, "listened": listened}
+            temporary.write_text(json.dumps(kept, indent=1), encoding="utf-8")
             os.replace(temporary, self._path)
-            self._saved = peers
+            self._saved = peers, listened
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -92,6 +99,7 @@ class KnownPeers:
             if value["swarm"] != self._swarm:
                 return []
             lists = list(value["peers"].values())[-MAX_PEERS:]
+            self.listened = tuple(str(address) for address in list(value.get("listened", ()))[:MAX_LISTEN])
             return [address for each in lists for address in each[:MAX_EACH] if isinstance(address, str)]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             log.warning("the addresses of known peers in %s are damaged and ignored (%s)", path, error)

@@ -58,6 +58,21 @@ def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, .
     return tuple(fixed)
 
 
+def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
+    """``listen`` with each port 0 replaced by the one in ``before``, if that differs in such ports only, and they are free now."""
+
+    def any_port(address: str) -> str:
+        return re.sub(r"(/(?:tcp|udp)/)[0-9]+(?=/|$)", r"\g<1>0", address, count=1)
+
+    if len(listen) != len(before) or any(a not in (b, any_port(b)) for a, b in zip(listen, before, strict=True)):
+        return tuple(listen)
+    try:
+        check_free(before)
+    except StartupError:
+        return tuple(listen)
+    return tuple(before)
+
+
 def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
     """``listen`` with each port 0 replaced by one that is free now."""
     chosen = []

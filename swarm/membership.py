@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from swarm.admission import Introductions
 from swarm.daemon_process import Relay
@@ -73,6 +72,15 @@ class Membership:
     presence: Presence
     place: Place
 
+    def refused(self) -> dict[str, int]:
+        """Reason -> what of others' was refused since this node's start: streams and calls (swarm/entrance.py), and gossiped
+        records (swarm/gossip.py). For any thread.
+        """
+        found = Counter(self.host.entrance.refused())
+        if "gossip" in self.__dict__:  # not made only to be asked
+            found.update(self.gossip.refused())
+        return dict(sorted(found.items()))
+
     def news(self) -> str:
         """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
         return self.directory.door.news()
@@ -118,13 +126,20 @@ def create(identity: Identity, sealed: bytes, place: Place) -> Membership:
     return _membership(identity, host, swarm, sealed, manifest, place, door)
 
 
-def join(identity: Identity, link: Link, place: Place) -> Membership:
-    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running."""
+def join(identity: Identity, link: Link, place: Place, sealed: bytes | None = None) -> Membership:
+    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running.
+
+    ``sealed``: the swarm's manifest, if this node was in it before. Nobody need answer then: it may be the first to come back.
+    """
     ticket = admission(link.invite, identity) if link.invite else b""
     door = _door(identity, place)
-    host = _start(identity, link.swarm, place, (*link.bootstrap, *place.bootstrap), door)
+    bootstrap = (*link.bootstrap, *place.bootstrap)
+    host = _start(identity, link.swarm, place, bootstrap, door, must_join=sealed is None)
     try:
-        sealed, manifest = fetch_manifest(host, link)
+        if sealed is None:
+            sealed, manifest = fetch_manifest(host, link)
+        else:
+            manifest = open_manifest(sealed, link.swarm)
         membership = _membership(identity, host, link.swarm, sealed, manifest, place, door, ticket)
         if manifest.invite_only:
             membership.directory.door.check_own()  # what the invitation itself says
@@ -175,19 +190,6 @@ def _membership(
     directory = Directory(host, identity, swarm, door=door)
     host.entrance.known = directory.knows
     return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm), place)
-
-
-def facts(peer: str, member: Member) -> dict[str, Any]:
-    """What a member says of its training, as JSON has it."""
-    return {
-        "name": member.name,
-        "peer": peer,
-        "state": member.state,
-        "round": member.round,
-        "step": member.step,
-        "loss": member.loss,
-        "steps_per_s": member.steps_per_s,
-    }
 
 
 def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:

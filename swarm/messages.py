@@ -54,7 +54,7 @@ class Member(Message):
     ``admission``: its packed `swarm.invitation.Admission`, in a swarm that is by invitation only.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 4 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label

@@ -21,6 +21,7 @@ from swarm.contribution import finite, shapes_differ
 from swarm.download import Memory, Peer, download, fetch_digests
 from swarm.errors import MessageError, NetworkError, ShoalError
 from swarm.messages import StateHeader, StateRequest
+from swarm.nonce import fresh_nonce
 from swarm.snapshot import Snapshot, State, chunks_in, read, shapes_digest
 from swarm.statements import ENOUGH, NobodyVouchesError, NoStateError, Statement, agreed, choose, collect
 from swarm.stream import short
@@ -102,7 +103,7 @@ async def settle(
     if heard.statements:
         if not wish.vouched:
             return agreed(heard.statements) or [max(heard.statements, key=lambda one: one.header.round)]
-        draw = draw or random.SystemRandom()
+        draw = draw or random.Random(fresh_nonce())
         return await choose(host, wish.request, heard.statements, check, draw, equal=wish.equal, patience=wish.patience)
     errors = list(heard.errors.values())
     mendable = next((error for error in errors if not isinstance(error, NetworkError | MessageError)), None)

@@ -20,7 +20,7 @@ from swarm.stream import short
 log = logging.getLogger(__name__)
 
 MAX_SWARMS = 128
-MAX_MEMBERS = 32  # of a swarm; who was heard longest ago gives way. With 4 KiB each, all of it is below 20 MB.
+MAX_MEMBERS = 32  # of a swarm; who was heard longest ago gives way. With 5 KiB each, all of it is below 25 MB.
 MAX_PLACES = 4  # swarms in which one peer is noted
 TTL = 120.0  # seconds after which a silent member is forgotten
 GONE = ("leaving", "done")

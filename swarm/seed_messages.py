@@ -27,6 +27,6 @@ class SeedRequest(Message):
 class SeedReply(Message):
     """Sealed `Member` records of others; ``reason`` says why the sender's own was not noted, if it was not."""
 
-    KIND, LIMIT = "seed-reply", 40 * KIB
+    KIND, LIMIT = "seed-reply", 48 * KIB
     members: Annotated[tuple[Record, ...], Field(max_length=TOLD)] = ()
     reason: Reason = ""

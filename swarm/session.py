@@ -38,9 +38,10 @@ from swarm.follower import Follower
 from swarm.identity import Identity
 from swarm.link import Link
 from swarm.manifest import OuterSettings
-from swarm.membership import SHOAL_VERSION, Membership, Place, facts
+from swarm.membership import SHOAL_VERSION, Membership, Place
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.outer import make_outer
+from swarm.overview import overview
 from swarm.round_length import Speed, round_length
 from swarm.session_exchange import SessionExchange
 from swarm.session_start import SessionError, begin, new_swarm, parameters_of
@@ -211,19 +212,12 @@ class Session:
             self._announce("training")
 
     def status(self) -> dict[str, Any]:
-        """Who is in the swarm, as this node sees it: what `shoal status --json` tells, and this node's own ``peer``."""
-        everyone = self._membership.directory.members()
-        manifest = self._membership.manifest
-        return {
-            "swarm": self._membership.swarm,
-            "name": manifest.name,
-            "task": manifest.task,
-            "method": self.settings.method,
-            "every": self.settings.every,
-            "peer": self._membership.identity.peer_id,
-            "peers": len(everyone),
-            "members": [facts(peer, member) for peer, member in sorted(everyone.items())],
-        }
+        """Who is in the swarm, as this node sees it: what `shoal status --json` tells, and of this node itself its ``peer`` and
+        what of others' it has ``refused`` so far (reason -> how often, as `Membership.refused` counts it).
+        """
+        membership = self._membership
+        seen = overview(membership.swarm, membership.manifest, membership.directory.members(), time.time())
+        return {**seen, "peer": membership.identity.peer_id, "refused": membership.refused()}
 
     def finish(self) -> None:
         """After the last step, once: wait for what is in flight, and average once more if the swarm does. ``with`` does it too."""

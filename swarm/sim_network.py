@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarm.entrance import Entrance
 from swarm.errors import NetworkError, ShoalError
 from swarm.identity import Identity
 from swarm.nonce import nonces_from
@@ -39,11 +40,15 @@ LINGER = 2.0  # seconds an answered stream waits for the caller to end it, as at
 
 @dataclass(frozen=True)
 class Links:
-    """What every link is like. ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream."""
+    """What every link is like. ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream.
+
+    ``shared``: that bandwidth is of all that a host sends.
+    """
 
     latency: float = 0.02
     jitter: float = 0.01
     bandwidth: float = 4e6
+    shared: bool = False
 
 
 class Trace:
@@ -76,6 +81,8 @@ class Network:
         self.seed, self.errors = seed, list[BaseException]()
         """What a handler raised that is no error of its peer's."""
         self.chance = random.Random(f"network {seed}")
+        self.stream = Stream
+        """What a host makes its streams of."""
         self.hosts: dict[str, SimHost] = {}
         self.every: list[SimHost] = []
         """All processes that ever were."""
@@ -228,7 +235,7 @@ class _Delayed(Road):
     def __init__(self, wire: Wire, source: SimHost, target: SimHost) -> None:
         super().__init__(wire.network.loop)
         self._wire, self._source, self._target = wire, source, target
-        self._free = self._last = 0.0
+        self.free = self._last = 0.0
         self._moving: deque[tuple[int, Callable[[], None]]] = deque()
         self._arrived = 0
         """How many of those, from the first, wait at the border."""
@@ -236,8 +243,9 @@ class _Delayed(Road):
     def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
         """In the order of the calls, later."""
         network, now = self._wire.network, self._loop.time()
-        self._free = max(self._free, now) + nbytes / network.links.bandwidth
-        self._last = max(self._last, self._free + network.latency(self._source, self._target))
+        link: _Delayed | SimHost = self._source if network.links.shared else self
+        link.free = max(link.free, now) + nbytes / network.links.bandwidth
+        self._last = max(self._last, link.free + network.latency(self._source, self._target))
         self._moving.append((nbytes, deliver))
         self._loop.call_at(self._last, self._arrive, context=NOTHING)  # of two at one time the loop may call either first
 
@@ -265,6 +273,10 @@ class SimHost:
         self.process = Process(name)
         self.process.context.run(nonces_from, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes)
         self.traffic = Traffic()
+        self.entrance = Entrance(clock=network.loop.time)
+        """Nobody is refused: it only takes what the protocols tell it."""
+        self.free = 0.0
+        """When all that it has sent will have left, where its streams share one link."""
         self.slow = 0.0
         """Seconds that its links take longer, each way."""
         self.busy: Counter[str] = Counter()
@@ -290,6 +302,16 @@ class SimHost:
         """As ``Host.submit``; nobody may block on the result, for the caller is on the loop too."""
         return self.process.context.copy().run(asyncio.run_coroutine_threadsafe, coroutine, self.network.loop)
 
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """As ``Host.call``, of what need not wait: the caller is on the loop too. RuntimeError if it would."""
+        try:
+            self.process.context.copy().run(coroutine.send, None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        coroutine.close()
+        raise RuntimeError("a simulated host's call would have to wait")
+
     async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
         """As ``Host.open``. NetworkError."""
         try:
@@ -312,12 +334,12 @@ class SimHost:
         if other.process.state == "dead" or handler is None:
             raise NetworkError("nobody is there.")
         mine, theirs = network.wire(self, other)
-        stream = Stream(peer_id, *opened(mine, network.loop), self.traffic)
+        stream = network.stream(peer_id, *opened(mine, network.loop), self.traffic)
         other.process.context.copy().run(other._incoming, self.peer_id, theirs, handler)
         return stream
 
     def _incoming(self, peer_id: str, end: End, handler: Callable[[Stream], Awaitable[None]]) -> None:
-        stream = Stream(peer_id, *opened(end, self.network.loop), self.traffic)
+        stream = self.network.stream(peer_id, *opened(end, self.network.loop), self.traffic)
         self.network.loop.create_task(self._answer(handler, stream))
 
     async def _answer(self, handler: Callable[[Stream], Awaitable[None]], stream: Stream) -> None:

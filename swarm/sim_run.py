@@ -67,7 +67,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
     loop, trace = VirtualLoop(), Trace(keep)
     network = Network(loop, seed, links, trace)
     failure: BaseException | None = None
-    with _alone(loop) as errors:
+    with alone(loop) as errors:
         swarm = SimSwarm(network, setting, seed)
         mischief = Mischief(swarm, faults)
         checks = Checks(swarm, mischief, errors)
@@ -108,7 +108,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
 
 
 @contextlib.contextmanager
-def _alone(loop: VirtualLoop) -> Iterator[Errors]:
+def alone(loop: VirtualLoop) -> Iterator[Errors]:
     """Nothing but the loop decides what comes when: no garbage collector, which finalizes when it likes. And what is logged."""
     errors, logger, collecting = Errors(), logging.getLogger("swarm"), gc.isenabled()
     level, propagate = logger.level, logger.propagate

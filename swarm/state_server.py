@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,9 @@ class StateServer:
     rather than one of their own.
     """
 
-    def __init__(self, host: Host, swarm: str, model: str, shapes: Sequence[Shape]) -> None:
+    def __init__(
+        self, host: Host, swarm: str, model: str, shapes: Sequence[Shape], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
         self._wanted: dict[asyncio.Future[Snapshot | None], int] = {}
@@ -45,7 +48,7 @@ class StateServer:
         """Of those, whose own weights have drifted: from which round they are, and who asks."""
         self._making = False
         self._last: tuple[tuple[object, ...], bytes] | None = None
-        self._kept = Kept()
+        self._kept = Kept(clock)
         self.astray: int | None = None
         """The round of this node's own weights while they have drifted away from the group's."""
         Pieces(host, swarm, self._kept)

@@ -132,7 +132,8 @@ async def collect(
             errors[to[0]] = error
 
     loop = asyncio.get_running_loop()
-    pending: set[asyncio.Future[None]] = {asyncio.ensure_future(one(to)) for to in givers}
+    asked = [asyncio.ensure_future(one(to)) for to in givers]
+    pending: set[asyncio.Future[None]] = set(asked)
     until = math.inf
     try:
         while pending and not agreed(statements) and len(statements) < most and loop.time() < until:
@@ -141,7 +142,7 @@ async def collect(
             if statements:
                 until = min(until, loop.time() + patience)
     finally:
-        for task in pending:
+        for task in asked:  # in this order: that of a set is another in every run, and a simulation repeats itself
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     return Collected(statements, errors)

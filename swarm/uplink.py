@@ -22,7 +22,7 @@ from swarm.daemon_process import Relay, is_loopback
 from swarm.errors import NetworkError, ShoalError, StartupError
 from swarm.identity import Identity
 from swarm.known_peers import KnownPeers
-from swarm.listen import check_free, fixed_ports
+from swarm.listen import as_before, check_free, fixed_ports
 from swarm.origin import origin
 from swarm.relays import answering
 from swarm.seed_messages import SEED_PROTOCOL
@@ -133,6 +133,7 @@ class Uplink:
             far = [a for a in self._bootstrap if not is_loopback(a)]
             if far:
                 log.warning("this node listens on loopback only, so peers elsewhere cannot reach it: use --listen")
+        self._listen = as_before(self._wanted, self.known.listened)
         daemon = await self._launch(timeout)
         try:
             dht = await self._enter(daemon, end)
@@ -249,7 +250,7 @@ class Uplink:
 
     async def _settle(self, daemon: Daemon, dht: DHTNode) -> None:
         self.addresses = await daemon.addresses()
-        self._listen = fixed_ports(self._listen, self.addresses)
+        self._listen = self.known.listened = fixed_ports(self._listen, self.addresses)
         self._down = asyncio.get_running_loop().create_future()
         self.dht, self.daemon = dht, daemon
         for protocol in list(self._handlers):

@@ -17,6 +17,7 @@ from node.chaos.figures import Life
 from node.chaos.fleet import ChaosError, Fleet, Running
 from node.chaos.plan import Hit
 from node.config import Settings
+from node.data import agreement
 from node.demo import LINK_S, settings_toml
 from node.display import Display
 from node.hooks import load_task
@@ -105,7 +106,8 @@ class _Run:
         self.seen.begin = time.time()
 
     def _own(self, peer: int) -> list[str]:
-        return ["--shard", f"{peer}/{self.peers}", *self.flags]
+        task = self.settings.task
+        return ["--shard", f"{peer}/{self.peers}", *agreement.flags(task.hooks, task.options), *self.flags]
 
     def _join(self, peer: int) -> Running:
         resumed = self.fleet.saved(peer)

@@ -66,6 +66,7 @@ def model(visit: Visit, tell: Tell) -> str:
     import torch
 
     from node.config import load
+    from node.data.errors import DataError
     from node.hooks import load_task
     from node.membership import RL, swarm_settings
     from swarm.exchange import model_digest
@@ -84,7 +85,10 @@ def model(visit: Visit, tell: Tell) -> str:
     task = load_task(settings.task.hooks, settings.task.options)
     torch.manual_seed(settings.train.seed)
     # For real: on the device meta it would need no memory, but that takes torch seconds to load, and not every model can.
-    params = [parameter for parameter in task.model().parameters() if parameter.requires_grad]
+    try:
+        params = [parameter for parameter in task.model().parameters() if parameter.requires_grad]
+    except DataError as error:
+        raise Skip("its tokenizer cannot be had by its name here: `shoal join --tokenizer` compares a copy of it.") from error
     count = sum(parameter.numel() for parameter in params)
     shapes = [tuple(parameter.shape) for parameter in params]
     digest = model_digest(params)

@@ -52,7 +52,8 @@ INFO = Measure(
 ROUNDS = Measure("shoal_rounds_total", "counter", "Rounds that ended since the node started.", how="add")
 ALONE = Measure("shoal_rounds_alone_total", "counter", "Rounds of those in which nobody answered.", how="add")
 REFUSED = Measure(
-    "shoal_refused_total", "counter", "Streams and calls of others that were refused, by reason.", labels=("reason",)
+    "shoal_refused_total", "counter", "Streams, calls and gossiped records of others that were refused, by reason.",
+    labels=("reason",),
 )  # fmt: skip
 MISSING = Measure("shoal_missing_members", "gauge", "Members that are thought to be behind a partition of the network.")
 GROUPS = Measure(

@@ -1,7 +1,10 @@
 """Every address of the link is dead: the swarm goes on, and who was in it before finds it again."""
 
 import json
+import re
 import signal
+
+import pytest
 
 SMALL = {"layers": 1, "width": 16, "context": 16}
 
@@ -45,3 +48,36 @@ def test_a_newcomer_is_told_that_all_are_dead(shoal):
     said = shoal.node("join", link, "bert")
     assert said.wait() == 2
     assert said.said().splitlines()[-1].startswith("Error: no bootstrap peer can be reached: /ip4/127.0.0.1/tcp/")
+
+
+@pytest.mark.slow
+def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
+    settings = shoal.toml(swarm={"start_when": 2}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
+    saving = ("--set", "node.checkpoint_every_rounds=2")
+    creator = shoal.node("up", settings, "anna", *saving)
+    link = creator.line()
+    other = shoal.node("join", link, "bert", *saving)
+
+    def rounds(name, members):
+        return [e for e in shoal.metrics(name) if e["event"] == "round" and e["members"] == members]
+
+    eventually(lambda: list((shoal.home / "anna").glob("step-*")) and list((shoal.home / "bert").glob("step-*")), 60, "checkpoints")
+    eventually(lambda: rounds("bert", 2), 60, "an exchange")
+    for node in (creator, other):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130
+    together, last = len(rounds("bert", 2)), max(e["round"] for e in rounds("bert", 1) + rounds("bert", 2))
+
+    again = shoal.node("join", link, "bert", "--resume", *saving)
+    eventually(lambda: any(e["round"] > last for e in rounds("bert", 1)), 90, "a round alone")
+    said = again.said()
+    assert "nobody of this swarm answers: trying the link and" in said
+    assert re.search(r"going on alone from the checkpoint; others find this node again, or by the link shoal://\S+", said)
+
+    back = shoal.node("up", settings, "anna", "--resume", *saving)
+    port = re.compile(r"/tcp/(\d+)")
+    assert port.findall(back.line()) == port.findall(link)  # so the link of before is good again
+    eventually(lambda: len(rounds("bert", 2)) > together, 90, "an exchange of the two")
+    for node in (again, back):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130

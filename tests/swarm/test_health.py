@@ -13,7 +13,6 @@ from swarm.exchange import SwarmExchange
 from swarm.health import BLAMED, FAILURES, RECENT, WINDOW, Failure, Health, kind_of
 from swarm.host import Host
 from swarm.identity import Identity
-from swarm.messages import Member, pack, unpack
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -129,16 +128,3 @@ def test_a_real_peer_that_is_not_there_is_unreachable():
     with Host.start(Identity.ephemeral()) as host, pytest.raises(NetworkError) as caught:
         host.call(host.open(nobody, "/shoal/exchange/1", addresses=(address,), timeout=10), 12)
     assert kind_of(caught.value) == "unreachable"
-
-
-def test_the_largest_record_with_all_of_it_fits_the_limit():
-    most, wide = 2**53, "\U0001d538"  # a character of four bytes
-    me, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
-    largest = Member(
-        swarm=SWARM, peer=me, name=wide * 64, addresses=("/" + "a" * 255,) * 8, round=most, step=most, loss=1e300,
-        steps_per_s=1e300, shard=0, shards=most, model=MODEL, state="training", issued=1e9, version="v" * 64, exchange_s=1e9,
-        wait_s=1e9, exchanges=most, failures=tuple((kind, most) for kind in FAILURES),
-        blamed=((other, "unreachable", most),) * BLAMED, missing=most,
-        missing_of=most, missing_within_s=1e9, missing_names=(wide * 16,) * 4, sketch=(most, most, (-1e300,) * 4),
-    )  # fmt: skip
-    assert unpack(pack(largest), Member) == largest

@@ -1,6 +1,8 @@
 """Peers remembered on disk: kept from run to run, bounded, held to the rules of a link, and never half written."""
 
 import json
+import logging
+import socket
 
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.identity import Identity
 from swarm.known_peers import MAX_BYTES, MAX_EACH, MAX_PEERS, KnownPeers
+from swarm.listen import as_before
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52
@@ -32,6 +35,34 @@ def test_what_was_met_is_there_in_the_next_run(tmp_path):
     assert KnownPeers(OWN, path, "b" * 52).addresses() == []
 
 
+def test_the_own_port_is_there_in_the_next_run(tmp_path):
+    path = tmp_path / "peers.json"
+    first = KnownPeers(OWN, path, SWARM)
+    assert first.listened == ()
+    first.listened = ("/ip4/0.0.0.0/tcp/5000",)
+    first.save()
+    again = KnownPeers(OWN, path, SWARM)
+    assert again.listened == first.listened
+    again.save()
+    assert KnownPeers(OWN, path, "b" * 52).listened == ()
+    path.write_text(json.dumps({"swarm": SWARM, "peers": {}}))  # of an older version
+    assert KnownPeers(OWN, path, SWARM).listened == ()
+
+
+def test_the_port_of_before_is_taken_if_any_will_do_and_it_is_free():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = taken.getsockname()[1]
+        busy = f"/ip4/127.0.0.1/tcp/{used}"
+        wanted = ("/ip4/127.0.0.1/tcp/0",)
+        assert as_before(wanted, (busy,)) == wanted
+    free = f"/ip4/127.0.0.1/tcp/{used}"
+    assert as_before(wanted, (free,)) == (free,)
+    for other in ((), (free, free), (f"/ip4/127.0.0.2/tcp/{used}",), (f"/ip4/127.0.0.1/udp/{used}",), ("junk",), (free + "/ws",)):
+        assert as_before(wanted, other) == wanted
+    assert as_before(("/ip4/127.0.0.1/tcp/1",), (free,)) == ("/ip4/127.0.0.1/tcp/1",)  # another port was asked for
+    assert as_before((free + "/ws", wanted[0]), (free + "/ws", free)) == (free + "/ws", free)
+
+
 def test_a_relayed_address_survives(tmp_path):
     path = tmp_path / "peers.json"
     relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{THIRD}/p2p-circuit/p2p/{OTHER}"
@@ -54,7 +85,8 @@ def test_it_is_bounded_and_the_newest_stay():
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000, "\xff"],
+    ["{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000, "\xff",
+     '{"swarm": "S", "peers": {}, "listened": 3}'],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     path = tmp_path / "peers.json"
@@ -63,8 +95,8 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     assert known.addresses() == []
     known.remember([at(OTHER)])
     known.save()
-    assert json.loads(path.read_text()) == {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}}
-    assert all(r.levelname == "WARNING" for r in caplog.records)
+    assert json.loads(path.read_text()) == {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "listened": []}
+    assert all(r.levelno == logging.WARNING for r in caplog.records)
 
 
 def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path, caplog):

@@ -303,9 +303,9 @@ def test_size_is_checked_before_decoding(monkeypatch):
 
     monkeypatch.setattr(wire.msgpack, "unpackb", never)
     monkeypatch.setattr(wire.msgpack, "Unpacker", never)
-    refused(bytes(4097), m.Member, m.Commit, says="4097 bytes where at most 4096")
-    with pytest.raises(MessageError, match="4257 bytes where at most 4256"):
-        m.unseal(bytes(4257), m.Member)
+    refused(bytes(5121), m.Member, m.Commit, says="5121 bytes where at most 5120")
+    with pytest.raises(MessageError, match="5281 bytes where at most 5280"):
+        m.unseal(bytes(5281), m.Member)
 
 
 def test_the_limit_of_the_own_kind_holds_among_larger_ones():

@@ -14,6 +14,7 @@ from swarm.identity import Identity
 from swarm.invitation import issue
 from swarm.link import Link
 from swarm.newcomer import ModelDiffersError
+from swarm.overview import overview
 from swarm.session_start import SessionError, parameters_of
 
 HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
@@ -77,7 +78,11 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
             opt = s.optimizer(sgd(other), on_round=lambda info: seen.update({info.key.round: len(info.members)}))
             s.report(0.5)
             loop(opt, other, 2)
-            seen["names"] = sorted(member["name"] for member in s.status()["members"])
+            status = s.status()
+            seen["names"] = sorted(member["name"] for member in status["members"])
+            told = overview("x", s._membership.manifest, s._membership.directory.members(), 0.0)
+            assert set(status) == {*told, "peer", "refused"}
+            assert set(status["members"][0]) == set(told["members"][0])
             return [t.clone() for t in opt.slow]
 
     slow = together(anna, bert)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from node.findings import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, findings
 from node.status import table
+from swarm.findings import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, findings
 from swarm.health import FAILURES
 from swarm.identity import Identity
 from swarm.messages import Member

@@ -1,0 +1,169 @@
+"""Batches from a stream of documents: packed into windows, shuffled in blocks, and to be continued from a few numbers.
+
+Documents follow each other, parted by what ends them, and are cut into windows of context + 1 tokens, the last of which is the
+first of the next window. So many windows are gathered, or what an epoch has left, shuffled by a seed of (seed, shard, number of
+the block), and given out; then the next block follows, beginning with the tokens that were left over. So the place of a reader is
+where its block begins (epoch, document, tokens into it) and how many windows of it were given out, whatever the size of the data
+or of a block: a resumed reader gathers the same block again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from node.data.dealing import number
+from node.data.errors import DataError
+from node.data.source import Place, Source, no_document
+from node.data.tokenizer import Tokenizer
+from node.task import Batches, Shard
+
+EMPTY_EPOCHS = 64
+"""A small part of little text may have none for an epoch, which is dealt anew each time; after so many it is said."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Tokens of one document, ``offset`` tokens into it."""
+
+    epoch: int
+    place: Place
+    offset: int
+    tokens: Tensor
+
+    def after(self, count: int) -> _Segment:
+        """Without the first ``count``."""
+        return _Segment(self.epoch, self.place, self.offset + count, self.tokens[count:])
+
+
+class Reader(Batches):
+    """Endless batches (inputs, targets), int64 (batch, context) each, of the shard's part of ``source``.
+
+    Args:
+        shuffle: tokens, about, that are gathered and shuffled at once.
+
+    Raises:
+        DataError: on ``next``, if there is no usable document, too little text, or something cannot be read.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, shard: Shard, *, context: int, batch: int, shuffle: int) -> None:
+        self._source, self._tokenizer, self._shard = source, tokenizer, shard
+        self._context, self._batch, self._most = context, batch, max(1, shuffle // context)
+        cut = f"{source.identity} {tokenizer.digest} {shard} {context} {self._most}"
+        self._cut = hashlib.sha256(cut.encode()).hexdigest()[:32]
+        self._begin(0, None, 0)
+        self._block, self._skip = 0, 0
+
+    def _begin(self, epoch: int, place: Place | None, offset: int) -> None:
+        self._start = (epoch, place, offset)
+        self._stream = self._segments(epoch, place, offset)
+        self._left: list[_Segment] = []
+        self._windows, self._order, self._drawn = torch.empty(0), torch.empty(0, dtype=torch.int64), 0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        """The next batch."""
+        parts: list[Tensor] = []
+        need = self._batch
+        while need:
+            if self._drawn == len(self._order):
+                self._next_block()
+            taken = self._order[self._drawn : self._drawn + need]
+            parts.append(self._windows[taken])
+            self._drawn += len(taken)
+            need -= len(taken)
+        batch = torch.cat(parts).long()  # (B, T + 1)
+        return batch[:, :-1], batch[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins: a few numbers."""
+        epoch, place, offset = self._start
+        # Before the first batch of a resumed run its block is not there yet.
+        drawn = self._drawn + self._skip
+        return {
+            "cut": self._cut, "epoch": epoch, "place": None if place is None else dict(place), "offset": offset,
+            "block": self._block, "drawn": drawn,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. DataError, and no change, if it is of other data, another shard, or cut otherwise."""
+        if state.get("cut") != self._cut:
+            raise DataError(
+                "The checkpoint was trained on other data, or with another tokenizer, context or shuffle: "
+                f"this is {self._source.what}: give the node what it had."
+            )
+        place, numbers = state.get("place"), [state.get(key) for key in ("epoch", "offset", "block", "drawn")]
+        if not (place is None or isinstance(place, dict)) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise DataError("The checkpoint's place in the data is damaged: take an older checkpoint.")
+        epoch, offset, block, drawn = (int(str(n)) for n in numbers)
+        self._begin(epoch, place, offset)
+        self._block, self._skip = block, drawn
+
+    def _segments(self, epoch: int, place: Place | None, offset: int) -> Iterator[_Segment | None]:
+        """What follows that place, without end; None after each epoch."""
+        while True:
+            for at, document in self._source.documents(self._shard, epoch, place):
+                done = 0
+                for piece in self._tokenizer.encode(document.content):
+                    if done + len(piece) > offset:
+                        before = max(0, offset - done)
+                        yield _Segment(epoch, at, done + before, piece[before:])
+                    done += len(piece)
+                offset = 0
+            yield None
+            epoch, place, offset = epoch + 1, None, 0
+
+    def _gather(self) -> list[_Segment]:
+        """Enough for a block, or all that the epoch has left if that is a window at least."""
+        want, found, epochs = self._most * self._context + 1, self._left, 0
+        total = sum(len(segment.tokens) for segment in found)
+        while total < want:
+            segment = next(self._stream)
+            if segment is not None:
+                found.append(segment)
+                total += len(segment.tokens)
+            elif total > self._context:
+                break
+            else:
+                epochs += 1
+                self._check(epochs, total)
+        return found
+
+    def _check(self, epochs: int, total: int) -> None:
+        shard, source = self._shard, self._source
+        if total == 0 and next(source.documents(Shard(0, 1, shard.seed), 0), None) is None:
+            raise no_document(source)
+        if epochs == EMPTY_EPOCHS:
+            raise DataError(
+                f"The shard {shard.index} of {shard.of} has only {total} tokens in {epochs} epochs of {source.what}, where "
+                f"{self._context + 1} are needed: name more text with --data, or use fewer shards or a shorter context."
+            )
+
+    def _next_block(self) -> None:
+        segments = self._gather()
+        if self._order.numel():
+            self._block += 1
+        begin = segments[0]
+        self._start = (begin.epoch, begin.place, begin.offset)
+        tokens = torch.cat([segment.tokens for segment in segments])
+        count = min(self._most, (len(tokens) - 1) // self._context)
+        self._windows = tokens[: count * self._context + 1].unfold(0, self._context + 1, self._context)  # (N, T + 1)
+        seed = number("block", self._shard.seed, self._shard.index, self._shard.of, self._block)
+        self._order = torch.randperm(count, generator=torch.Generator().manual_seed(seed >> 1))
+        if self._skip > count:
+            raise DataError(f"{self._source.what} has less text than when the checkpoint was saved: give the node what it had.")
+        self._drawn, self._skip = self._skip, 0
+        self._left = _without(segments, count * self._context)
+
+
+def _without(segments: list[_Segment], count: int) -> list[_Segment]:
+    """What is left of ``segments`` after the first ``count`` tokens."""
+    for index, segment in enumerate(segments):
+        if count < len(segment.tokens):
+            return [segment.after(count), *segments[index + 1 :]]
+        count -= len(segment.tokens)
+    return []

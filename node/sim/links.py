@@ -1,0 +1,53 @@
+"""The networks of ``shoal sim`` by name, and how a number of kills a minute is written."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from node.config import ConfigError
+from swarm.sim_network import Links
+
+BYTES_OF_MBIT = 1e6 / 8
+NETS = {
+    "lan": (0.2, 0.1, 1000.0),
+    "wan": (40.0, 10.0, 100.0),
+    "home": (25.0, 25.0, 20.0),
+}
+"""Milliseconds one way, milliseconds of jitter at most on top, megabits a second that a peer sends at most, in all its streams."""
+JITTER = 0.25  # of the delay, where that is given in numbers
+
+
+def parse_net(text: str) -> Links:
+    """``lan``, ``wan``, ``home``, or ``MS:MBIT``. ConfigError."""
+    if text in NETS:
+        delay, jitter, mbit = NETS[text]
+    else:
+        found = re.fullmatch(r"([0-9.]{1,12}):([0-9.]{1,12})", text)
+        try:
+            delay, mbit = (float(part) for part in found.groups()) if found else (math.nan, math.nan)
+        except ValueError:
+            delay = mbit = math.nan
+        if not 0 <= delay <= 60_000 or not 0.001 <= mbit <= 1e6:
+            raise ConfigError(
+                f"There is no net {text[:40]!r}: say {', '.join(NETS)}, or milliseconds one way and megabits a second: 40:100."
+            )
+        jitter = JITTER * delay
+    return Links(delay / 1000, jitter / 1000, mbit * BYTES_OF_MBIT, shared=True)
+
+
+def parse_churn(text: str) -> float:
+    """Kills a minute, of ``2/min`` or ``0.5``. ConfigError."""
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(?:/min)?", text)
+    if found is None:
+        raise ConfigError(f"The churn {text[:40]!r} is no number of kills a minute: write it so, such as 2/min.")
+    return float(found[1])
+
+
+def parse_sizes(text: str, peers: int) -> list[int]:
+    """The sizes of ``--growth``: ``16,64,256``, or for ``auto`` a sixteenth, a quarter and all of ``peers``. ConfigError."""
+    if text == "auto":
+        return sorted({max(peers // 16, 2), max(peers // 4, 2), peers})
+    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", text) or not all(2 <= int(part) <= 65_536 for part in text.split(",")):
+        raise ConfigError(f"The sizes {text[:40]!r} are no numbers of peers from 2 on: write them so, such as 16,64,256.")
+    return sorted({int(part) for part in text.split(",")})

@@ -1,0 +1,174 @@
+"""One peer of ``shoal sim``: the production's outer optimizer, exchange and follower, on a simulated host, training a toy.
+
+The outer optimizer says whose outcome it wants next (``OuterOptimizer.after_inner``), and the peer lets virtual time pass until it
+is there; no thread and no real second is spent on waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from node.sim.toy import BATCH, LR, Lesson, ToyModel
+from optim import Alone, Handle, RoundInfo, Steps
+from swarm.catching_up import givers_of, wish_of
+from swarm.errors import NetworkError
+from swarm.exchange import model_digest
+from swarm.follower import Follower
+from swarm.handle import SwarmHandle
+from swarm.membership import Membership, Place
+from swarm.messages import Member
+from swarm.method_exchange import make_exchange, make_watch
+from swarm.newcomer import begin_fetch
+from swarm.outer import make_outer
+from swarm.round_length import round_length
+from swarm.sim_directory import EPOCH, SimDirectory
+
+if TYPE_CHECKING:
+    from node.sim.world import World
+
+NAP_S = 1.0  # virtual seconds at most that inner steps are counted together
+AGAIN_S = 5.0  # before a newcomer that got no weights asks again
+START_S = 1.0  # within which the peers begin
+
+
+class SimPeer:
+    """One process of one peer. ``newcomer``: it takes over the swarm's weights first."""
+
+    def __init__(self, world: World, number: int, *, newcomer: bool) -> None:
+        plan = world.plan
+        self.world, self.number, self.name, self.newcomer = world, number, f"p{number}", newcomer
+        self.chance = random.Random(f"peer {plan.seed} {number}")
+        self.pace = plan.step_seconds * math.exp(plan.uneven * self.chance.gauss(0.0, 1.0))
+        """Seconds of an inner step."""
+        self.identity = world.network.identity(f"{plan.seed} {self.name}")
+        self.host = world.network.host(self.name, self.identity)
+        self.state = "waiting" if newcomer else "training"
+        model = ToyModel(plan.parameters)
+        self.lesson = Lesson(world.toy, model, self.chance.getrandbits(48))
+        outer, params = plan.outer, list(model.parameters())
+        self.opt = make_outer(
+            outer, torch.optim.SGD(params, lr=LR), Alone(), model=model, slow_device=torch.device("cpu"),
+            length=round_length(outer.round, self.unix, self._speeds), on_round=self._saw,
+        )  # fmt: skip
+        self.model, self.swarm = model_digest(params), world.swarm
+        self.together = 0
+        """Exchanges that others were in."""
+        self._waited, self._told = 0.0, -1
+        self.directory = SimDirectory(world.board, self.host, self._record, self.chance)
+        self.follower: Follower | None = None
+        self._membership = self._make_membership()
+        if outer.method != "none":
+            watch = make_watch(outer)
+            self.exchange = make_exchange(
+                self._membership, outer, watch, seed=plan.seed, model=self.model, fragments=self.opt.fragments
+            )
+            self.follower = Follower(self._membership, self.model, self.opt, self.exchange, watch, world.network.loop.time)
+            self.opt.exchange, self.opt.run = self.exchange, self.swarm
+
+    def _make_membership(self) -> Membership:
+        world, nothing = self.world, cast(Any, None)
+        return Membership(
+            self.identity, cast(Any, self.host), cast(Any, self.directory), self.swarm, b"", world.manifest, nothing, Place()
+        )
+
+    def start(self) -> None:
+        """Begin its tasks."""
+        if self.follower is not None:
+            self.host.start(self.directory.run())
+        self.host.start(self._live())
+
+    def unix(self) -> float:
+        """Unix seconds on its clock, which is right."""
+        return EPOCH + self.world.network.loop.time()
+
+    def _speeds(self) -> list[float]:
+        return [member.steps_per_s for member in self.directory.members().values()]
+
+    def _record(self) -> Member:
+        details = {} if self.follower is None else self.follower.condition.details()
+        return Member.model_validate({
+            "swarm": self.swarm, "peer": self.identity.peer_id, "name": self.name, "addresses": (), "round": self.opt.round,
+            "step": self.opt.steps, "loss": None, "steps_per_s": 1 / self.pace, "shard": 0, "shards": 1, "model": self.model,
+            "state": self.state, "issued": self.unix(), "version": "0", **details,
+        })  # fmt: skip
+
+    # -- what it does ----------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        await asyncio.sleep(self.chance.uniform(0.0, START_S))
+        if self.follower is not None:
+            if self.newcomer:
+                await self._join(self.follower)
+            self.follower.begin()
+        self._enter("training")
+        await self._train()
+
+    async def _join(self, follower: Follower) -> None:
+        """Take over the swarm's weights, unless nobody has finished a round yet."""
+        while True:
+            await self.directory.read()
+            givers = givers_of(self._membership, self.model)
+            if not givers:
+                return
+            wish = wish_of(self._membership, self.model, self.opt)
+            try:
+                state = await asyncio.wrap_future(begin_fetch(cast(Any, self.host), wish, givers))
+            except NetworkError:
+                state = None
+            if state is not None:
+                follower.begin_from(state)
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _train(self) -> None:
+        opt, steps = self.opt, self.world.plan.steps
+        while not steps or opt.steps < steps:
+            many = self._at_once()
+            await asyncio.sleep(many * self.pace * self.chance.uniform(0.9, 1.1))
+            self.lesson.learn(many)
+            for _ in range(many):
+                opt.count(BATCH)
+                for handle in opt.after_inner():
+                    await self._settled(handle)
+            if self.follower is not None:
+                self._between_steps(self.follower)
+        self._enter("done")
+        self.world.ended()
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        if self.follower is not None:
+            self.directory.announce()
+
+    def _at_once(self) -> int:
+        """Inner steps up to the next one after which something is sent or applied, but not more than fit into a nap."""
+        opt, left = self.opt, self.world.plan.steps - self.opt.steps
+        most = max(int(NAP_S / self.pace), 1) if type(opt.length) is Steps else 1  # time, or tokens, may end a round at any step
+        many = next((number for number in range(1, most) if opt.schedule.at(opt.position + number)), most)
+        return min(many, left) if left > 0 else many
+
+    async def _settled(self, handle: Handle) -> None:
+        if isinstance(handle, SwarmHandle):
+            began = self.world.network.loop.time()
+            await handle.settled()
+            self._waited += self.world.network.loop.time() - began
+
+    def _between_steps(self, follower: Follower) -> None:
+        follower.after_step()
+        if self.opt.round != self._told:
+            self._told = self.opt.round
+            self.directory.announce()
+
+    def _saw(self, info: RoundInfo) -> None:
+        waited, self._waited = self._waited, 0.0
+        others = len(info.members) >= 2
+        self.together += others
+        self.world.saw(waited, others)
+        if self.follower is not None:
+            self.follower.saw(info)
+            self.follower.condition.waited(waited)

@@ -1,0 +1,211 @@
+"""``shoal sim``: simulations of one size, or of several and how their costs grow, as JSON and as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from node.config import ConfigError, load
+from node.sim.links import parse_churn, parse_net, parse_sizes
+from node.sim.toy import LAYERS
+from node.sim.world import Plan, Seen, World
+from optim import codec_named, method_named
+
+COSTS = {
+    "bytes_per_peer_round": "bytes sent in exchanges",
+    "control_bytes_per_peer_round": "of them messages",
+    "messages_per_peer_round": "messages",
+    "directory_bytes_per_peer_minute": "bytes of the directory, a minute",
+    "wait_mean_s": "waiting, s",
+}
+"""What a swarm costs each of its peers, whose growth is told."""
+NOT_SIMULATED = (
+    "libp2p (dialling, NAT, encryption), the DHT's routing and replicas, gossip, verification, disks, and the seconds of any "
+    "computing but inner steps"
+)
+
+
+def run_sim(
+    file: Path | None,
+    *,
+    peers: int = 16,
+    net: str = "wan",
+    churn: str = "0",
+    minutes: float = 2.0,
+    seed: int | None = None,
+    parameters: int = 2000,
+    step_seconds: float = 0.1,
+    uneven: float = 0.2,
+    growth: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The report of ``shoal sim --json``. The same arguments give the same, but for ``wall_s`` and ``cpu_s``.
+
+    With ``growth`` it has the reports of all sizes under ``sizes``, and under ``growth`` the exponent b of each cost ~ peers^b.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        OuterError: the method cannot be used for the toy model.
+    """
+    settings = load(file, {**(overrides or {}), "train.seed": seed})
+    plan = Plan(
+        peers, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
+        parameters, step_seconds, uneven,
+    )  # fmt: skip
+    _check(plan)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors so small more only get in each other's way, and the order of sums is one
+    try:
+        if growth is None:
+            return simulate(plan, net)
+        sizes = [simulate(replace(plan, peers=size), net) for size in parse_sizes(growth, peers)]
+    finally:
+        torch.set_num_threads(threads)
+    return {"sizes": sizes, "growth": exponents(sizes)}
+
+
+def _check(plan: Plan) -> None:
+    if plan.churn * plan.minutes > 100 * plan.peers:
+        raise ConfigError(f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: choose a smaller one.")
+
+
+def simulate(plan: Plan, net: str) -> dict[str, Any]:
+    """One simulation's report. OuterError if the method cannot be used for the toy model."""
+    return report(plan, net, World(plan).run())
+
+
+def report(plan: Plan, net: str, seen: Seen) -> dict[str, Any]:
+    """What a simulation came to. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
+
+    ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges in which nobody answered.
+    ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers included; ``control_...``: of them
+    messages (offers, confirms and so on). ``directory_...``: of records read and stored. ``wait_...``: seconds that training stood
+    still for an exchange; ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all slow weights;
+    ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance between the peers' slow weights and their mean, over
+    their root-mean-square norm. ``failures``: by kind, among the last 64 exchanges of each peer that is left.
+    """
+    counts, outer = seen.counts, plan.outer
+    last, exchanges = seen.samples[-1], len(counts.waits)
+    method = method_named(outer.method)
+    rounds = max(exchanges / _fragments(plan), 1)
+    minutes = seen.virtual_s / 60
+    waits = sorted(counts.waits)
+    return {
+        "peers": plan.peers,
+        "net": net,
+        "churn_per_minute": plan.churn,
+        "seed": plan.seed,
+        "method": outer.method,
+        "group": method.group,
+        "codec": codec_named(outer.codec or method.codec.name).name,
+        "every": outer.every,
+        "round": outer.round,
+        "parameters": plan.parameters,
+        "step_seconds": plan.step_seconds,
+        "uneven": plan.uneven,
+        "rounds": last.rounds,
+        "exchanges": exchanges,
+        "alone": counts.alone / max(exchanges, 1),
+        "bytes_per_peer_round": (counts.payload_bytes + counts.message_bytes) / rounds,
+        "control_bytes_per_peer_round": counts.message_bytes / rounds,
+        "messages_per_peer_round": counts.messages / rounds,
+        "directory_bytes_per_peer_minute": counts.directory_bytes / plan.peers / minutes,
+        "directory_calls_per_peer_minute": counts.directory_calls / plan.peers / minutes,
+        "wait_mean_s": fmean(waits) if waits else 0.0,
+        "wait_median_s": _quantile(waits, 0.5),
+        "wait_p95_s": _quantile(waits, 0.95),
+        "wait_max_s": _quantile(waits, 1.0),
+        "waiting": sum(waits) / (plan.peers * seen.virtual_s),
+        "loss_first": seen.samples[0].loss,
+        "loss_last": last.loss,
+        "loss_own": last.own,
+        "spread_max": max(sample.spread for sample in seen.samples),
+        "spread": last.spread,
+        "curve": [[sample.at, sample.loss, sample.spread] for sample in seen.samples],
+        "killed": counts.killed,
+        "newcomers": seen.newcomers,
+        "failures": dict(sorted(counts.failures.items())),
+        "events": seen.events,
+        "trace": seen.trace,
+        "virtual_s": seen.virtual_s,
+        "wall_s": seen.wall_s,
+        "cpu_s": seen.cpu_s,
+    }
+
+
+def _fragments(plan: Plan) -> int:
+    return min(plan.outer.fragments or 1, LAYERS)
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float:
+    """The smallest value that at least ``part`` of all do not exceed; 0 of none."""
+    return ordered[max(math.ceil(part * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
+def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Of each cost the b in cost ~ peers^b, by least squares on logarithms; None where a cost is 0 or all sizes are the same."""
+    found: dict[str, float | None] = {}
+    for name in COSTS:
+        points = [(math.log(size["peers"]), math.log(size[name])) for size in sizes if size[name] > 0]
+        middle = fmean(x for x, _ in points) if points else 0.0
+        width = sum((x - middle) ** 2 for x, _ in points)
+        whole = len(points) == len(sizes) and width > 0
+        found[name] = sum((x - middle) * y for x, y in points) / width if whole else None
+    return found
+
+
+def summary(found: Mapping[str, Any]) -> Group:
+    """For people: a column for each size, then how costs grow."""
+    sizes: Sequence[Mapping[str, Any]] = found.get("sizes", [found])
+    first = sizes[0]
+    table = Table(
+        title=f"{first['method']}, {first['codec']}, net {first['net']}, {first['churn_per_minute']:g} kills a minute",
+        caption=f"Not simulated: {NOT_SIMULATED}.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("peers")
+    for size in sizes:
+        table.add_column(str(size["peers"]), justify="right")
+    for label, form in ROWS.items():
+        table.add_row(label, *(form.format(**size) for size in sizes))
+    if "growth" not in found:
+        return Group(table)
+    grows = Table(title="cost of each peer ~ peers^b", title_justify="left")
+    grows.add_column("cost")
+    grows.add_column("b", justify="right")
+    for name, label in COSTS.items():
+        b = found["growth"][name]
+        grows.add_row(label, "-" if b is None else f"{b:.2f}")
+    return Group(table, grows)
+
+
+ROWS = {
+    "virtual seconds": "{virtual_s:.0f}",
+    "rounds": "{rounds:g}",
+    "alone": "{alone:.1%}",
+    "bytes sent, a peer and round": "{bytes_per_peer_round:,.0f}",
+    "of them messages": "{control_bytes_per_peer_round:,.0f}",
+    "messages, a peer and round": "{messages_per_peer_round:.1f}",
+    "bytes of the directory, a peer and minute": "{directory_bytes_per_peer_minute:,.0f}",
+    "waiting for an exchange, s: median": "{wait_median_s:.2f}",
+    "95 %": "{wait_p95_s:.2f}",
+    "most": "{wait_max_s:.2f}",
+    "share of the time spent waiting": "{waiting:.1%}",
+    "loss of the mean model, first": "{loss_first:.5f}",
+    "last": "{loss_last:.5f}",
+    "mean loss of the peers' own, last": "{loss_own:.5f}",
+    "spread of the slow weights, last": "{spread:.4f}",
+    "killed, and newcomers that took part": "{killed}, {newcomers}",
+    "real seconds, of a processor": "{wall_s:.1f}, {cpu_s:.1f}",
+}
+"""What the table shows, in its order."""
+

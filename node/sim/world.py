@@ -1,0 +1,233 @@
+"""All peers of ``shoal sim`` on one virtual clock, and what is counted of them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from node.sim.peer import SimPeer
+from node.sim.toy import ToyModel, make_toy
+from swarm.exchange import model_digest
+from swarm.manifest import Manifest, OuterSettings, TrainSettings, swarm_id
+from swarm.messages import seal
+from swarm.pipe import NOTHING
+from swarm.sim_clock import VirtualLoop
+from swarm.sim_directory import EPOCH, Board
+from swarm.sim_network import Links, Network, Trace
+from swarm.sim_run import alone
+from swarm.stream import Stream
+
+SAMPLES = 10  # looks at all weights, besides that at the beginning
+SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at times of our own, for finalizers do things too
+MESSAGE = 0x93  # what every message begins with: msgpack of a list of three, the first of them a text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is simulated. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: of the logarithm of the peers' paces."""
+
+    peers: int
+    links: Links
+    outer: OuterSettings
+    churn: float = 0.0
+    minutes: float = 2.0
+    seed: int = 0
+    steps: int = 0
+    """Inner steps of each peer; 0: until the time is over."""
+    parameters: int = 2000
+    step_seconds: float = 0.1
+    uneven: float = 0.2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All slow weights at a virtual time. ``loss``: of their mean; ``own``: the mean of each one's; ``spread``: root-mean-square
+    distance from the mean over root-mean-square norm.
+    """
+
+    at: float
+    loss: float
+    own: float
+    spread: float
+    rounds: float
+    """Median of the peers."""
+
+
+@dataclass
+class Counts:
+    """Of all peers together, the dead included."""
+
+    waits: list[float] = field(default_factory=list)
+    """Virtual seconds that training stood still, for each exchange."""
+    alone: int = 0
+    killed: int = 0
+    messages: int = 0
+    message_bytes: int = 0
+    payload_bytes: int = 0
+    directory_bytes: int = 0
+    directory_calls: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Of the living, by kind, among each one's last 64 exchanges."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a simulation came to."""
+
+    counts: Counts
+    samples: list[Sample]
+    virtual_s: float
+    wall_s: float
+    cpu_s: float
+    trace: str
+    """Hash of every event: equal for equal simulations."""
+    events: int
+    newcomers: int
+    """Peers that came later, and were there at the end with an exchange behind them that others were in."""
+
+
+def is_message(data: bytes) -> bool:
+    """Whether bytes that were sent at once are one of our messages, and not values: a list of three that begins with a text."""
+    return len(data) > 4 and data[0] == MESSAGE and (data[1] & 0xE0 == 0xA0 or data[1] == 0xD9) and data[3:5].isalnum()
+
+
+class World:
+    """Make it, ``run`` it, once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.toy = plan, make_toy(plan.parameters, plan.seed)
+        self.loop = VirtualLoop()
+        self.network = Network(self.loop, plan.seed, plan.links, Trace())
+        self.board = Board(self.network)
+        self.counts = counts = Counts()
+        self.live: list[SimPeer] = []
+        self._dead: list[SimPeer] = []
+        self._born = self._ended = 0
+        self._chance = random.Random(f"churn {plan.seed}")
+        self._samples: list[Sample] = []
+        creator = self.network.identity(f"{plan.seed} p0")
+        model = model_digest(list(ToyModel(plan.parameters).parameters()))
+        self.manifest = Manifest(
+            name="sim", created=EPOCH, creator=creator.peer_id, task="toy", outer=plan.outer, train=TrainSettings(seed=plan.seed),
+            model=model, start_when=plan.peers,
+        )  # fmt: skip
+        self.swarm = swarm_id(seal(self.manifest, creator))
+
+        class Counted(Stream):
+            """Tells messages from values."""
+
+            async def send(self, data: bytes, timeout: float) -> None:
+                if is_message(data):
+                    counts.messages += 1
+                    counts.message_bytes += len(data) + 4
+                await super().send(data, timeout)
+
+        self.network.stream = Counted
+
+    # -- what peers tell -------------------------------------------------------------------------------------------------
+
+    def saw(self, waited: float, together: bool) -> None:
+        """An exchange of somebody is over."""
+        self.counts.waits.append(waited)
+        self.counts.alone += not together
+
+    def ended(self) -> None:
+        """A peer has done all its steps."""
+        self._ended += 1
+        if self._ended >= len(self.live):
+            self.loop.call_later(1.0, self.loop.stop, context=NOTHING)
+
+    # -- what happens ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Seen:
+        """Simulate it all. Raises what a protocol did not expect: a bug in shoal."""
+        began, plan, loop = (time.monotonic(), time.process_time()), self.plan, self.loop
+        chatty = logging.getLogger("hivemind")
+        level = chatty.level
+        chatty.setLevel(logging.CRITICAL)  # it says that an all-reduce failed, as it does when members are killed
+        try:
+            with alone(loop) as errors, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(plan.seed)
+                for _ in range(plan.peers):
+                    self._bear(newcomer=False)
+                gc.freeze()  # what is alive now is no garbage: no need to look at it again and again
+                end = 60 * plan.minutes
+                for number in range(1, SAMPLES):
+                    loop.call_at(end * number / SAMPLES, self._sample, context=NOTHING)
+                loop.call_later(SWEEP_S, self._sweep, context=NOTHING)
+                self._plan_kill()
+                loop.call_at(end, loop.stop, context=NOTHING)
+                self._sample()
+                try:
+                    loop.run_forever()
+                    seen = self._seen(began)
+                    problem = next(iter(self.network.errors), None)
+                    if problem is not None:
+                        raise problem
+                    if errors.found:
+                        raise RuntimeError(errors.found[0])
+                finally:
+                    self.network.end()
+                return seen
+        finally:
+            gc.unfreeze()
+            chatty.setLevel(level)
+
+    def _bear(self, *, newcomer: bool) -> None:
+        peer = SimPeer(self, self._born, newcomer=newcomer)
+        self._born += 1
+        self.live.append(peer)
+        if not newcomer and peer.follower is not None:
+            peer.directory.settle()
+        peer.start()
+
+    def _plan_kill(self) -> None:
+        if self.plan.churn > 0:
+            self.loop.call_later(self._chance.expovariate(self.plan.churn / 60), self._kill, context=NOTHING)
+
+    def _kill(self) -> None:
+        """As ``kill -9``; another machine comes in its place."""
+        victim = self.live.pop(self._chance.randrange(len(self.live)))
+        self._dead.append(victim)
+        self.network.kill(victim.host.peer_id)
+        self.counts.killed += 1
+        self._ended -= victim.state == "done"
+        self._bear(newcomer=True)
+        self._plan_kill()
+
+    def _sweep(self) -> None:
+        gc.collect()
+        self.loop.call_later(SWEEP_S, self._sweep, context=NOTHING)
+
+    @torch.no_grad()
+    def _sample(self) -> None:
+        there = [peer for peer in self.live if peer.state != "waiting"]  # who has no weights yet has nothing to compare
+        there = there or self.live
+        weights = torch.stack([torch.cat(peer.opt.slow) for peer in there])
+        mean = weights.mean(0)
+        norm = weights.square().sum(1).mean().sqrt()
+        apart = (weights - mean).square().sum(1).mean().sqrt()
+        own = (self.toy.curvature * (weights - self.toy.minimum).square()).mean() / 2
+        rounds = sorted(peer.opt.round for peer in there)[len(there) // 2]
+        spread = float(apart / norm) if norm > 0 else 0.0
+        self._samples.append(Sample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments))
+
+    def _seen(self, began: tuple[float, float]) -> Seen:
+        self._sample()
+        counts, everyone = self.counts, [*self.live, *self._dead]
+        sent = sum(peer.host.traffic.sent for peer in everyone)
+        counts.payload_bytes = sent - counts.message_bytes
+        counts.directory_bytes = sum(peer.directory.nbytes for peer in everyone)
+        counts.directory_calls = sum(peer.directory.calls for peer in everyone)
+        for peer in self.live:
+            if peer.follower is not None:
+                counts.failures.update(dict(peer.exchange.health.report()["failures"]))
+        newcomers = sum(peer.newcomer and peer.together > 0 for peer in self.live)
+        wall, cpu, trace = time.monotonic() - began[0], time.process_time() - began[1], self.network.trace
+        return Seen(counts, self._samples, self.loop.time(), wall, cpu, trace.hexdigest(), trace.events, newcomers)

@@ -1,0 +1,148 @@
+"""Datasets by name: what the name says, and rows as a stream that can be continued. Nothing here goes to the network."""
+
+import gzip
+import json
+import logging
+import sys
+
+import pytest
+
+from node.corpus import DataError, open_stream, read_documents
+from node.data import hub
+from node.data.hub import HubDataset, Name
+from node.data.source import Skipped
+from node.task import Shard
+
+ALL = Shard(0, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("hf:wikitext", Name("wikitext", None, "train")),
+        ("hf:owner/name", Name("owner/name", None, "train")),
+        ("hf:owner/name:validation", Name("owner/name", None, "validation")),
+        ("hf:owner/name:train[:10%]", Name("owner/name", None, "train[:10%]")),
+        ("hf:owner/name/config-1.0", Name("owner/name", "config-1.0", "train")),
+        ("hf:owner/name/config:test", Name("owner/name", "config", "test")),
+    ],
+)
+def test_names(data, name):
+    assert Name.parse(data) == name
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("hf:", "is no dataset: write hf:NAME"),
+        ("hf:a/b/c/d", "is no dataset"),
+        ("hf:a/../b", "is no dataset"),
+        ("hf:owner/na me", "is no dataset"),
+        ("hf:./none", "There is no folder './none'"),
+    ],
+)
+def test_what_is_no_name_is_one_sentence(data, words):
+    with pytest.raises(DataError, match=words) as caught:
+        Name.parse(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_is_never_a_folder_that_happens_to_be_here(tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"folder 'owner/name' here, named as a dataset: write hf:\./owner/name"):
+        Name.parse("hf:owner/name")
+    assert Name.parse("hf:./owner/name:test") == Name("./owner/name", None, "test")
+
+
+def test_without_the_package_the_sentence_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"needs the package datasets: pip install 'shoal\[data\]'"):
+        read_documents("hf:owner/name", 1000)
+
+
+class Rows:
+    """As much of a streamed dataset as is in use."""
+
+    def __init__(self, rows, at=0):
+        self.rows, self.at = rows, at
+
+    def __iter__(self):
+        while self.at < len(self.rows):
+            self.at += 1
+            yield self.rows[self.at - 1]
+
+    def skip(self, count):
+        return Rows(self.rows, count)
+
+
+class Stateful(Rows):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", [Rows, Stateful])
+def test_from_any_place_on_the_same_follows_with_and_without_a_state(monkeypatch, kind):
+    monkeypatch.setattr(hub, "ANCHOR_EVERY", 7)
+    monkeypatch.setattr(HubDataset, "_open", lambda self: kind([{"text": f"row {i}"} for i in range(60)]))
+    source, shard = HubDataset("hf:owner/name", "text", Skipped()), Shard(1, 2, 5)
+    whole = list(source.documents(shard, 0))
+    assert 20 < len(whole) < 40
+    for i, (place, _) in enumerate(whole):
+        assert ("state" in place) == (kind is Stateful and place["row"] >= 7)
+        again = list(source.documents(shard, 0, place))
+        assert [d for _, d in again] == [d for _, d in whole[i:]]
+        assert [p["row"] for p, _ in again] == [p["row"] for p, _ in whole[i:]]
+    other = {d.name for _, d in source.documents(Shard(0, 2, 5), 0)}
+    assert not other & {d.name for _, d in whole}
+    assert len(other) + len(whole) == 60
+
+
+def test_an_error_on_the_way_is_one_sentence(monkeypatch):
+    def rows():
+        yield {"text": "one"}
+        raise ConnectionError("the server is gone\nand more")
+
+    source = HubDataset("hf:owner/name", "text", Skipped())
+    monkeypatch.setattr(HubDataset, "_open", lambda self: rows())
+    with pytest.raises(DataError, match=r"Cannot read hf:owner/name .*the server is gone") as caught:
+        list(source.documents(ALL, 0))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A dataset of 700 rows in three packed files, as one finds them on the hub."""
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'shoal[data]'")
+    root = tmp_path_factory.mktemp("dataset")
+    for part, rows in enumerate([range(300), range(300, 310), range(310, 700)]):
+        lines = "".join(json.dumps({"body": f"row {i} says something", "n": i}) + "\n" for i in rows)
+        (root / f"part-{part}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return root
+
+
+def test_a_folder_is_read_by_the_package_and_continued_by_its_own_state(folder, monkeypatch):
+    monkeypatch.setattr(hub, "ANCHOR_EVERY", 100)
+    source, shard = open_stream(f"hf:{folder}", "body", Skipped()), Shard(0, 3, 5)
+    whole = list(source.documents(shard, 1))
+    others = [d for index in (1, 2) for _, d in source.documents(Shard(index, 3, 5), 1)]
+    assert {d.content.decode() for d in others} | {d.content.decode() for _, d in whole} == {
+        f"row {i} says something" for i in range(700)
+    }
+    assert len(others) + len(whole) == 700
+    assert "state" in whole[-1][0]
+    for i in (0, len(whole) // 2, len(whole) - 1):
+        again = list(source.documents(shard, 1, whole[i][0]))
+        assert [d for _, d in again] == [d for _, d in whole[i:]]
+
+
+def test_a_column_or_a_split_that_is_not_there(folder, caplog):
+    with caplog.at_level(logging.WARNING), pytest.raises(DataError, match=r"no usable document .*in the column 'text'"):
+        read_documents(f"hf:{folder}", 1000)
+    assert "Row 0 of hf:" in caplog.text
+    with pytest.raises(DataError, match=r"Cannot open the dataset .*, split 'test'") as caught:
+        read_documents(f"hf:{folder}:test", 1000)
+    assert "\n" not in str(caught.value)

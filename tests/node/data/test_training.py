@@ -1,0 +1,161 @@
+"""The text task on streams and tokens: it resumes bit by bit, in the same data alone, and its numbers can be compared."""
+
+import gzip
+import json
+import math
+from itertools import islice
+
+import pytest
+import torch
+
+from node import checkpoint
+from node.beginning import carry_over
+from node.corpus import DataError
+from node.data import dealing
+from node.task import Shard
+from node.text import TextTask
+from node.trainer import Trainer
+from optim import Alone
+from swarm.manifest import OuterSettings, TrainSettings
+from tests.node.data.tokenizers_made_here import train
+
+TINY = {"width": 8, "heads": 2, "layers": 1, "context": 8, "batch": 2, "warmup": 3}
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stream") / "texts.jsonl.gz"
+    lines = (json.dumps({"text": f"document {i} says that {i} times {i} is {i * i}."}) + "\n" for i in range(120))
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+    return str(path)
+
+
+def trainer(task, shard=(1, 2)):
+    made = Trainer(task, OuterSettings(method="noloco", every=4), TrainSettings(steps=STEPS, seed=1))
+    made.connect(Alone(), "run", Shard(*shard, 1))
+    return made
+
+
+def weights(made):
+    return [*made.model.state_dict().values(), *made.opt.slow]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("saved_at", [0, 1, 5, STEPS])
+def test_a_run_on_a_stream_resumes_from_any_step_with_the_same_bits(tmp_path, stream, saved_at):
+    def made():
+        return trainer(TextTask(data=stream, shuffle=80, **TINY))
+
+    whole = made()
+    for _ in range(saved_at):
+        whole.step()
+    checkpoint.save(tmp_path, saved_at, whole.state())
+    whole.run()
+    again = made()
+    again.task.batches_from = None  # a resumed run reads nothing that it had: it is not called
+    if saved_at == 0:
+        del again.task.batches_from
+    again.resume(checkpoint.load(tmp_path)[1])
+    again.run()
+    assert same(weights(again), weights(whole))
+    assert same(next(again._batches), next(whole._batches))
+
+
+def test_a_checkpoint_of_other_data_is_refused_and_nothing_is_changed(tmp_path, stream):
+    old = trainer(TextTask(data=stream, **TINY))
+    for _ in range(3):
+        old.step()
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "another text " * 50}) * 30)
+    new = trainer(TextTask(data=str(tmp_path / "other.jsonl"), **TINY))
+    before = [tensor.clone() for tensor in weights(new)]
+    with pytest.raises(DataError, match=r"trained on other data.*this is other\.jsonl"):
+        new.resume(old.state())
+    assert same(weights(new), before)
+    assert new.opt.steps == 0
+
+
+def test_into_another_swarm_with_other_windows_all_but_the_place_comes_over(stream):
+    old = trainer(TextTask(data=stream, **TINY))
+    for _ in range(3):
+        old.step()
+    new = trainer(TextTask(data=stream, shuffle=80, **TINY))
+    assert carry_over(new, old.state(), old.outer) == ["the place in the data (it is other data now, or cut otherwise)"]
+    assert same(new.model.parameters(), old.model.parameters())
+    assert same(next(new._batches), next(TextTask(data=stream, shuffle=80, **TINY).batches(Shard(1, 2, 1))))
+
+
+def test_held_out_documents_of_a_stream_are_the_same_everywhere_and_never_trained_on(stream):
+    task = TextTask(data=stream, **TINY)
+    held = task.held_out()
+    assert 3 < len(held) < 30
+    assert all(dealing.held_out(document.content) for document in held)
+    seen = [list(task._training().documents(Shard(index, 2, seed), 0)) for index in range(2) for seed in (0, 7)]
+    names = {document.name for part in seen for _, document in part}
+    assert not names & {document.name for document in held}
+    assert len(names) + len(held) == 120
+    torch.manual_seed(0)
+    model = task.model()
+    assert task.evaluate(model) == TextTask(data=stream, **TINY).evaluate(model)
+
+
+def test_records_can_be_drawn_from_at_random_and_plain_text_in_epochs(tmp_path, stream):
+    in_memory = TextTask(data=stream, order="random", **TINY)
+    assert in_memory.stream is None
+    assert next(in_memory.batches(Shard(0, 2, 1)))[0].shape == (2, 8)
+    (tmp_path / "plain.txt").write_bytes(bytes(range(32, 127)) * 200)
+    epochs = TextTask(data=str(tmp_path / "plain.txt"), order="epochs", **{**TINY, "batch": 1})
+    tokens = sum(len(document.content) + 1 for document in epochs._not_held_out())
+    count = (tokens - 1) // 8
+    first = [bytes(inputs[0].tolist()) for inputs, _ in islice(epochs.batches(Shard(0, 1, 1)), 2 * count)]
+    assert abs(sum(part.count(b"A") for part in first[:count]) - sum(part.count(b"A") for part in first[count:])) < 5
+    assert first[:count] != first[count:]
+
+
+def test_a_stream_without_text_is_one_sentence(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("nothing\n" * 20)
+    task = TextTask(data=str(tmp_path / "bad.jsonl"), **TINY)
+    with pytest.raises(DataError, match=r"There is no usable document in bad\.jsonl \(texts in the field 'text'\)"):
+        next(task.batches(Shard(0, 1, 0)))
+    with pytest.raises(DataError, match="There is no usable document"):
+        task.evaluate(task.model())
+    assert task.extra_results(0.0)["skipped"] >= 20
+
+
+@pytest.mark.parametrize("options", [{"order": "sorted"}, {"field": ""}, {"tokenizer": 3}, {"shuffle": 0}])
+def test_bad_options_are_named(options):
+    with pytest.raises(DataError, match=next(iter(options))):
+        TextTask(**options)
+
+
+def test_a_tokenizer_sets_the_vocabulary_and_its_digest_is_agreed_on(tmp_path, stream):
+    path = str(train(tmp_path).parent)
+    task = TextTask(data=stream, tokenizer=path, **TINY)
+    model = task.model()
+    assert model.head.out_features == model.bytes.num_embeddings == 300
+    assert task.agreed_options() == {"tokenizer_digest": task.tokenizer.digest}
+    assert TextTask().agreed_options() == {}
+    assert max(int(inputs.max()) for inputs, _ in islice(task.batches(Shard(0, 1, 0)), 40)) > 256
+    loss = task.evaluate(model)
+    assert math.log(300) - 0.5 < loss < math.log(300) + 1.5
+    text = b"".join(document.content for document in task.held_out())
+    tokens = sum(len(piece) for document in task.held_out() for piece in task.tokenizer.encode(document.content))
+    assert task.extra_results(loss) == {"bits_per_byte": pytest.approx(loss / math.log(2) * tokens / len(text)), "skipped": 0}
+    assert TextTask().extra_results(math.log(256)) == {"bits_per_byte": pytest.approx(8.0)}
+    with pytest.raises(DataError, match="another one here"):
+        TextTask(tokenizer=path, tokenizer_digest="0" * 64).model()
+
+
+def test_a_run_with_a_tokenizer_in_memory_learns(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"the quick brown fox jumps over the lazy dog {i}. " * 20)
+    task = TextTask(data=str(tmp_path / "text"), tokenizer=str(train(tmp_path / "tok").parent), **{**TINY, "width": 16, "batch": 8})
+    made = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=40, seed=1))
+    made.connect(Alone(), "run", Shard(0, 1, 1))
+    before = made.evaluate()
+    made.run()
+    assert made.evaluate() < before - 1

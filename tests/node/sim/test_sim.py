@@ -1,0 +1,151 @@
+"""``shoal sim``: one seed is one result, the settings are obeyed, what cannot be used is told in one sentence."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from node.cli import cli
+from node.config import ConfigError
+from node.sim.links import NETS, parse_churn, parse_net, parse_sizes
+from node.sim.report import exponents, run_sim, summary
+from node.sim.toy import Lesson, ToyModel, make_toy
+from node.sim.world import is_message
+from swarm.errors import ShoalError
+from swarm.identity import Identity
+from swarm.messages import Answer, pack, seal
+
+SMALL = {"peers": 4, "minutes": 0.3, "parameters": 64, "overrides": {"outer.every": 10}}
+
+
+def small(file=None, **options):
+    report = run_sim(file, **{**SMALL, **options})
+    return {name: value for name, value in report.items() if name not in ("wall_s", "cpu_s")}
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_one_seed_is_one_result(method):
+    options = {"churn": "8/min", "overrides": {"outer.every": 10, "outer.method": method}}
+    one, again = (small(seed=7, **options) for _ in range(2))
+    assert one == again
+    assert one["killed"] > 0
+    assert one["loss_last"] < one["loss_first"] / 2
+    assert one["rounds"] >= 5
+    assert json.loads(json.dumps(one)) == one
+
+
+def test_another_seed_is_another_result():
+    assert small(peers=2, minutes=0.1, seed=1)["trace"] != small(peers=2, minutes=0.1, seed=2)["trace"]
+
+
+def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
+    report = small(overrides={"outer.every": 10, "outer.method": "diloco"}, uneven=0.0)
+    assert report["alone"] == 0
+    assert report["spread"] < 1e-6
+    assert report["failures"] == {}
+    assert report["loss_own"] == pytest.approx(report["loss_last"], rel=1e-4)
+
+
+def test_pairs_send_their_weights_and_little_else():
+    report = small(peers=6, uneven=0.0)
+    assert report["alone"] == 0
+    payload = report["bytes_per_peer_round"] - report["control_bytes_per_peer_round"]
+    assert payload == pytest.approx(64 * 4, rel=0.1)  # rounds that the end cut off have sent, and are not counted
+    assert 2.4 <= report["messages_per_peer_round"] <= 4  # two offers, accept, ready, commit, of two peers; more where calls cross
+    assert 0 < report["wait_median_s"] <= report["wait_p95_s"] <= report["wait_max_s"]
+
+
+def test_the_settings_file_is_obeyed(tmp_path):
+    file = tmp_path / "swarm.toml"
+    file.write_text('[outer]\nmethod = "local"\nevery = 5\ncodec = "bfloat16"\n[train]\nsteps = 20\nseed = 3\n')
+    report = run_sim(file, peers=3, minutes=1, parameters=64)
+    assert (report["method"], report["every"], report["codec"], report["seed"]) == ("local", 5, "bfloat16", 3)
+    assert report["rounds"] == 4
+    assert report["exchanges"] == 12
+    assert report["virtual_s"] < 60  # it ends when all steps are done
+
+
+def test_alone_costs_nothing():
+    report = small(overrides={"outer.method": "none", "outer.every": 10})
+    assert report["alone"] == 1
+    assert report["bytes_per_peer_round"] == report["wait_max_s"] == report["directory_bytes_per_peer_minute"] == 0
+
+
+def test_growth_runs_all_sizes():
+    report = small(growth="2,4")
+    assert [size["peers"] for size in report["sizes"]] == [2, 4]
+    assert report["growth"] == exponents(report["sizes"])
+    assert summary(report).renderables
+
+
+def test_exponents_are_those_of_a_power():
+    costs = {
+        "bytes_per_peer_round": 0.0, "control_bytes_per_peer_round": 1.0, "messages_per_peer_round": 0.5,
+        "directory_bytes_per_peer_minute": 2.0, "wait_mean_s": -1.0,
+    }  # fmt: skip
+    sizes = [{"peers": peers, **{name: 3.0 * peers**b for name, b in costs.items()}} for peers in (16, 64, 256)]
+    assert exponents(sizes) == pytest.approx(costs, abs=1e-9)
+    assert exponents([{**size, "wait_mean_s": 0.0} for size in sizes])["wait_mean_s"] is None
+    assert exponents(sizes[:1])["messages_per_peer_round"] is None
+
+
+def test_nets_churn_and_sizes_are_read():
+    links = parse_net("wan")
+    assert (links.latency, links.jitter, links.bandwidth, links.shared) == (0.04, 0.01, 12.5e6, True)
+    assert parse_net("8:2.5").latency == 0.008
+    assert parse_net("8:2.5").bandwidth == 312_500
+    assert all(parse_net(name).bandwidth > 0 for name in NETS)
+    assert (parse_churn("2/min"), parse_churn("0.5")) == (2.0, 0.5)
+    assert parse_sizes("auto", 256) == [16, 64, 256]
+    assert parse_sizes("64,16", 1) == [16, 64]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
+        {"growth": "1,2"}, {"growth": "some"}, {"overrides": {"outer.method": "nope"}}, {"overrides": {"outer.lag": 3}},
+        {"overrides": {"outer.method": "streaming", "outer.every": 2}},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_told_in_one_sentence(options):
+    with pytest.raises(ShoalError, match=r"^[^\n]+: [^\n]+\.$"):
+        small(**options)
+
+
+def test_a_settings_file_that_is_not_there():
+    from pathlib import Path
+
+    with pytest.raises(ConfigError, match="There is no settings file"):
+        small(Path("not/there.toml"))
+
+
+def test_the_command_prints_a_table_or_json(monkeypatch):
+    arguments = ["sim", "--peers", "2", "--minutes", "0.1", "--every", "10", "--parameters", "16", "--growth", "2"]
+    shown = CliRunner().invoke(cli, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "share of the time spent waiting" in shown.output
+    assert "Not simulated" in shown.output
+    shown = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert json.loads(shown.output)["sizes"][0]["peers"] == 2
+
+
+def test_steps_at_once_are_as_many_single_ones():
+    toy = make_toy(1000, 0)
+    (one, noise), (three, noise_of_three) = toy.after(1), toy.after(3)
+    torch.testing.assert_close(three, one**3)
+    torch.testing.assert_close(noise_of_three**2, noise**2 * (1 + one**2 + one**4))
+    model = ToyModel(1000)
+    lesson = Lesson(toy, model, 1)
+    before = toy.loss(model.flat)
+    lesson.learn(100)
+    assert toy.loss(torch.cat(list(model.parameters())).detach()) < before / 2
+
+
+def test_messages_are_told_from_values():
+    answer = Answer(verdict="busy", round=3)
+    assert is_message(pack(answer))
+    assert is_message(seal(answer, Identity.ephemeral()))
+    assert not is_message(torch.randn(1000).numpy().tobytes())
+    assert not is_message(b"")
