@@ -8,7 +8,8 @@ from bench import chaos_table
 
 REPORT = {
     "peers": 4, "minutes": 2.0, "method": "noloco", "byzantine": 1, "lie": "nan", "robust": "clipped-gossip", "suspect": 3.0,
-    "seed": 7, "kills": 4, "stops": 1, "rejoins": 4, "max_stall_s": 5.0, "median_stall_s": 1.0, "resume_s": 0.1, "resume_max_s": 0.7, "join_s": None,
+    "seed": 7, "kills": 4, "stops": 1, "rejoins": 4, "max_stall_s": 5.0,
+    "median_stall_s": 1.0, "resume_s": 0.1, "resume_max_s": 0.7, "join_s": None,
     "join_max_s": None, "steps": 900, "steps_lost": 0, "steps_lost_by_killed": 12, "throughput_kept": 0.987,
     "throughput_kept_with_starts": None, "loss_first": 5.695, "loss_last": 2.0, "orphans": 0, "rss_slope": 0.5,
     "daemon_rss_slope": None, "fd_slope": -0.1, "failed_starts": [], "troubles": [], "unharmed": None,
