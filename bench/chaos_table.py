@@ -36,6 +36,8 @@ def _what(report: Report) -> str:
         parts.append(f"{report['byzantine']} hostile ({report['lie']})")
     if report["robust"] != "none":
         parts.append(report["robust"])
+    if report.get("suspect"):  # older lines do not have it
+        parts.append(f"suspect {report['suspect']:g}")
     return ", ".join([*parts, f"seed {report['seed']}"])
 
 

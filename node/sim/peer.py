@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
+from node.sim.plan import Surroundings
 from node.sim.toy import BATCH, LR, Lesson, ToyModel
 from optim import Alone, Handle, RoundInfo, Steps
 from swarm.catching_up import givers_of, wish_of
@@ -28,9 +29,6 @@ from swarm.outer import make_outer
 from swarm.round_length import round_length
 from swarm.sim_directory import EPOCH, SimDirectory
 
-if TYPE_CHECKING:
-    from node.sim.world import World
-
 NAP_S = 1.0  # virtual seconds at most that inner steps are counted together
 AGAIN_S = 5.0  # before a newcomer that got no weights asks again
 START_S = 1.0  # within which the peers begin
@@ -39,7 +37,7 @@ START_S = 1.0  # within which the peers begin
 class SimPeer:
     """One process of one peer. ``newcomer``: it takes over the swarm's weights first."""
 
-    def __init__(self, world: World, number: int, *, newcomer: bool) -> None:
+    def __init__(self, world: Surroundings, number: int, *, newcomer: bool) -> None:
         plan = world.plan
         self.world, self.number, self.name, self.newcomer = world, number, f"p{number}", newcomer
         self.chance = random.Random(f"peer {plan.seed} {number}")

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from node.config import ConfigError, load
 from node.sim.links import parse_churn, parse_net, parse_sizes
+from node.sim.plan import Plan
 from node.sim.toy import LAYERS
-from node.sim.world import Plan, Seen, World
+from node.sim.world import Seen, World
 from optim import codec_named, method_named
 
 COSTS = {

@@ -12,37 +12,21 @@ from dataclasses import dataclass, field
 import torch
 
 from node.sim.peer import SimPeer
+from node.sim.plan import Plan
 from node.sim.toy import ToyModel, make_toy
 from swarm.exchange import model_digest
-from swarm.manifest import Manifest, OuterSettings, TrainSettings, swarm_id
+from swarm.manifest import Manifest, TrainSettings, swarm_id
 from swarm.messages import seal
 from swarm.pipe import NOTHING
 from swarm.sim_clock import VirtualLoop
 from swarm.sim_directory import EPOCH, Board
-from swarm.sim_network import Links, Network, Trace
+from swarm.sim_network import Network, Trace
 from swarm.sim_run import alone
 from swarm.stream import Stream
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
 SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at times of our own, for finalizers do things too
 MESSAGE = 0x93  # what every message begins with: msgpack of a list of three, the first of them a text
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is simulated. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: of the logarithm of the peers' paces."""
-
-    peers: int
-    links: Links
-    outer: OuterSettings
-    churn: float = 0.0
-    minutes: float = 2.0
-    seed: int = 0
-    steps: int = 0
-    """Inner steps of each peer; 0: until the time is over."""
-    parameters: int = 2000
-    step_seconds: float = 0.1
-    uneven: float = 0.2
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Replay(_Thread):
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Python looks through all objects again and again while modules make them: a fifth of the time that importing takes."""
+    """Python looks through all objects again and again while modules make them: a tenth of the time to the first peer."""
     before = gc.isenabled()
     gc.disable()
     try:
