@@ -43,6 +43,7 @@ def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
     assert not list(shoal.tmp.glob("shoal-demo-*"))
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_and_plain_averaging(shoal):
     demo = shoal.start("demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "8", "--every", "10", "--method", "local", "--json")
     report = checked(demo.json(150), 2, 8, 10)

@@ -35,11 +35,8 @@ OUTER = {
 }
 
 
-SLOW = {"streaming", "co2", "sparse"}
-LATE = [pytest.param(outer, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, outer in OUTER.items()]
-
-
-@pytest.mark.parametrize("outer", LATE)
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER.keys())
 def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, outer):
     table = shoal.toml(swarm={"name": "group", "start_when": 2}, outer={**outer, "wait_s": 5.0}, options={"context": 32})
     first = shoal.node("up", table, "a")

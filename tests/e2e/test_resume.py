@@ -147,6 +147,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     assert saved(shoal, "third")[-1] > 4 * EVERY
 
 
+@pytest.mark.slow
 def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventually):
     up(shoal, "first", "--steps", EVERY, "--json").json()
     waiting = up(shoal, "second", "--set", "swarm.start_when=3")

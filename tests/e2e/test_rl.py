@@ -16,6 +16,7 @@ def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "rl"]
 
 
+@pytest.mark.slow
 def test_two_nodes_learn_from_each_others_rollouts(shoal):
     demo = shoal.start(
         "demo", "--task", "rl", "--peers", "2", "--rounds", "40", "--option", "families=last", *QUICK, "--local", "2",

@@ -14,7 +14,8 @@ def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "round"]
 
 
-@pytest.mark.parametrize("length", ["seconds:1", pytest.param("seconds:auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", ["seconds:1", "seconds:auto"])
 def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, length):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": length})
     quick = shoal.node("up", table, "quick", "--hooks", TASK, "--shard", "0/2")
