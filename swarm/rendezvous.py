@@ -253,8 +253,10 @@ class Rendezvous:
                 return None
             theirs = await self._receive_offer(stream)
             difference = meeting.contribution.differs(theirs)
-            if difference is not None or theirs.nonce != nonce:
-                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {difference or 'the nonce'}.")
+            same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (nonce, self._swarm, self._model, meeting.key.round)
+            if difference is not None or not same:
+                what = difference or "the nonce, swarm, model or round"
+                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
             meeting.dialing = None  # a call of his crosses mine no more
             received = await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
             meeting.broken = received is None

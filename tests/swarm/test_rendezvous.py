@@ -10,6 +10,8 @@ import torch
 from optim import BFLOAT16, FLOAT32, RoundKey
 from optim.pairing import mate
 from swarm.exchange import SwarmExchange
+from swarm.messages import ENVELOPE, Answer, Offer, pack, seal, unseal
+from swarm.rendezvous import EXCHANGE_PROTOCOL
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5
@@ -276,3 +278,21 @@ def test_the_mean_is_the_same_however_often_it_is_asked_for(network):
     assert [value(handle.result()), value(handle.result()), value(other.result())] == [2.5, 2.5, 2.5]
     assert handle.result().weight == 2.0
     assert handle.result().members == tuple(sorted((a.id, b.id)))
+
+
+OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
+
+
+@pytest.mark.parametrize("change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys())
+def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, caplog, change):
+    a, mate = Peer(network), network.host()
+
+    async def answer(stream):
+        _, offer = unseal(await stream.receive(Offer.LIMIT + ENVELOPE, 2), Offer)
+        await stream.send(pack(Answer(verdict="accept", round=offer.round)), 2)
+        await stream.send(seal(offer.model_copy(update=change), mate.identity), 2)
+
+    mate.serve(EXCHANGE_PROTOCOL, answer)
+    with caplog.at_level("INFO"):
+        assert a.start().result() is None
+    assert "accepted something else than was offered" in caplog.text
