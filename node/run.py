@@ -28,7 +28,6 @@ from node.membership import (
 from node.metrics import Metrics, RoundRecord
 from node.metrics.opening import about, open_sinks
 from node.refusals import Refusals
-from node.reporter import Reporter
 from node.result import RESULT, Result, write_json
 from node.rl.session import Session, make_task
 from node.rl.task import RLTask
@@ -49,6 +48,7 @@ from swarm.link import Link
 from swarm.manifest import OuterSettings
 from swarm.membership import SHOAL_VERSION, Membership
 from swarm.method_exchange import make_exchange, make_watch
+from swarm.reporter import Reporter
 from swarm.snapshot import State
 from swarm.stream import short
 
@@ -327,7 +327,10 @@ class NodeRun:
         self.condition.waited(record.wait_s)
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
-        self.reporter.round(record, info.members)
+        self.reporter.round(
+            info.members, round=record.round, step=record.step, loss=record.loss, sent=record.bytes_sent,
+            received=record.bytes_received, wait_s=record.wait_s, suspicious=suspicious,
+        )  # fmt: skip
         if self.verification is not None:
             self.reporter.verified(counted := self.verification.counted())
             self.metrics.live("checks", **counted)

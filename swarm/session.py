@@ -42,6 +42,7 @@ from swarm.membership import SHOAL_VERSION, Membership, Place
 from swarm.method_exchange import make_exchange, make_watch
 from swarm.outer import make_outer
 from swarm.overview import overview
+from swarm.reporter import Reporter
 from swarm.round_length import Speed, round_length
 from swarm.session_exchange import SessionExchange
 from swarm.session_start import SessionError, begin, new_swarm, parameters_of
@@ -84,6 +85,8 @@ class Session:
         self._loss: float | None = None
         self._speed, self._announced, self._round = Speed(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
+        self._reporter: Reporter | None = None
+        self._sent, self._received = 0, 0
         self._waited_before = 0.0
         self._finished = self._closed = False
 
@@ -159,6 +162,7 @@ class Session:
             self._opt, opt.on_round = None, self._on_round
             raise
         opt.register_step_post_hook(self._after_step)
+        self._reporter = Reporter(self._membership, self._name)
         self._announce("training")
 
     def _announce(self, state: DirectoryState) -> None:
@@ -182,6 +186,8 @@ class Session:
             version=SHOAL_VERSION,
             details=self._follower.condition.details() if self._follower is not None else None,
         )
+        if self._reporter is not None:
+            self._reporter.progress(state, opt.round, opt.steps, self._loss, self._rate)
 
     def report(self, loss: float) -> None:
         """Tell what others see as this node's training loss, nats; what is not finite they do not see."""
@@ -190,15 +196,27 @@ class Session:
     def _saw(self, info: RoundInfo) -> None:
         if self._follower is not None and self._exchange is not None:
             self._follower.saw(info)
-            waited = self._exchange.inner.waited
-            self._follower.condition.waited(waited - self._waited_before)
-            self._waited_before = waited
-            for suspicion in self._watch.suspicions():
+            suspicions = self._watch.suspicions()
+            self._tell(info, self._exchange.inner.waited, len(suspicions))
+            for suspicion in suspicions:
                 log.warning("refused what peer %s sent in round %d: %s", short(suspicion.peer), suspicion.key.round, suspicion)
             if line := self._membership.news():
                 log.warning("%s", line)
         if self._on_round is not None:
             self._on_round(info)
+
+    def _tell(self, info: RoundInfo, waited: float, suspicious: int) -> None:
+        """Those who watch, and the own record, of a round that is over; ``waited``: seconds of all rounds so far."""
+        assert self._follower is not None
+        traffic, wait = self._membership.host.traffic, waited - self._waited_before
+        sent, received = traffic.sent - self._sent, traffic.received - self._received
+        self._waited_before, self._sent, self._received = waited, traffic.sent, traffic.received
+        self._follower.condition.waited(wait)
+        if self._reporter is not None:
+            self._reporter.round(
+                info.members, round=info.key.round, step=info.step, loss=self._loss, sent=sent, received=received, wait_s=wait,
+                suspicious=suspicious,
+            )  # fmt: skip
 
     def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
         """What a member owes the others between two steps."""
@@ -235,6 +253,8 @@ class Session:
                 self._membership.directory.leave(LEAVE_S)
         finally:
             self._closed = True
+            if self._reporter is not None:
+                self._reporter.close()
             if self._exchange is not None:
                 self._exchange.close()
             self._membership.close()

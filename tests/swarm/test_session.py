@@ -177,15 +177,21 @@ def test_a_session_has_one_optimizer(alone):
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_peers_are_told_what_it_knows_of_itself_and_of_its_weights():
+def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_weights():
     """As nodes of `shoal up` do, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
     module = model(0)
     with swarm.create(state=module, method="diloco", every=EVERY, place=HERE, wait_s=0.2) as s:
         opt = s.optimizer(sgd(module))
+        s.report(1.5)
         loop(opt, module, 1)
         (me,) = s._membership.directory.members().values()
+        watched = s._reporter.status()
     assert me.sketch[:2] == (ROUNDS - 1, 0)
     assert me.wait_s >= 0
+    assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [
+        (round, 1, (), 1.5) for round in range(ROUNDS)
+    ]
+    assert (watched.state, watched.loss, watched.faults) == ("training", 1.5, (("alone", ROUNDS),))
 
 
 def test_a_swarm_by_invitation_only_lets_in_who_has_one(tmp_path):

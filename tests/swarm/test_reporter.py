@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from node.metrics import RoundRecord
-from node.reporter import Reporter
 from swarm.identity import Identity
 from swarm.manifest import swarm_id
 from swarm.messages import pack
+from swarm.reporter import Reporter
 from swarm.status_record import BANNED, PARTNERS, ROUNDS, Status
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
@@ -33,12 +32,9 @@ def membership(method="noloco"):
     )
 
 
-def record(number, **changes):
-    fields = {
-        "round": number, "step": 10 * number, "members": 2, "partner": "bert", "bytes_sent": 7, "bytes_received": 6, "lag": 0,
-        "wait_s": 0.5, "loss": 1.5, "weights": None,
-    }  # fmt: skip
-    return RoundRecord(**{**fields, **changes})
+def over(reporter, number, members, **changes):
+    usual = {"round": number, "step": 10 * number, "sent": 7, "received": 6, "wait_s": 0.5, "loss": 1.5}
+    reporter.round(members, **{**usual, **changes})
 
 
 @pytest.fixture
@@ -55,7 +51,7 @@ def test_before_anything_happened_it_waits(reporter):
 
 def test_the_newest_rounds_are_told_with_their_partners(reporter):
     for number in range(ROUNDS + 3):
-        reporter.round(record(number), [ME, PEERS[1]])
+        over(reporter, number, [ME, PEERS[1]])
     reporter.progress("training", 9, 90, 1.25, 4.0)
     status = reporter.status()
     assert [done.round for done in status.rounds] == list(range(3, ROUNDS + 3))
@@ -65,15 +61,15 @@ def test_the_newest_rounds_are_told_with_their_partners(reporter):
 
 
 def test_faults_are_counted(reporter):
-    reporter.round(record(1, partner=None, members=1), [ME])
-    reporter.round(record(2, partner=None, members=1, suspicious=2), [])
+    over(reporter, 1, [ME])
+    over(reporter, 2, [], suspicious=2)
     reporter._membership.host.restarts = 1
     assert reporter.status().faults == (("alone", 2), ("daemon-restarts", 1), ("refused", 2))
 
 
 def test_alone_is_no_fault_where_nobody_averages():
     reporter = Reporter(membership("none"), "anna")
-    reporter.round(record(1, partner=None, members=1), [ME])
+    over(reporter, 1, [ME])
     assert reporter.status().faults == ()
 
 
@@ -91,7 +87,7 @@ def test_reinforcement_learning_and_verification_are_told(reporter):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_left_out(reporter, bad):
     reporter.progress("training", 1, 1, bad, bad)
-    reporter.round(record(1, loss=bad), [ME, PEERS[1]])
+    over(reporter, 1, [ME, PEERS[1]], loss=bad)
     reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1)
     status = reporter.status()
     assert status.loss is status.reward is status.rounds[0].loss is None
@@ -100,7 +96,7 @@ def test_what_is_no_number_is_left_out(reporter, bad):
 
 def test_a_large_group_fits(reporter):
     for number in range(ROUNDS):
-        reporter.round(record(number, members=500), [ME, *PEERS[1:]])
+        over(reporter, number, [ME, *(PEERS[1:] * 50)[:499]])
     status = reporter.status()
     assert all((done.members, len(done.partners)) == (500, PARTNERS) for done in status.rounds)
     assert len(pack(status)) < Status.LIMIT // 2

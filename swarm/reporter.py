@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from node.metrics import RoundRecord
 from swarm.directory import State
 from swarm.fields import MAX_BYTES
 from swarm.membership import SHOAL_VERSION, Membership
@@ -46,23 +45,34 @@ class Reporter:
         if state != said:
             self._gossip.hint()
 
-    def round(self, record: RoundRecord, members: Sequence[str]) -> None:
-        """A round is over; ``members``: the peer ids of those in its mean."""
+    def round(
+        self,
+        members: Sequence[str],
+        *,
+        round: int,
+        step: int,
+        loss: float | None,
+        sent: int,
+        received: int,
+        wait_s: float,
+        suspicious: int = 0,
+    ) -> None:
+        """A round is over; ``members``: the peer ids of those in its mean; bytes and seconds are those of this round alone."""
         others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]
         done = RoundStatus(
-            round=record.round,
-            step=record.step,
-            loss=_finite(record.loss),
-            members=max(record.members, 1),
+            round=round,
+            step=step,
+            loss=_finite(loss),
+            members=max(len(members), 1),
             partners=tuple(others[:PARTNERS]),
-            sent=record.bytes_sent,
-            received=record.bytes_received,
-            wait_s=max(record.wait_s, 0.0),
+            sent=sent,
+            received=received,
+            wait_s=max(wait_s, 0.0),
         )
         with self._lock:
             self._rounds.append(done)
             self._faults["alone"] += not others and self._membership.manifest.outer.method != "none"
-            self._faults["refused"] += record.suspicious
+            self._faults["refused"] += suspicious
         self._gossip.hint()
 
     def event(self, event: str, **fields: Any) -> None:
@@ -76,7 +86,7 @@ class Reporter:
                 self._more["banned"] = tuple(fields["banned"][:BANNED])
 
     def verified(self, report: Mapping[str, int]) -> None:
-        """What came of verification so far (`node.verify.session.Verification.counted`): claims made, and checks done here."""
+        """What came of verification so far (node/verify/session.py, ``counted``): claims made, and checks done here."""
         with self._lock:
             self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
 
