@@ -1,5 +1,6 @@
 """Who meets whom when peers are late, early, gone, busy, or see different memberships."""
 
+import logging
 import re
 import threading
 import time
@@ -293,6 +294,6 @@ def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, capl
         await stream.send(seal(offer.model_copy(update=change), mate.identity), 2)
 
     mate.serve(EXCHANGE_PROTOCOL, answer)
-    with caplog.at_level("INFO"):
+    with caplog.at_level(logging.INFO, logger="swarm"):
         assert a.start().result() is None
     assert "accepted something else than was offered" in caplog.text
