@@ -1,5 +1,16 @@
-"""What every test wants: one thread, so that tests do not fight for the cores and sums are added in one order."""
+"""What every test wants: one thread, so that tests do not fight for the cores and sums are added in one order; and loggers as they
+were, for commands that run in the test's own process choose how much is said.
+"""
+
+import logging
 
 import torch
 
 torch.set_num_threads(1)
+
+OURS = ("swarm", "node", "optim", "verification")
+
+
+def pytest_runtest_teardown():
+    for name in OURS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
