@@ -12,5 +12,6 @@ OURS = ("swarm", "node", "optim", "verification")
 
 
 def pytest_runtest_teardown():
+    logging.getLogger().setLevel(logging.WARNING)
     for name in OURS:
         logging.getLogger(name).setLevel(logging.NOTSET)
