@@ -78,6 +78,7 @@ def random_model(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_a_node_with_another_model_learns_from_text(shoal):
     model = random_model(shoal.home / "model")
     settings = shoal.toml(
