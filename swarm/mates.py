@@ -42,6 +42,8 @@ class Mates:
         """Who else has no partner, if this node's mate is dead; None if it is not, as far as is known."""
         here = self._members()
         self._unreached = {p: issued for p, issued in self._unreached.items() if p in here and here[p].issued == issued}
+        if not self._unreached:  # mostly: then nobody's order need be worked out for it
+            return None
         pairs = groups(self._seed, round, self._in(round) | {self._me})
         living = [[peer for peer in pair if peer not in self._unreached] for pair in pairs]
         mine = next(number for number, pair in enumerate(pairs) if self._me in pair)
