@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["waiting", "training", "leaving", "done"]
 
+TTL, PERIOD = 30.0, 5.0  # seconds: how long a record lives, and how often one is published and all are read
+LIMIT = 1024  # about as many records are read
 GAP = 1.0  # seconds between two publications or two readings, at least
 HASTE = 0.5  # seconds between readings while somebody waits for members
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
@@ -73,10 +75,10 @@ class Directory:
         identity: Identity,
         swarm: str,
         *,
-        ttl: float = 30.0,
-        period: float = 5.0,
+        ttl: float = TTL,
+        period: float = PERIOD,
         cap: int = trie.CAP,
-        limit: int = 1024,
+        limit: int = LIMIT,
         barred: Callable[[str], bool] = lambda peer: False,
         door: Door | None = None,
     ) -> None:

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from swarm import trie
-from swarm.directory import GAP, HASTE, HERE
+from swarm.directory import GAP, HASTE, HERE, LIMIT, PERIOD, TTL
 from swarm.messages import Member
 from swarm.pipe import NOTHING
 from swarm.records import bits_of, make_record
 from swarm.sim_network import Network, SimHost
 
-TTL, PERIOD, LIMIT = 30.0, 5.0, 1024  # as a node's directory: seconds, seconds, and about as many records are read
 EPOCH = 1.0e9  # Unix time at which a simulation begins
 
 
