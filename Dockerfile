@@ -13,6 +13,7 @@ ARG PIP_ARGS=""
 
 WORKDIR /opt/shoal
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY shoal shoal
 COPY optim optim
 COPY swarm swarm
 COPY verification verification

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from optim import FLOAT32, Codec
-from optim.exchange import Handle, RoundKey
-from optim.simulation import SimulatedExchange
+from shoal.optim import FLOAT32, Codec
+from shoal.optim.exchange.base import Handle, RoundKey
+from shoal.optim.exchange.simulation import SimulatedExchange
 
 Tensors = list[Tensor]
 

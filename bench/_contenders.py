@@ -71,8 +71,8 @@ class Ours(Peer):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        from swarm.host import Host
-        from swarm.identity import Identity
+        from shoal.swarm.identity import Identity
+        from shoal.swarm.p2p.host import Host
 
         self.identity = Identity.ephemeral()
         self.host = Host.start(self.identity)
@@ -83,9 +83,9 @@ class Ours(Peer):
         return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
 
     def meet(self, other: dict[str, Any]) -> None:
-        from optim.exchange import RoundKey
-        from swarm.exchange import SwarmExchange
-        from swarm.messages import Member
+        from shoal.optim.exchange.base import RoundKey
+        from shoal.swarm.exchange.pair.exchange import SwarmExchange
+        from shoal.swarm.wire.member import Member
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
             return Member(

@@ -98,8 +98,8 @@ class Ours(Method):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        from swarm.host import Host
-        from swarm.identity import Identity
+        from shoal.swarm.identity import Identity
+        from shoal.swarm.p2p.host import Host
 
         self.identity = Identity.ephemeral()
         announce = [] if setup.announced is None else [f"/ip4/{setup.ip}/tcp/{setup.announced}"]
@@ -113,7 +113,7 @@ class Ours(Method):
         return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
 
     def meet(self, everybody: list[dict[str, Any]]) -> None:
-        from swarm.messages import Member
+        from shoal.swarm.wire.member import Member
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
             return Member(
@@ -125,8 +125,8 @@ class Ours(Method):
         self.exchange = self.make_exchange()
 
     def make_exchange(self) -> Any:
-        from swarm.exchange import SwarmExchange
-        from swarm.group import GroupExchange
+        from shoal.swarm.exchange.group.exchange import GroupExchange
+        from shoal.swarm.exchange.pair.exchange import SwarmExchange
 
         common: dict[str, Any] = {
             "swarm": SWARM, "model": "0" * 64, "seed": 0, "members": lambda: self.members,
@@ -138,7 +138,7 @@ class Ours(Method):
         return GroupExchange(self.host, self.identity, fragments=fragments, **common)
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-        import optim
+        from shoal import optim
 
         every = self.setup.every
         options: dict[str, Any] = {"run": SWARM, "on_round": self._on_round, "model": model}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from optim import OuterOptimizer
-from optim.registry import METHODS as REGISTRY
+from shoal.optim import OuterOptimizer
+from shoal.optim.methods.registry import METHODS as REGISTRY
 
 Setting = Mapping[str, float | bool]
 INNER: tuple[Setting, ...] = ({"beta2": 0.99}, {"beta2": 0.95}, {"beta2": 0.999})

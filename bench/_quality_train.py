@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from bench._quality_methods import METHODS
-from node.corpus import Document
-from node.task import Shard
-from node.text import TextTask, _digest
-from optim import FLOAT32, Alone, Codec, Simulation, codec_named
-from optim.codec import Shape
-from optim.exchange import Exchange, Handle, RoundKey
-from optim.simulation import SimulatedExchange
+from shoal.node.task import Shard
+from shoal.node.tasks.corpus import Document
+from shoal.node.tasks.text import TextTask, _digest
+from shoal.optim import FLOAT32, Alone, Codec, Simulation, codec_named
+from shoal.optim.codecs.base import Shape
+from shoal.optim.exchange.base import Exchange, Handle, RoundKey
+from shoal.optim.exchange.simulation import SimulatedExchange
 
 WINDOWS = 512  # of each half of the held-out text: 32 kB at 64 bytes a window
 

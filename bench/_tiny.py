@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from bench._world import Completion, Group, Settings, World
-from node.rl.environment import HELD_OUT
-from node.rl.groups import Group as Learnt
-from node.rl.groups import loss_of, make_update
-from node.rl.strings import Strings
-from node.rl.tiny import HABITS, Tiny
-from optim.sapo import TokenLoss
+from shoal.node.rl.environment import HELD_OUT
+from shoal.node.rl.groups import Group as Learnt
+from shoal.node.rl.groups import loss_of, make_update
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.tiny import HABITS, Tiny
+from shoal.optim.rl.losses import TokenLoss
 
 QUESTIONS = 4000  # in the world, none of them held out
 ASKED = (500, 100)  # held-out questions: in the end, and in turn at the beginning of each round

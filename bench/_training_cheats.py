@@ -10,13 +10,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from node.task import Shard
-from node.text import TextTask
-from node.verify.replica import MODEL, Condition, Replica, weights_in
-from node.verify.training import Kept
-from node.verify.training_calibrate import stretches
-from node.verify.training_material import TrainingTerms
-from swarm.manifest import TrainSettings
+from shoal.node.task import Shard
+from shoal.node.tasks.text import TextTask
+from shoal.node.verify.training.audit import Kept
+from shoal.node.verify.training.calibrate import stretches
+from shoal.node.verify.training.material import TrainingTerms
+from shoal.node.verify.training.replica import MODEL, Condition, Replica, weights_in
+from shoal.swarm.manifest.manifest import TrainSettings
 
 LABEL = "text"
 SHARD, OTHER = Shard(0, 4, 1), Shard(1, 4, 1)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench._verification_world import CHEATS, DTYPES, World, Writer, honest, seed_of
-from verification.calibration import Honest
-from verification.fingerprints import ActivationProof, Drawn, Evidence, SeededSampling
-from verification.fingerprints.activations import WINDOW
+from shoal.verification.calibration.calibration import Honest
+from shoal.verification.fingerprints import ActivationProof, Drawn, Evidence, SeededSampling
+from shoal.verification.fingerprints.activations import WINDOW
 
 ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
 FRESH, CHEATING = 10_000_000, 20_000_000  # first claims, apart from those of the calibration

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verification.fingerprints import LastHidden, draw_rows, output_head
+from shoal.verification.fingerprints import LastHidden, draw_rows, output_head
 
 ASKED = 24
 

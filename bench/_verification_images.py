@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verification.calibration import Honest
-from verification.fingerprints import Evidence, ImageHash
-from verification.fingerprints.text import hamming
-from verification.interval import rate_interval
+from shoal.verification.calibration.calibration import Honest
+from shoal.verification.calibration.confidence import rate_interval
+from shoal.verification.fingerprints import Evidence, ImageHash
+from shoal.verification.fingerprints.text import hamming
 
 SIDE, RATE = 128, 1e-4
 FRESH = 1_000_000

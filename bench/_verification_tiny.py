@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bench import _verification_world as world
 from bench._verification_world import Change, noisy, rounded
-from verification.fingerprints import LastHidden, draw, draw_rows
+from shoal.verification.fingerprints import LastHidden, draw, draw_rows
 
 __all__ = ["Tiny", "TinyGPT", "changed", "generate", "noisy", "prompt", "rounded", "without_layer"]
 

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench._attacks import ATTACKS, Board, Honest, Hostile
 from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, _backward
-from node.task import Shard
-from optim import Simulation, method_named
-from optim.simulation import SimulatedExchange
-from swarm.defence import Robust, Watch
+from shoal.node.task import Shard
+from shoal.optim import Simulation, method_named
+from shoal.optim.exchange.simulation import SimulatedExchange
+from shoal.swarm.exchange.robust import Robust, Watch
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from node import checkpoint
-from node.config import resolve_device
-from node.saver import Saver
-from node.task import Shard
-from node.text import TextTask
-from node.trainer import Trainer
-from optim import Alone
-from swarm.manifest import OuterSettings, TrainSettings
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint.writer import Saver
+from shoal.node.config.settings import resolve_device
+from shoal.node.task import Shard
+from shoal.node.tasks.text import TextTask
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Alone
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
 
 # About 1 and 25 million parameters; batch and context are small, so that steps are short and a stall shows.
 SIZES: dict[str, dict[str, int]] = {

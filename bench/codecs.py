@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from node.config import resolve_device
-from optim import Codec, codec_named
+from shoal.node.config.settings import resolve_device
+from shoal.optim import Codec, codec_named
 
 NAMES = "float32,bfloat16,float16,int8,e3m0,sign,topk2,int8+ef,e3m0+ef,sign+ef,topk2+ef:0.95,auto:2"
 WIDTH = 1024

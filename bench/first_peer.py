@@ -30,7 +30,7 @@ SEEN = re.compile(rb"peer-\d+")  # the names of a demo's nodes
 
 
 def watch(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "node", "watch", *arguments, "--seconds", str(LIMIT_S)]
+    return [sys.executable, "-m", "shoal", "watch", *arguments, "--seconds", str(LIMIT_S)]
 
 
 def lines(link: str) -> Generator[bytes, None, None]:

@@ -37,7 +37,7 @@ class Node:
         more = ["--name", name, "--folder", str(self.folder), "--identity", str(home / f"{name}.key"), "--threads", "1",
                 "--listen", "/ip4/127.0.0.1/tcp/0"]  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "node", *arguments, *more],
+            [sys.executable, "-m", "shoal", *arguments, *more],
             env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
@@ -74,7 +74,8 @@ class Node:
 
 def _import_s() -> float:
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import node.run"], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    program = [sys.executable, "-c", "import shoal.node.runtime.node_run"]
+    subprocess.run(program, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return time.monotonic() - began
 
 

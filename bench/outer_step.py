@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from node.config import resolve_device
-from optim import Alone, NoLoCo
+from shoal.node.config.settings import resolve_device
+from shoal.optim import Alone, NoLoCo
 
 
 def measure(params: int, device: torch.device, slow_on_device: bool, dtype: torch.dtype, repeats: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from bench._quality_methods import METHODS, Setting
 from bench._quality_plan import STAGES, Cell, Stage
 from bench._quality_table import markdown, rows, tables
 from bench._quality_train import Spec, run
-from optim import codec_named
+from shoal.optim import codec_named
 
 RATES = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"

@@ -38,8 +38,8 @@ if not __package__:  # run as a file: the folder above is not on the path then
 
 from bench._tiny import tiny_world
 from bench._world import Completion, Group, Settings, World
-from optim.rollouts import Candidate, select
-from optim.sapo import LOSSES, Completions, group_advantages, policy_loss
+from shoal.optim.rl.losses import LOSSES, Completions, group_advantages, policy_loss
+from shoal.optim.rl.selection import Candidate, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 POISONED = (4, 4)

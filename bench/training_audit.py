@@ -27,14 +27,14 @@ if not __package__:  # run as a file: its folder comes first on the path, where 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench._training_cheats import LABEL, OTHER, SHARD, World
-from node.task import Shard
-from node.verify.replica import Condition
-from node.verify.training import Kept, prove
-from node.verify.training_calibrate import OTHERS, half, honest_evidence
-from node.verify.training_check import TrainingChecker
-from verification.calibration import Calibration, Pair
-from verification.fingerprints import WeightProjection
-from verification.interval import rate_interval
+from shoal.node.task import Shard
+from shoal.node.verify.training.audit import Kept, prove
+from shoal.node.verify.training.calibrate import OTHERS, half, honest_evidence
+from shoal.node.verify.training.checker import TrainingChecker
+from shoal.node.verify.training.replica import Condition
+from shoal.verification.calibration.calibration import Calibration, Pair
+from shoal.verification.calibration.confidence import rate_interval
+from shoal.verification.fingerprints import WeightProjection
 
 SIDES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
 CALIBRATED = Shard(2, 4, 1)

@@ -43,8 +43,8 @@ from bench._verification_claims import ACTIVATIONS, SAMPLING, Plan, Scores, meas
 from bench._verification_table import BEGIN, END, into, markdown
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, World, honest, seed_of
-from verification.fingerprints import Drawn
-from verification.interval import rate_interval
+from shoal.verification.calibration.confidence import rate_interval
+from shoal.verification.fingerprints import Drawn
 
 NAMED = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")]
 Found = dict[tuple[str, float], Scores]

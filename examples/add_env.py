@@ -10,7 +10,7 @@ for the same one and judges the answers by ``reward``, so nobody has to be belie
 import hashlib
 import random
 
-from node.rl.environment import Question
+from shoal.node.rl.environment import Question
 
 
 class Add:

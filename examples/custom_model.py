@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from node.task import Shard, Task
+from shoal.node.task import Shard, Task
 
 Batch = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from node.task import Shard, Task
+from shoal.node.task import Shard, Task
 
 Batch = tuple[Tensor, Tensor]
 

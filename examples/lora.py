@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import swarm
-from node.integrations.transformers import SwarmCallback
+from shoal import swarm
+from shoal.node.integrations.transformers import SwarmCallback
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
 

@@ -12,7 +12,7 @@ The loop itself stays as it is (docs/python-api.md).
 import torch
 from torch import nn
 
-from optim import Alone, Exchange, NoLoCo, Simulation
+from shoal.optim import Alone, Exchange, NoLoCo, Simulation
 
 PEERS = ["anna", "bert", "cleo", "dora"]
 TRUTH = torch.linspace(-1, 1, 16)

@@ -12,10 +12,10 @@ import argparse
 
 import torch
 
-import swarm
-from node.task import Shard
-from node.text import TextTask
-from optim import RoundInfo
+from shoal import swarm
+from shoal.node.task import Shard
+from shoal.node.tasks.text import TextTask
+from shoal.optim import RoundInfo
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from optim import DiLoCo, Distributed, NoLoCo
+from shoal.optim import DiLoCo, Distributed, NoLoCo
 
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep dark water. "
 LETTERS = sorted(set(TEXT))

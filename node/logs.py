@@ -12,6 +12,5 @@ def log_to_stderr(verbose: bool) -> None:
     # Warnings of ours are for the user; the rest, and all that libraries say, only with --verbose.
     level = logging.WARNING if verbose else logging.ERROR
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
-    for name in ("node", "swarm", "optim"):
-        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
+    logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.WARNING)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")

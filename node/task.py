@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swarm.outer import OuterError
+from shoal.swarm.training.outer_factory import OuterError
 
 
 def elements(batch: Any) -> int:

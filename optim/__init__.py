@@ -10,17 +10,16 @@
         evaluate(model)
 """
 
-from optim.buffers import float_buffers
-from optim.codec import BFLOAT16, FLOAT16, FLOAT32, Codec
-from optim.codec_auto import AutoCodec
-from optim.codec_feedback import ErrorFeedback
-from optim.codecs import E3M0, INT8, SIGN, TOPK2, codec_named
-from optim.difference import difference
-from optim.distributed import Distributed
-from optim.exchange import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
-from optim.fragments import strided
-from optim.length import RoundLength, Seconds, Steps, Tokens
-from optim.methods import (
+from shoal.optim.codecs.adaptive import AutoCodec
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
+from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
+from shoal.optim.codecs.tail import float_buffers
+from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
+from shoal.optim.exchange.distributed import Distributed
+from shoal.optim.exchange.pairing import candidates, groups, mate, order
+from shoal.optim.exchange.simulation import Faults, Simulation
+from shoal.optim.methods.factories import (
     CO2,
     SPARTA,
     DecoupledDiLoCo,
@@ -33,19 +32,20 @@ from optim.methods import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-from optim.outer import OuterOptimizer, RoundInfo
-from optim.pairing import candidates, groups, mate, order
-from optim.registry import METHODS, Method, method_named, methods_with
-from optim.rule import RoundFacts, Rule
-from optim.rules import GASLoCRule, LocalSGDRule, NoLoCoRule
-from optim.rules_delayed import CO2Rule, EagerRule
-from optim.rules_diloco import DecoupledRule, DiLoCoRule, rda
-from optim.schedule import Apply, Delayed, Every, Schedule, Send, Streaming
-from optim.simulation import Faults, Simulation
-from optim.sparta import SpartaRule
-from optim.stepped import Stepped
-from optim.universal import carry_over
-from optim.weights import by_rate, by_steps, by_tokens, equal
+from shoal.optim.methods.registry import METHODS, Method, method_named, methods_with
+from shoal.optim.outer.config_diff import difference
+from shoal.optim.outer.external_step import Stepped
+from shoal.optim.outer.fragments import strided
+from shoal.optim.outer.migrate import carry_over
+from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
+from shoal.optim.outer.weighting import by_rate, by_steps, by_tokens, equal
+from shoal.optim.rules.base import RoundFacts, Rule
+from shoal.optim.rules.delayed import CO2Rule, EagerRule
+from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule, rda
+from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
+from shoal.optim.rules.sparta import SpartaRule
+from shoal.optim.schedule.round_length import RoundLength, Seconds, Steps, Tokens
+from shoal.optim.schedule.schedule import Apply, Delayed, Every, Schedule, Send, Streaming
 
 __all__ = [
     "BFLOAT16",

@@ -16,7 +16,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarm.errors import IdentityError
+from shoal.swarm.errors import IdentityError
 
 KEY_HEADER = bytes.fromhex("08011240")
 ID_HEADER = bytes.fromhex("002408011220")

@@ -8,10 +8,8 @@ import torch
 
 torch.set_num_threads(1)
 
-OURS = ("swarm", "node", "optim", "verification")
 
 
 def pytest_runtest_teardown():
     logging.getLogger().setLevel(logging.WARNING)
-    for name in OURS:
-        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("shoal").setLevel(logging.NOTSET)

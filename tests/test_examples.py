@@ -11,12 +11,12 @@ import click
 import pytest
 import torch
 
-from node.cli import cli
-from node.hooks import load_task
-from node.task import Shard
-from node.trainer import Trainer
-from optim import Simulation
-from swarm.manifest import OuterSettings, TrainSettings
+from shoal.node.cli.main import cli
+from shoal.node.task import Shard
+from shoal.node.tasks.loader import load_task
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Simulation
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"

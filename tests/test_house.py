@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from node.cli import cli
+from shoal.node.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("optim", "swarm", "verification", "node")

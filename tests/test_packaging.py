@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from node.scaffold import FILES, TEMPLATES
-from swarm.membership import SHOAL_VERSION
+from shoal.node.commands.init import FILES, TEMPLATES
+from shoal.swarm.membership.membership import SHOAL_VERSION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -133,7 +133,7 @@ def test_core_installs_little():
     assert wanted <= names
     assert len(names) <= len(wanted) + 5  # uvloop and numpy come with hivemind in any case; prometheus-client needs nothing else
     assert PROJECT["project"]["requires-python"] == ">=3.10"
-    assert PROJECT["project"]["scripts"] == {"shoal": "node.cli:main"}
+    assert PROJECT["project"]["scripts"] == {"shoal": "shoal.node.cli.main:main"}
 
 
 def test_licence():

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import click
 import pytest
 
-from node.cli import cli
-from node.config import load
-from node.exit_codes import MEANING
-from node.hooks import load_task
-from node.task import Shard
-from node.trainer import Trainer
-from swarm.manifest import OuterSettings, TrainSettings
+from shoal.node.cli.main import cli
+from shoal.node.config.settings import load
+from shoal.node.exit_codes import MEANING
+from shoal.node.task import Shard
+from shoal.node.tasks.loader import load_task
+from shoal.node.training.trainer import Trainer
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]

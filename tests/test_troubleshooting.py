@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from node.cli import cli
-from node.doctor import agreement, machine, network
-from node.doctor.visit import Visit
-from node.exit_codes import ExitCode
-from swarm.errors import ShoalError
-from swarm.link import Link
+from shoal.node.cli.main import cli
+from shoal.node.doctor import machine_checks as machine
+from shoal.node.doctor import network_checks as network
+from shoal.node.doctor import swarm_checks as agreement
+from shoal.node.doctor.visit import Visit
+from shoal.node.exit_codes import ExitCode
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import ShoalError
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ID = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"

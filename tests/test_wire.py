@@ -3,44 +3,44 @@
 import re
 from pathlib import Path
 
-from swarm.attestations import MAX_RECORD, Attestation
-from swarm.attestations import QUOTA as ATTESTED
-from swarm.dial_back import ALL as DIALS
-from swarm.dial_back import DIAL_PROTOCOL, LOWEST_PORT
-from swarm.dial_back import EACH as DIALS_EACH
-from swarm.directory import MAX_ADDRESSES
-from swarm.entrance import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, Rates
-from swarm.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
-from swarm.group_allreduce import PART, SMALLEST
-from swarm.group_decisions import DECISION_PROTOCOL
-from swarm.group_join import LEADER_PROTOCOL
-from swarm.group_line import BEATS
-from swarm.group_messages import GroupDecision, GroupReady
-from swarm.group_reduction import PAYLOAD_PROTOCOL
-from swarm.invitation import Invitation
-from swarm.link import MAX_ADDRESSES as LINK_ADDRESSES
-from swarm.link import MAX_CHARS
-from swarm.log_sync import LOG_PROTOCOL, MAX_LOG
-from swarm.log_sync import QUOTA as LOGS
-from swarm.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
-from swarm.messages import ENVELOPE, Member, Message, Offer
-from swarm.parcel import Notice
-from swarm.pieces import PIECES_PROTOCOL
-from swarm.pubsub import MAX_MESSAGE
-from swarm.quota import Quota
-from swarm.rendezvous import EXCHANGE_PROTOCOL
-from swarm.rollout_record import MAX_COMPLETIONS, MAX_TEXT, Rollout
-from swarm.seed_messages import SEED_PROTOCOL, TOLD
-from swarm.shelf import BODY_PROTOCOL
-from swarm.snapshot import KEPT, UNUSED_S
-from swarm.speed import ALL as TESTS
-from swarm.speed import EACH as TESTS_EACH
-from swarm.speed import MAX_BYTES as TEST_BYTES
-from swarm.speed import MOVE_S, SPEED_PROTOCOL
-from swarm.statements import SAMPLE, STATE_PROTOCOL
-from swarm.status_record import PARTNERS, PER_SECOND, ROUNDS, Status
-from swarm.transfer import OUTCOME_PROTOCOL
-from swarm.trie import CAP
+from shoal.swarm.access.invitation import Invitation
+from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
+from shoal.swarm.access.link import MAX_CHARS
+from shoal.swarm.exchange.group.allreduce import PART, SMALLEST
+from shoal.swarm.exchange.group.channel import BEATS
+from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL
+from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
+from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
+from shoal.swarm.gossip.body_store import BODY_PROTOCOL
+from shoal.swarm.gossip.envelope import Notice
+from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
+from shoal.swarm.membership.dht_index import CAP
+from shoal.swarm.membership.directory import MAX_ADDRESSES
+from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.reachability import ALL as DIALS
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
+from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
+from shoal.swarm.p2p.resource_manager import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, Rates
+from shoal.swarm.p2p.throughput import ALL as TESTS
+from shoal.swarm.p2p.throughput import EACH as TESTS_EACH
+from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
+from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL
+from shoal.swarm.state.chunks import PIECES_PROTOCOL
+from shoal.swarm.state.selection import SAMPLE, STATE_PROTOCOL
+from shoal.swarm.state.snapshot import KEPT, UNUSED_S
+from shoal.swarm.topics.attestation import MAX_RECORD, Attestation
+from shoal.swarm.topics.attestation import QUOTA as ATTESTED
+from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
+from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG
+from shoal.swarm.topics.log_sync import QUOTA as LOGS
+from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
+from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
+from shoal.swarm.wire.group import GroupDecision, GroupReady
+from shoal.swarm.wire.member import ENVELOPE, Member, Message, Offer
+from shoal.swarm.wire.seed import SEED_PROTOCOL, TOLD
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 SEALED = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROGRAM = ("-m", "node.chaos.actor")
+PROGRAM = ("-m", "shoal.node.cli.chaos_actor")
 HONEST = "honest"
 LIES = ("sign-flip", "x1000", "nan", "stale")
 """What hostile nodes may send (node/chaos/actor.py)."""

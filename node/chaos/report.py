@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from node.chaos import figures
-from node.chaos.fleet import ChaosError
-from node.chaos.plan import draw_plan
-from node.chaos.run import Sample, Seen, run_swarm
-from node.config import assignment, load, resolve_device, use_threads
-from node.demo import stage
-from node.hooks import load_task
+from shoal.node.chaos import figures
+from shoal.node.chaos.plan import draw_plan
+from shoal.node.chaos.processes_under_test import ChaosError
+from shoal.node.chaos.run import Sample, Seen, run_swarm
+from shoal.node.config.settings import assignment, load, resolve_device, use_threads
+from shoal.node.demo.demo import stage
+from shoal.node.tasks.loader import load_task
 
 WARM_S = 60.0  # of a long run: what a process allocates in its first minute is no leak
 

@@ -11,22 +11,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node import checkpoint
-from node.chaos import processes
-from node.chaos.figures import Life
-from node.chaos.fleet import ChaosError, Fleet, Running
-from node.chaos.plan import Hit
-from node.config import Settings
-from node.data import agreement
-from node.demo import LINK_S, settings_toml
-from node.display import Display
-from node.hooks import load_task
-from node.result import write_json
-from node.run import METRICS
-from node.task import Shard
-from node.trainer import Trainer
-from optim import Alone
-from swarm.errors import ShoalError
+from shoal.node.chaos import processes
+from shoal.node.chaos.figures import Life
+from shoal.node.chaos.plan import Hit
+from shoal.node.chaos.processes_under_test import ChaosError, Fleet, Running
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.config.settings import Settings
+from shoal.node.data import manifest_options as agreement
+from shoal.node.demo.demo import LINK_S, settings_toml
+from shoal.node.runtime.display import Display
+from shoal.node.runtime.node_run import METRICS
+from shoal.node.runtime.result import write_json
+from shoal.node.task import Shard
+from shoal.node.tasks.loader import load_task
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Alone
+from shoal.swarm.errors import ShoalError
 
 SEEN = "seen.json"
 READY_S, READY_EACH_S = 60.0, 10.0  # seconds for all nodes to begin to train, and for each besides

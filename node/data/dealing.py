@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from node.task import Shard
+from shoal.node.task import Shard
 
 HELD_OUT_ONE_IN = 10
 """Of a stream one document in so many, chosen by its text and so wherever it stands, is never trained on."""

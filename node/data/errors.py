@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.errors import ShoalError
+from shoal.swarm.errors import ShoalError
 
 
 class DataError(ShoalError):

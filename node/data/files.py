@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from node.data.errors import DataError
+from shoal.node.data.errors import DataError
 
 MAX_FILES = 200_000
 # Tests of the library repeat themselves and are absent on some systems; packages differ from machine to machine.

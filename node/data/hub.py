@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from node.data.dealing import belongs
-from node.data.errors import DataError, reason
-from node.data.source import Document, Place, Skipped, place_number
-from node.task import Shard
+from shoal.node.data.dealing import belongs
+from shoal.node.data.errors import DataError, reason
+from shoal.node.data.source import Document, Place, Skipped, place_number
+from shoal.node.task import Shard
 
 PREFIX = "hf:"
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from node.data.dealing import number
-from node.data.errors import DataError
-from node.data.source import Place, Source, no_document
-from node.data.tokenizer import Tokenizer
-from node.task import Batches, Shard
+from shoal.node.data.dealing import number
+from shoal.node.data.errors import DataError
+from shoal.node.data.source import Place, Source, no_document
+from shoal.node.data.tokenizer import Tokenizer
+from shoal.node.task import Batches, Shard
 
 EMPTY_EPOCHS = 64
 """A small part of little text may have none for an epoch, which is dealt anew each time; after so many it is said."""

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from node.data.dealing import belongs, dealt
-from node.data.errors import DataError, reason
-from node.data.source import Document, Place, Skipped, place_number
-from node.task import Shard
+from shoal.node.data.dealing import belongs, dealt
+from shoal.node.data.errors import DataError, reason
+from shoal.node.data.source import Document, Place, Skipped, place_number
+from shoal.node.task import Shard
 
 RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz")
 """Files with these endings are streamed."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from node.data.dealing import dealt, held_out
-from node.data.errors import DataError
-from node.task import Shard
+from shoal.node.data.dealing import dealt, held_out
+from shoal.node.data.errors import DataError
+from shoal.node.task import Shard
 
 logger = logging.getLogger(__name__)
 

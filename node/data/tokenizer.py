@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from node.data.errors import DataError, reason
-from node.data.hub import PART, is_path
+from shoal.node.data.errors import DataError, reason
+from shoal.node.data.hub import PART, is_path
 
 BYTES = "bytes"
 FILE = "tokenizer.json"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from node.exit_codes import ExitCode
-from swarm.errors import ShoalError
+from shoal.node.exit_codes import ExitCode
+from shoal.swarm.errors import ShoalError
 
 Outcome = Literal["ok", "note", "failed", "skipped"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from node.doctor import agreement, machine, network
-from node.doctor.checkup import Finding, Tell, examine
-from node.doctor.visit import Visit
-from node.exit_codes import ExitCode
-from swarm.link import Link
+from shoal.node.doctor import machine_checks as machine
+from shoal.node.doctor import network_checks as network
+from shoal.node.doctor import swarm_checks as agreement
+from shoal.node.doctor.checkup import Finding, Tell, examine
+from shoal.node.doctor.visit import Visit
+from shoal.node.exit_codes import ExitCode
+from shoal.swarm.access.link import Link
 
 
 def diagnose(

@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from swarm.dial_back import Seen
-from swarm.errors import MessageError, NetworkError, ShoalError
-from swarm.identity import Identity
-from swarm.link import Link
-from swarm.messages import Member
-from swarm.stream import Stream
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.reachability import Seen
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.wire.member import Member
 
 if TYPE_CHECKING:  # hivemind, and so torch, which may be what is missing
-    from swarm.directory import Directory
-    from swarm.host import Host
-    from swarm.manifest import Manifest
+    from shoal.swarm.manifest.manifest import Manifest
+    from shoal.swarm.membership.directory import Directory
+    from shoal.swarm.p2p.host import Host
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from node.task import elements
-from optim import OuterOptimizer
-from swarm.errors import ShoalError
-from swarm.session import Session
+from shoal.node.task import elements
+from shoal.optim import OuterOptimizer
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.training.session import Session
 
 
 class SwarmCallback(Callback):  # type: ignore[misc]

@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optim import OuterOptimizer
-from swarm.errors import ShoalError
-from swarm.session import Session
+from shoal.optim import OuterOptimizer
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.training.session import Session
 
 
 class SwarmCallback(TrainerCallback):  # type: ignore[misc]

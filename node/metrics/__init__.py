@@ -4,7 +4,7 @@
 (``tensorboard_file.py``) and Weights & Biases (``wandb_run.py``), those that ``opening.py`` finds in the settings.
 """
 
-from node.metrics.log import Metrics, RoundRecord, Value
-from node.metrics.sink import MetricsError
+from shoal.node.metrics.log import Metrics, RoundRecord, Value
+from shoal.node.metrics.sink import MetricsError
 
 __all__ = ["Metrics", "MetricsError", "RoundRecord", "Value"]

@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from node.metrics.catalogue import Fields
-from node.metrics.sink import About, MetricsError, Sink
+from shoal.node.metrics.catalogue import Fields
+from shoal.node.metrics.sink import About, MetricsError, Sink
 
 MOST_WAITING = 10_000  # events: with two a second, what an hour's outage leaves
 END_S = 30.0  # seconds for what waits, once the run is over

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from node.metrics.catalogue import Fields, number
+from shoal.node.metrics.catalogue import Fields, number
 
 SUMMARIES = ("start", "end")
 """Events about the whole run; of them a curve holds the held-out loss alone."""

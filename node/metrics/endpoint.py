@@ -12,10 +12,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
 
-from node.metrics.address import Address
-from node.metrics.board import Board
-from node.metrics.catalogue import Fields
-from node.metrics.sink import About, MetricsError
+from shoal.node.config.endpoint import Address
+from shoal.node.metrics.catalogue import Fields
+from shoal.node.metrics.gauges import Board
+from shoal.node.metrics.sink import About, MetricsError
 
 MOST_CALLERS = 8  # at a time; whoever is more is hung up on
 SILENCE_S = 10.0  # seconds for which a caller may say nothing, or take nothing

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from node.metrics.sink import MetricsError, Sinks
+from shoal.node.metrics.sink import MetricsError, Sinks
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from node.metrics.catalogue import Fields
-from swarm.errors import ShoalError
+from shoal.node.metrics.catalogue import Fields
+from shoal.swarm.errors import ShoalError
 
 
 class MetricsError(ShoalError):

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from node.metrics.background import installed
-from node.metrics.catalogue import Fields
-from node.metrics.curves import Curves
-from node.metrics.sink import About, MetricsError
+from shoal.node.metrics.background import installed
+from shoal.node.metrics.catalogue import Fields
+from shoal.node.metrics.curves import Curves
+from shoal.node.metrics.sink import About, MetricsError
 
 
 class TensorBoardFile:

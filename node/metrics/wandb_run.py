@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from node.metrics.background import installed
-from node.metrics.catalogue import Fields
-from node.metrics.curves import Curves
-from node.metrics.sink import About, MetricsError, one_line
+from shoal.node.metrics.background import installed
+from shoal.node.metrics.catalogue import Fields
+from shoal.node.metrics.curves import Curves
+from shoal.node.metrics.sink import About, MetricsError, one_line
 
 INIT_S = 60.0  # seconds to reach the server at the start
 FINISH_S = 25.0  # seconds to upload what is left at the end; less than what `Background` waits

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from swarm.errors import ShoalError
+from shoal.swarm.errors import ShoalError
 
 HELD_OUT = 2**62
 """Questions of this seed are asked in evaluations only: nobody trains on them."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from node.rl.policy import Policy
-from optim.sapo import Completions, TokenLoss, effective_sample_size, group_advantages, log_weights, policy_loss
+from shoal.node.rl.policy import Policy
+from shoal.optim.rl.losses import Completions, TokenLoss, effective_sample_size, group_advantages, log_weights, policy_loss
 
 
 @dataclass(frozen=True)

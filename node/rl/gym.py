@@ -21,7 +21,7 @@ import re
 import sys
 from typing import Any
 
-from node.rl.environment import EnvError, Option, Question
+from shoal.node.rl.environment import EnvError, Option, Question
 
 log = logging.getLogger(__name__)
 

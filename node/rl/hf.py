@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from node.rl.policy import Choose, Completion, PolicyError, draw, pad
+from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
 
 ROWS = 16  # sequences at once, forward and backward: what bounds the memory
 RANK = 16

@@ -7,15 +7,15 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from node.hooks import HookError, find_class
-from node.rl.environment import HELD_OUT, Env, EnvError, Environment, Option, Question, canonical
-from node.rl.gym import Gym
-from node.rl.hf import load_hf
-from node.rl.policy import Policy, PolicyError
-from node.rl.settings import env_label
-from node.rl.strings import Strings
-from node.rl.tiny import Tiny, Warm
-from swarm.errors import ShoalError
+from shoal.node.config.rl import env_label
+from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, Option, Question, canonical
+from shoal.node.rl.gym import Gym
+from shoal.node.rl.hf import load_hf
+from shoal.node.rl.policy import Policy, PolicyError
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.tasks.loader import HookError, find_class
+from shoal.swarm.errors import ShoalError
 
 
 def _built_in(spec: str) -> Callable[..., Environment] | None:

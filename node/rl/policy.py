@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from swarm.errors import ShoalError
-from swarm.rollout_record import Finish
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.topics.rollout import Finish
 
 Choose = Callable[[Tensor], Tensor]
 """From the logits (B, V) of one step to the token of each row, int64 (B,)."""
@@ -45,7 +45,7 @@ class Policy(Protocol):
     lr: float
     """A learning rate for AdamW that suits the model."""
     loss: str
-    """The one of ``optim.sapo.LOSSES`` that suits it."""
+    """The one of ``shoal.optim.rl.losses.LOSSES`` that suits it."""
     max_tokens: int
     """How long completions of this policy usually need to be."""
     vocabulary: int

@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable
 
-from node.rl.environment import EnvError, Question
+from shoal.node.rl.environment import EnvError, Question
 
 RULES: dict[str, Callable[[str], str]] = {
     "reverse": lambda word: word[::-1],

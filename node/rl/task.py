@@ -15,21 +15,21 @@ from typing import Protocol
 
 import torch
 
-from node.rl.environment import HELD_OUT, Env, EnvError, Question
-from node.rl.foreign import Foreign
-from node.rl.groups import Group, Update, loss_of, make_update
-from node.rl.policy import Completion, Policy
-from node.rl.settings import RLSettings
-from node.task import Shard, Task
-from optim.sapo import LOSSES
-from swarm.rollout_record import Rollout, pack_logps, pack_tokens
+from shoal.node.config.rl import RLSettings
+from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
+from shoal.node.rl.groups import Group, Update, loss_of, make_update
+from shoal.node.rl.policy import Completion, Policy
+from shoal.node.rl.remote_rollouts import Foreign
+from shoal.node.task import Shard, Task
+from shoal.optim.rl.losses import LOSSES
+from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
 DRAWS = 1000  # attempts at a question that is not held out
 TOGETHER = 256  # prompts answered at once in an evaluation
 
 
 class Sharing(Protocol):
-    """As much of `swarm.rollouts.RolloutPool` as a round needs."""
+    """As much of `shoal.swarm.topics.rollout_pool.RolloutPool` as a round needs."""
 
     def advance(self, round: int) -> None:
         """This node is in that round."""
@@ -58,7 +58,7 @@ class Claimed:
 
 
 class Claiming(Protocol):
-    """As much of `node.verify.prover` as a round needs."""
+    """As much of `shoal.node.verify.completions.prover` as a round needs."""
 
     def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
         """Answer the question and claim it; None if no claim is due. Only this costs the training thread time."""

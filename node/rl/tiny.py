@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from node.rl.environment import Environment
-from node.rl.policy import Choose, Completion, PolicyError, draw, pad
+from shoal.node.rl.environment import Environment
+from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 END, OTHER = 0, 1  # token ids; those of the alphabet follow

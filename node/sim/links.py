@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from node.config import ConfigError
-from swarm.sim_network import Links
+from shoal.node.config.settings import ConfigError
+from shoal.swarm.sim.network import Links
 
 BYTES_OF_MBIT = 1e6 / 8
 NETS = {

@@ -13,21 +13,21 @@ from typing import Any, cast
 
 import torch
 
-from node.sim.plan import Surroundings
-from node.sim.toy import BATCH, LR, Lesson, ToyModel
-from optim import Alone, Handle, RoundInfo, Steps
-from swarm.catching_up import givers_of, wish_of
-from swarm.errors import NetworkError
-from swarm.exchange import model_digest
-from swarm.follower import Follower
-from swarm.handle import SwarmHandle
-from swarm.membership import Membership, Place
-from swarm.messages import Member
-from swarm.method_exchange import make_exchange, make_watch
-from swarm.newcomer import begin_fetch
-from swarm.outer import make_outer
-from swarm.round_length import round_length
-from swarm.sim_directory import EPOCH, SimDirectory
+from shoal.node.sim.plan import Surroundings
+from shoal.node.sim.toy_task import BATCH, LR, Lesson, ToyModel
+from shoal.optim import Alone, Handle, RoundInfo, Steps
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.factory import make_exchange, make_watch
+from shoal.swarm.exchange.handle import SwarmHandle
+from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.membership.membership import Membership, Place
+from shoal.swarm.sim.directory import EPOCH, SimDirectory
+from shoal.swarm.state.catch_up import givers_of, wish_of
+from shoal.swarm.state.sync import begin_fetch
+from shoal.swarm.training.outer_factory import make_outer
+from shoal.swarm.training.outer_sync import Follower
+from shoal.swarm.training.round_length import round_length
+from shoal.swarm.wire.member import Member
 
 NAP_S = 1.0  # virtual seconds at most that inner steps are counted together
 AGAIN_S = 5.0  # before a newcomer that got no weights asks again

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from node.sim.toy import Toy
-from swarm.manifest import Manifest, OuterSettings
-from swarm.sim_directory import Board
-from swarm.sim_network import Links, Network
+from shoal.node.sim.toy_task import Toy
+from shoal.swarm.manifest.manifest import Manifest, OuterSettings
+from shoal.swarm.sim.directory import Board
+from shoal.swarm.sim.network import Links, Network
 
 
 @dataclass(frozen=True)

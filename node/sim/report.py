@@ -13,12 +13,12 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from node.config import ConfigError, load
-from node.sim.links import parse_churn, parse_net, parse_sizes
-from node.sim.plan import Plan
-from node.sim.toy import LAYERS
-from node.sim.world import Seen, World
-from optim import codec_named, method_named
+from shoal.node.config.settings import ConfigError, load
+from shoal.node.sim.links import parse_churn, parse_net, parse_sizes
+from shoal.node.sim.plan import Plan
+from shoal.node.sim.toy_task import LAYERS
+from shoal.node.sim.world import Seen, World
+from shoal.optim import codec_named, method_named
 
 COSTS = {
     "bytes_per_peer_round": "bytes sent in exchanges",

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from node.sim.peer import SimPeer
-from node.sim.plan import Plan
-from node.sim.toy import ToyModel, make_toy
-from swarm.exchange import model_digest
-from swarm.manifest import Manifest, TrainSettings, swarm_id
-from swarm.messages import seal
-from swarm.pipe import NOTHING
-from swarm.sim_clock import VirtualLoop
-from swarm.sim_directory import EPOCH, Board
-from swarm.sim_network import Network, Trace
-from swarm.sim_run import alone
-from swarm.stream import Stream
+from shoal.node.sim.peer import SimPeer
+from shoal.node.sim.plan import Plan
+from shoal.node.sim.toy_task import ToyModel, make_toy
+from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.manifest.manifest import Manifest, TrainSettings, swarm_id
+from shoal.swarm.p2p.memory_stream import NOTHING
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.sim.clock import VirtualLoop
+from shoal.swarm.sim.directory import EPOCH, Board
+from shoal.swarm.sim.network import Network, Trace
+from shoal.swarm.sim.run import alone
+from shoal.swarm.wire.member import seal
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
 SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at times of our own, for finalizers do things too

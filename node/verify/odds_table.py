@@ -1,10 +1,10 @@
-"""The table of ``shoal verify odds``, from `verification.odds`."""
+"""The table of ``shoal verify odds``, from `shoal.verification.consensus.odds`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from verification.odds import least_audit, vote
+from shoal.verification.consensus.odds import least_audit, vote
 
 MORE = (1, 3, 5, 7, 9)  # numbers of verifiers to compare with
 

@@ -16,21 +16,21 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from node.status import visited
-from swarm.attestations import verify_record
-from swarm.errors import MessageError, NetworkError
-from swarm.host import Host
-from swarm.link import Link
-from swarm.log_sync import fetch_log
-from swarm.manifest import Manifest
-from swarm.messages import Member
-from swarm.stream import short
-from swarm.verify_setting import VerifySettings
-from verification.draw import SETTLED
-from verification.ledger import Ledger
-from verification.log import Log, decode_log
-from verification.reputation import Prices, Standing, Table, reckon
-from verification.rulings import Rules
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.verify import VerifySettings
+from shoal.swarm.membership.visitor import visited
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.topics.attestation import verify_record
+from shoal.swarm.topics.log_sync import fetch_log
+from shoal.swarm.wire.member import Member
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.log import Log, decode_log
+from shoal.verification.consensus.reputation import Prices, Standing, Table, reckon
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import SETTLED
 
 ASKED = 5  # members whose logs are compared
 LOG_S = 10.0

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from node.config import Settings
-from node.rl.task import RLTask
-from node.task import Shard, Task
-from node.trainer import Trainer
-from node.verify.completions import Completions
-from node.verify.errors import VerifyError
-from node.verify.inner_steps import InnerSteps
-from node.verify.kind import Kind
-from node.verify.network import SwarmNetwork
-from node.verify.session import Verification
-from node.verify.terms import check_terms
-from node.verify.training_terms import check_stretch_terms, training_terms
-from swarm.membership import Membership
-from swarm.verify_setting import StretchTerms, Terms
+from shoal.node.config.settings import Settings
+from shoal.node.rl.task import RLTask
+from shoal.node.task import Shard, Task
+from shoal.node.training.trainer import Trainer
+from shoal.node.verify.audit.claim_kind import Kind
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit.network import SwarmNetwork
+from shoal.node.verify.completions.kind import Completions
+from shoal.node.verify.service import Verification
+from shoal.node.verify.terms import check_terms
+from shoal.node.verify.training.kind import InnerSteps
+from shoal.node.verify.training.terms import check_stretch_terms, training_terms
+from shoal.swarm.manifest.verify import StretchTerms, Terms
+from shoal.swarm.membership.membership import Membership
 
 
 def start_verification(

@@ -5,13 +5,13 @@ A snapshot of a policy holds only what is trained, so all nodes must have the sa
 
 from __future__ import annotations
 
-from node.config import ConfigError, Settings
-from node.rl.task import RLTask
-from node.task import Task
-from node.verify.prover import policy_label
-from node.verify.snapshot import base
-from node.verify.training_terms import make_stretch_terms
-from swarm.verify_setting import StretchTerms, Terms
+from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.rl.task import RLTask
+from shoal.node.task import Task
+from shoal.node.verify.audit.snapshot import base
+from shoal.node.verify.completions.prover import policy_label
+from shoal.node.verify.training.terms import make_stretch_terms
+from shoal.swarm.manifest.verify import StretchTerms, Terms
 
 
 def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:

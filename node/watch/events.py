@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from swarm.errors import ShoalError
-from swarm.fields import PeerId, Reason, SwarmId
-from swarm.status_record import Status
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.topics.status import Status
+from shoal.swarm.wire.fields import PeerId, Reason, SwarmId
 
 MAX_LINE = 64 * 1024  # characters
 

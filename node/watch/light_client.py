@@ -23,18 +23,18 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from node.watch.book import Book
-from node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
-from node.watch.gate import Gate
-from swarm.errors import MessageError
-from swarm.identity import b58encode
-from swarm.link import Link
-from swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
-from swarm.messages import ManifestReply, ManifestRequest, Member, pack, unpack, unseal
-from swarm.parcel import topic_of
-from swarm.seed_messages import SEED_PROTOCOL, SeedReply, SeedRequest
-from swarm.status_record import Status
-from swarm.wire import MAX_MESSAGE
+from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
+from shoal.node.watch.peer_addresses import Book
+from shoal.node.watch.record_filter import Gate
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.envelope import topic_of
+from shoal.swarm.identity import b58encode
+from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
+from shoal.swarm.topics.status import Status
+from shoal.swarm.wire.envelope import MAX_MESSAGE
+from shoal.swarm.wire.member import ManifestReply, ManifestRequest, Member, pack, unpack, unseal
+from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
-from node.watch.events import MAX_LINE, Event, ReplayError, event_of, line_of
-from swarm.errors import ShoalError
+from shoal.node.watch.events import MAX_LINE, Event, ReplayError, event_of, line_of
+from shoal.swarm.errors import ShoalError
 
 PAUSE_MAX = 10.0  # seconds that a replay waits at most where nothing happened
 

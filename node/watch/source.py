@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from node.watch.events import Event
-from node.watch.recording import replay
-from swarm.errors import ShoalError
-from swarm.link import Link
+from shoal.node.watch.events import Event
+from shoal.node.watch.recording import replay
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import ShoalError
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Live(_Thread):
             with _without_collecting():
                 import trio
 
-                from node.watch.light_client import LightClient
+                from shoal.node.watch.light_client import LightClient
         except ImportError as error:
             what = str(error)[:200]
             raise WatchError(f"Cannot watch a swarm ({what}): install what it needs with pip install 'shoal[watch]'.") from error

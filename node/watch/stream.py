@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from node.watch.events import Event, line_of
-from node.watch.recording import Recorder
-from node.watch.source import Source
+from shoal.node.watch.events import Event, line_of
+from shoal.node.watch.recording import Recorder
+from shoal.node.watch.source import Source
 
 LOOK_S = 0.1
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
-from swarm.status_record import PER_SECOND, TAIL, RoundStatus, Status
+from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
+from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 
 MAX_PEERS = 2048
 MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point

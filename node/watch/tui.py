@@ -13,10 +13,10 @@ from textual.containers import Container, VerticalScroll
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from node.watch import pictures
-from node.watch.events import Event
-from node.watch.source import Source
-from node.watch.swarm_view import SwarmView
+from shoal.node.watch import charts as pictures
+from shoal.node.watch.events import Event
+from shoal.node.watch.source import Source
+from shoal.node.watch.swarm_view import SwarmView
 
 FRAME_S = 0.25
 MOST_AT_ONCE = 2000  # events taken between two frames

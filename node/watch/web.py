@@ -16,9 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
-from node.watch.events import Event
-from node.watch.source import Source, WatchError
-from node.watch.swarm_view import SwarmView
+from shoal.node.watch.events import Event
+from shoal.node.watch.source import Source, WatchError
+from shoal.node.watch.swarm_view import SwarmView
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")
@@ -73,7 +73,7 @@ class Page:
     def app(self) -> web.Application:
         """What is served: the page's three files, and the stream of pictures."""
         app = web.Application(middlewares=[_only_here])
-        folder = resources.files("node.watch") / "page"
+        folder = resources.files("shoal.node.watch") / "page"
         for name, kind in KINDS.items():
             text = (folder / name).read_text(encoding="utf-8")
             app.router.add_get(f"/{'' if name == INDEX else name}", self._file(text, kind))

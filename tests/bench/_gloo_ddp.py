@@ -8,8 +8,8 @@ import torch
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
-from node.task import Shard
-from node.text import TextTask
+from shoal.node.task import Shard
+from shoal.node.tasks.text import TextTask
 
 
 def main():

@@ -16,7 +16,7 @@ from bench._verification_figure import curve
 from bench._verification_table import BEGIN, END
 from bench._verification_world import CHEATS, honest, seed_of
 from bench.verification import voted
-from verification.fingerprints import Drawn, prefill_states
+from shoal.verification.fingerprints import Drawn, prefill_states
 
 ROOT = Path(__file__).resolve().parents[2]
 

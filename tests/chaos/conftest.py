@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.sim_run import simulate
+from shoal.swarm.sim.run import simulate
 
 
 class Seeds:
@@ -27,7 +27,7 @@ class Seeds:
     def check(self, seeds):
         seed, failure = self.first(seeds)
         if failure is not None:
-            pytest.fail(f"seed {seed}: {failure!r}\nreplay it, with its trace: python -m swarm.sim_run {seed}", pytrace=False)
+            pytest.fail(f"seed {seed}: {failure!r}\nreplay it, with its trace: python -m shoal.swarm.sim.run {seed}", pytrace=False)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A node that cheats: `python cheat.py KIND up|join ...`, the rest as for `python -m node`.
+"""A node that cheats: `python cheat.py KIND up|join ...`, the rest as for `python -m shoal`.
 
     quantised   generates with weights of 4 bits, and claims that the policy it hands out did
     copier      does not check: takes another verifier's commitment, and later its vote, for its own
@@ -13,11 +13,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from node import cli  # noqa: E402
-from node.trainer import Trainer  # noqa: E402
-from node.verify import claiming  # noqa: E402
-from verification.claims import Commitment, Reveal  # noqa: E402
-from verification.member import Member  # noqa: E402
+from shoal.node.cli import main as cli  # noqa: E402
+from shoal.node.training.trainer import Trainer  # noqa: E402
+from shoal.node.verify.completions import claiming  # noqa: E402
+from shoal.verification.consensus.records import Commitment, Reveal  # noqa: E402
+from shoal.verification.consensus.voter import Member  # noqa: E402
 
 
 def quantised(policy, bits=4):

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optim.pairing import rank
+from shoal.optim.exchange.pairing import rank
 
 STARTUP_S = 60.0
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
@@ -35,7 +35,7 @@ def until(condition, seconds, what="it"):
 class Process:
     """One ``shoal`` command; its output is collected while it runs."""
 
-    def __init__(self, arguments, env, errors, cwd, program=("-m", "node"), before=()):
+    def __init__(self, arguments, env, errors, cwd, program=("-m", "shoal"), before=()):
         self.errors = errors
         self.lines = []
         self._news = threading.Condition()
@@ -114,7 +114,7 @@ class Shoal:
             shuffled = [words[(number * i * i + i) % len(words)] for i in range(120)]
             (self.text / f"{number}.txt").write_text(" ".join(shuffled))
 
-    def start(self, *arguments, program=("-m", "node"), before=()):
+    def start(self, *arguments, program=("-m", "shoal"), before=()):
         """Start a command; ``before``: what stands in front of it."""
         process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home, program, before)
         self.processes.append(process)

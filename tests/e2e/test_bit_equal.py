@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node.hooks import load_task
-from node.task import Shard
-from node.text import TextTask
-from node.trainer import Trainer
-from optim import Simulation
-from swarm.exchange import SwarmExchange, model_digest
-from swarm.host import Host
-from swarm.identity import Identity
-from swarm.manifest import OuterSettings, TrainSettings
-from swarm.messages import Member
+from shoal.node.task import Shard
+from shoal.node.tasks.loader import load_task
+from shoal.node.tasks.text import TextTask
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Simulation
+from shoal.swarm.exchange.pair.exchange import SwarmExchange, model_digest
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.wire.member import Member
 
 PEERS = 4
 SEED = 3

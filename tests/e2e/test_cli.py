@@ -16,7 +16,7 @@ NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{ID}"
 SLOW = '''
 import time
 import torch
-from node.task import Task
+from shoal.node.task import Task
 
 WIDTH = {width}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node.hooks import load_task
+from shoal.node.tasks.loader import load_task
 
 FIELDS = {
     "peers", "method", "rounds", "steps", "loss_first", "loss_last", "loss_local", "exchanges", "pairs_none", "bytes_sent",

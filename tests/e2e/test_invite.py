@@ -1,6 +1,6 @@
 """`shoal up --invite-only` and `shoal invite`, as a person types them."""
 
-from swarm.link import Link
+from shoal.swarm.access.link import Link
 
 
 def test_by_invitation_only(shoal, eventually):

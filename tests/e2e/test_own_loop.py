@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import swarm
-from node.task import Shard
-from node.text import TextTask
-from optim import NoLoCo
+from shoal import swarm
+from shoal.node.task import Shard
+from shoal.node.tasks.text import TextTask
+from shoal.optim import NoLoCo
 
 SIZE = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2}
 EVERY = 20

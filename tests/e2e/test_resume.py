@@ -9,7 +9,7 @@ TASK = '''
 import time
 
 import torch
-from node.task import Task
+from shoal.node.task import Task
 
 class Fit(Task):
     """A least-squares fit with a step that takes a while, as real ones do."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.verify.store import load
+from shoal.node.verify.completions.store import load
 
 CHEAT = Path(__file__).parent / "cheat.py"
 HONEST = [f"honest{number}" for number in range(5)]

@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from swarm.host import Host
-from swarm.identity import Identity
-from swarm.link import Link
-from swarm.parcel import topic_of
-from swarm.status_record import Status
+from shoal.swarm.access.link import Link
+from shoal.swarm.gossip.envelope import topic_of
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.topics.status import Status
 from tests.e2e.test_cli import create, joiner
 
 

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from node.task import Task
+from shoal.node.task import Task
 
 NOBODY = threading.Event()
 

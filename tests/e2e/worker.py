@@ -20,25 +20,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench._attacks import ATTACKS, Scene
-from node.saver import Saver
-from optim import NoLoCo, RoundKey
-from swarm import digest as digest_module
-from swarm import exchange as exchange_module
-from swarm import pieces as pieces_module
-from swarm.defence import Watch
-from swarm.download import Memory
-from swarm.exchange import SwarmExchange
-from swarm.group import GroupExchange
-from swarm.group_allreduce import _Runner
-from swarm.group_decisions import Decisions
-from swarm.host import Host
-from swarm.identity import Identity
-from swarm.messages import Commit, Member, Ready, StateRequest
-from swarm.newcomer import Wish, begin_fetch
-from swarm.rendezvous import Rendezvous
-from swarm.snapshot import State
-from swarm.state_server import StateServer
-from swarm.transfer import Transfers
+from shoal.node.checkpoint.writer import Saver
+from shoal.optim import NoLoCo, RoundKey
+from shoal.swarm.exchange.group.allreduce import _Runner
+from shoal.swarm.exchange.group.decision_log import Decisions
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair import exchange as exchange_module
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.matchmaking import Rendezvous
+from shoal.swarm.exchange.pair.transfer import Transfers
+from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.state import chunks as pieces_module
+from shoal.swarm.state.download import Memory
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.state.sync import Wish, begin_fetch
+from shoal.swarm.wire import digest as digest_module
+from shoal.swarm.wire.member import Commit, Member, Ready, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 2

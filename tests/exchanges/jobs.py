@@ -9,8 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
-from optim.wires import Wires
+from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
+from shoal.optim.exchange.gloo_groups import Wires
 
 
 class Said(logging.Handler):
@@ -19,7 +19,7 @@ class Said(logging.Handler):
     def __init__(self):
         super().__init__()
         self.sentences = []
-        logging.getLogger("optim").addHandler(self)
+        logging.getLogger("shoal.optim").addHandler(self)
 
     def emit(self, record):
         self.sentences.append(record.getMessage())

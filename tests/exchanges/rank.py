@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 import script
 
-from optim import Distributed
+from shoal.optim import Distributed
 
 
 def serve(connection, order):

@@ -9,7 +9,7 @@
 
 import torch
 
-from optim import RoundKey, codec_named
+from shoal.optim import RoundKey, codec_named
 
 
 def play(exchange, run, steps, mark, after, die):

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from optim import DiLoCo, Distributed, NoLoCo, RoundKey
-from optim.wires import Wires
+from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey
+from shoal.optim.exchange.gloo_groups import Wires
 
 EVERY, STEPS, BATCH = 3, 15, 8
 METHODS = {"DiLoCo": DiLoCo, "NoLoCo": NoLoCo}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optim import Distributed, Simulation
+from shoal.optim import Distributed, Simulation
 
 JOBS = Path(jobs.__file__)
 

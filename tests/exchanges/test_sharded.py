@@ -6,8 +6,8 @@ import pytest
 import sharded_jobs as jobs
 import torch
 
-from optim import Faults, Simulation
-from optim.pairing import groups
+from shoal.optim import Faults, Simulation
+from shoal.optim.exchange.pairing import groups
 
 JOBS = Path(jobs.__file__)
 

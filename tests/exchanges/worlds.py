@@ -23,13 +23,13 @@ import psutil
 import script
 import torch.distributed as dist
 
-from optim import Faults, Simulation, mate
-from optim.pairing import order
-from swarm.exchange import SwarmExchange
-from swarm.group import GroupExchange
-from swarm.host import Host
-from swarm.identity import Identity
-from swarm.messages import Member
+from shoal.optim import Faults, Simulation, mate
+from shoal.optim.exchange.pairing import order
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.wire.member import Member
 
 RANK = Path(__file__).parent / "rank.py"
 LIMIT_S = 60.0

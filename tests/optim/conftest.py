@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from optim import Simulation
+from shoal.optim import Simulation
 
 PEERS = ["anna", "bert", "cleo", "dora"]
 RATE, STEP_S = 0.05, 0.1

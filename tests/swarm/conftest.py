@@ -9,20 +9,20 @@ import time
 import pytest
 import torch
 
-from optim import FLOAT32, RoundKey
-from optim.pairing import order
-from swarm.entrance import Entrance
-from swarm.errors import NetworkError, ShoalError
-from swarm.group import GroupExchange
-from swarm.identity import Identity
-from swarm.messages import Member
-from swarm.stream import Stream, Traffic
+from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.pairing import order
+from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.resource_manager import Entrance
+from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.wire.member import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
 
 class FakeHost:
-    """What an exchange needs of a `swarm.host.Host`."""
+    """What an exchange needs of a `shoal.swarm.p2p.host.Host`."""
 
     def __init__(self, network, identity):
         self.network, self.identity, self.peer_id = network, identity, identity.peer_id

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import IdentityError
-from swarm.identity import ID_HEADER, KEY_HEADER, Identity, b58decode, b58encode, is_peer_id, public_key_of, verify
+from shoal.swarm.errors import IdentityError
+from shoal.swarm.identity import ID_HEADER, KEY_HEADER, Identity, b58decode, b58encode, is_peer_id, public_key_of, verify
 
 # RFC 8032, section 7.1, test 1: seed and public key.
 SEED = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
@@ -186,5 +186,6 @@ def test_peer_ids():
 
 
 def test_imports_neither_torch_nor_hivemind():
-    code = "import sys, swarm.link, swarm.manifest; sys.exit(bool({'torch', 'hivemind', 'numpy'} & set(sys.modules)))"
+    code = "import sys, shoal.swarm.access.link, shoal.swarm.manifest.manifest\n"
+    code += "sys.exit(bool({'torch', 'hivemind', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

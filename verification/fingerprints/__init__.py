@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from verification.fingerprints.activations import ActivationProof, Toploc
-from verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
-from verification.fingerprints.hidden import LastHidden, output_head, prefill_states
-from verification.fingerprints.image import ImageHash
-from verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, draw_rows, gumbel, margins
-from verification.fingerprints.text import MinHashText, SimHash
-from verification.fingerprints.tokens import Completion, ExactTokens
-from verification.fingerprints.weights import WeightProjection
+from shoal.verification.fingerprints.activations import ActivationProof, Toploc
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
+from shoal.verification.fingerprints.hidden import LastHidden, output_head, prefill_states
+from shoal.verification.fingerprints.image import ImageHash
+from shoal.verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, draw_rows, gumbel, margins
+from shoal.verification.fingerprints.text import MinHashText, SimHash
+from shoal.verification.fingerprints.tokens import Completion, ExactTokens
+from shoal.verification.fingerprints.weights import WeightProjection
 
 if TYPE_CHECKING:  # each keeps the protocol
     _KINDS: tuple[

@@ -17,8 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verification.fingerprints.fingerprint import Evidence, Feature, ProofError
-from verification.fingerprints.polynomial import MOST_POINTS, PRIME, SMALLEST_MODULUS, evaluate, injective_modulus, interpolate
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature, ProofError
+from shoal.verification.fingerprints.polynomial import (
+    MOST_POINTS,
+    PRIME,
+    SMALLEST_MODULUS,
+    evaluate,
+    injective_modulus,
+    interpolate,
+)
 
 WINDOW, TOP = 32, 128
 MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verification.fingerprints.fingerprint import Evidence, Feature
-from verification.fingerprints.text import hamming
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
+from shoal.verification.fingerprints.text import hamming
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verification.fingerprints.fingerprint import Evidence, Feature
-from verification.fingerprints.mixing import GOLDEN, mix, signed
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
+from shoal.verification.fingerprints.mixing import GOLDEN, mix, signed
 
 WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64

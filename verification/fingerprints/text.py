@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verification.fingerprints.fingerprint import Evidence, Feature
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 
 SHINGLE = 3
 MOST_ITEMS, MOST_TEXT = 1 << 17, 1 << 22

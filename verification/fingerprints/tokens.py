@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verification.fingerprints.fingerprint import Evidence, Feature
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 
 MOST_TOKENS, MOST_MODEL = 1 << 20, 256
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from verification.fingerprints.fingerprint import Evidence, Feature, ProofError
-from verification.fingerprints.mixing import numbers, words
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature, ProofError
+from shoal.verification.fingerprints.mixing import numbers, words
 
 DIMS, MOST_DIMS = 256, 1 << 14
 MOST_SEED = 1 << 63

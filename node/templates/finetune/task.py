@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from node.corpus import DataError, Document, read_documents
-from node.task import Shard, Task
+from shoal.node.task import Shard, Task
+from shoal.node.tasks.corpus import DataError, Document, read_documents
 
 
 class Finetune(Task):

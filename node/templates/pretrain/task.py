@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from node.corpus import DataError, Document, read_documents
-from node.task import Shard, Task
+from shoal.node.task import Shard, Task
+from shoal.node.tasks.corpus import DataError, Document, read_documents
 
 
 class Model(nn.Module):

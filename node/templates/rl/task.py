@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 
-from node.rl.environment import Question
+from shoal.node.rl.environment import Question
 
 
 class Reverse:

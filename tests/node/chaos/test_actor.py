@@ -9,11 +9,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from node.chaos import actor, processes
-from node.chaos.actor_options import LIES
-from node.chaos.run import first_accepted, read_events
-from node.trainer import Trainer
-from optim.exchange import Mean, RoundKey
+from shoal.node.chaos import processes
+from shoal.node.chaos.actor_options import LIES
+from shoal.node.chaos.run import first_accepted, read_events
+from shoal.node.cli import chaos_actor as actor
+from shoal.node.training.trainer import Trainer
+from shoal.optim.exchange.base import Mean, RoundKey
 
 
 def heard_by_others(how):

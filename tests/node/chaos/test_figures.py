@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.chaos import figures
-from node.chaos.figures import Life
+from shoal.node.chaos import figures
+from shoal.node.chaos.figures import Life
 
 exactly = pytest.approx
 

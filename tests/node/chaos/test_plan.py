@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.chaos.plan import draw_plan
+from shoal.node.chaos.plan import draw_plan
 
 plans = st.fixed_dictionaries(
     {

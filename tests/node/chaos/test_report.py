@@ -2,9 +2,9 @@
 
 import pytest
 
-from node.chaos.figures import Life
-from node.chaos.report import report, summary
-from node.chaos.run import Sample, Seen
+from shoal.node.chaos.figures import Life
+from shoal.node.chaos.report import report, summary
+from shoal.node.chaos.run import Sample, Seen
 
 
 def life(peer, begin, end, *, spawned=0.0, first=1, **more):

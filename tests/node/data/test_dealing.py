@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.dealing import HELD_OUT_ONE_IN, belongs, dealt, held_out
-from node.task import Shard
+from shoal.node.data.dealing import HELD_OUT_ONE_IN, belongs, dealt, held_out
+from shoal.node.task import Shard
 
 NAMES = st.lists(st.text(st.characters(codec="utf-8"), max_size=8), max_size=40)
 SEED, EPOCH, OF = st.integers(0, 2**32), st.integers(0, 10_000), st.integers(1, 9)

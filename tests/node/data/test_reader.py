@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node import checkpoint
-from node.data.errors import DataError
-from node.data.reader import Reader
-from node.data.source import Document, Listed
-from node.data.tokenizer import Bytes
-from node.task import Shard
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.data.errors import DataError
+from shoal.node.data.reader import Reader
+from shoal.node.data.source import Document, Listed
+from shoal.node.data.tokenizer import Bytes
+from shoal.node.task import Shard
 
 
 def listed(*contents):

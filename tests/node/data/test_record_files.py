@@ -7,11 +7,11 @@ import tracemalloc
 
 import pytest
 
-from node.corpus import DataError, open_stream, read_documents
-from node.data import record_files
-from node.data.record_files import RecordFiles
-from node.data.source import Skipped
-from node.task import Shard
+from shoal.node.data import record_files
+from shoal.node.data.record_files import RecordFiles
+from shoal.node.data.source import Skipped
+from shoal.node.task import Shard
+from shoal.node.tasks.corpus import DataError, open_stream, read_documents
 
 ALL = Shard(0, 1, 5)
 

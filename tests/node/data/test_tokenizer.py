@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from node.data import tokenizer
-from node.data.errors import DataError
-from node.data.tokenizer import Bytes, bits_per_byte, label, load_tokenizer
+from shoal.node.data import tokenizer
+from shoal.node.data.errors import DataError
+from shoal.node.data.tokenizer import Bytes, bits_per_byte, label, load_tokenizer
 from tests.node.data.tokenizers_made_here import TEXT, train
 
 

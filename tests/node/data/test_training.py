@@ -8,15 +8,15 @@ from itertools import islice
 import pytest
 import torch
 
-from node import checkpoint
-from node.beginning import carry_over
-from node.corpus import DataError
-from node.data import dealing
-from node.task import Shard
-from node.text import TextTask
-from node.trainer import Trainer
-from optim import Alone
-from swarm.manifest import OuterSettings, TrainSettings
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.data import dealing
+from shoal.node.runtime.resume import carry_over
+from shoal.node.task import Shard
+from shoal.node.tasks.corpus import DataError
+from shoal.node.tasks.text import TextTask
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Alone
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
 from tests.node.data.tokenizers_made_here import train
 
 TINY = {"width": 8, "heads": 2, "layers": 1, "context": 8, "batch": 2, "warmup": 3}

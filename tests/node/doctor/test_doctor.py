@@ -13,32 +13,33 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from node.cli import cli
-from node.config import load
-from node.doctor import agreement, machine
-from node.doctor.checkup import Check, Finding, Note, Skip, examine
-from node.doctor.run import diagnose
-from node.exit_codes import ExitCode
-from node.hooks import load_task
-from node.membership import new_manifest
-from swarm import seed_client
-from swarm.daemon import Daemon
-from swarm.dial_back import DIAL_PROTOCOL, DialBack
-from swarm.directory import Directory
-from swarm.errors import NetworkError
-from swarm.exchange import model_digest
-from swarm.host import Host
-from swarm.identity import Identity
-from swarm.link import Link
-from swarm.manifest import swarm_id
-from swarm.membership import OWN_LOOP, SHOAL_VERSION
-from swarm.messages import seal
-from swarm.records import MemberValidator
-from swarm.seed import Seed
-from swarm.seed_messages import SEED_PROTOCOL
-from swarm.speed import SPEED_PROTOCOL, SpeedTest
-from swarm.state_server import StateServer
-from swarm.welcome import serve_manifest
+from shoal.node.cli.main import cli
+from shoal.node.config.settings import load
+from shoal.node.doctor import machine_checks as machine
+from shoal.node.doctor import swarm_checks as agreement
+from shoal.node.doctor.checkup import Check, Finding, Note, Skip, examine
+from shoal.node.doctor.run import diagnose
+from shoal.node.exit_codes import ExitCode
+from shoal.node.runtime.join import new_manifest
+from shoal.node.tasks.loader import load_task
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.membership.dht_record import MemberValidator
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.manifest_exchange import serve_manifest
+from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
+from shoal.swarm.p2p import seed_client
+from shoal.swarm.p2p.daemon import Daemon
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBack
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, SpeedTest
+from shoal.swarm.seed.server import Seed
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
 
@@ -214,7 +215,7 @@ class TestThisMachine:
     def test_a_missing_daemon(self, monkeypatch, tmp_path):
         monkeypatch.undo()
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("swarm.daemon.daemon_path", lambda: tmp_path / "p2pd")
+        monkeypatch.setattr("shoal.swarm.p2p.daemon.daemon_path", lambda: tmp_path / "p2pd")
         found, code = examined(str(Link("a" * 52, (NOBODY,))))
         assert f"the network daemon is missing: there is no {tmp_path / 'p2pd'}; reinstall it with" in found["daemon"].said
         assert found["bootstrap"].said == found["model"].said == "needs 'daemon', see there"

@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 
-import swarm
-from optim import Alone, NoLoCo
-from swarm.errors import ShoalError
+from shoal import swarm
+from shoal.optim import Alone, NoLoCo
+from shoal.swarm.errors import ShoalError
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
-from node.integrations.lightning import SwarmCallback  # noqa: E402
+from shoal.node.integrations.lightning import SwarmCallback  # noqa: E402
 
 HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9

@@ -5,14 +5,14 @@ import threading
 import pytest
 import torch
 
-import swarm
-from optim import NoLoCo, Simulation
-from swarm.errors import ShoalError
+from shoal import swarm
+from shoal.optim import NoLoCo, Simulation
+from shoal.swarm.errors import ShoalError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
-from node.integrations.transformers import SwarmCallback  # noqa: E402
+from shoal.node.integrations.transformers import SwarmCallback  # noqa: E402
 
 HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9

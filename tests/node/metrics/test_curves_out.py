@@ -6,11 +6,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from node.metrics import MetricsError
-from node.metrics.background import Background
-from node.metrics.sink import About, Sinks
-from node.metrics.tensorboard_file import TensorBoardFile
-from node.metrics.wandb_run import FINISH_S, WandbRun
+from shoal.node.metrics import MetricsError
+from shoal.node.metrics.background import Background
+from shoal.node.metrics.sink import About, Sinks
+from shoal.node.metrics.tensorboard_file import TensorBoardFile
+from shoal.node.metrics.wandb_run import FINISH_S, WandbRun
 
 ABOUT = About(
     swarm="common", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"

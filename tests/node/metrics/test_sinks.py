@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from node.config import load
-from node.metrics import Metrics, MetricsError
-from node.metrics.background import Background, SinkError, installed
-from node.metrics.opening import check_demo, flags_of_demo, open_sinks
-from node.metrics.sink import About, Sinks
+from shoal.node.config.settings import load
+from shoal.node.metrics import Metrics, MetricsError
+from shoal.node.metrics.background import Background, SinkError, installed
+from shoal.node.metrics.factory import check_demo, flags_of_demo, open_sinks
+from shoal.node.metrics.sink import About, Sinks
 
 ABOUT = About(
     swarm="s", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"

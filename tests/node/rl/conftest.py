@@ -2,8 +2,8 @@
 
 import pytest
 
-from node.rl.strings import Strings
-from node.rl.tiny import Tiny, Warm
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.tiny import Tiny, Warm
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from node.rl.settings import RLSettings
-from node.rl.task import Claimed, RLTask
-from node.rl.tiny import Tiny, Warm
+from shoal.node.config.rl import RLSettings
+from shoal.node.rl.task import Claimed, RLTask
+from shoal.node.rl.tiny import Tiny, Warm
 from tests.node.rl.test_task import ENV, PEERS, SHARD, Bus
 
 
@@ -14,7 +14,7 @@ def policy():
 
 
 class Claims:
-    """`node.rl.task.Claiming`: claims one group for each of ``due``, which says whether it is planted."""
+    """`shoal.node.rl.task.Claiming`: claims one group for each of ``due``, which says whether it is planted."""
 
     def __init__(self, *due):
         self.due, self.asked, self.written = list(due), [], []

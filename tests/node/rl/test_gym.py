@@ -2,9 +2,9 @@
 
 import pytest
 
-from node.rl.environment import EnvError
-from node.rl.gym import NINE, Gym
-from node.rl.loading import load_env
+from shoal.node.rl.environment import EnvError
+from shoal.node.rl.gym import NINE, Gym
+from shoal.node.rl.loading import load_env
 
 pytest.importorskip("reasoning_gym")
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.rl.environment import Env, canonical
-from node.rl.groups import Group, make_update
-from node.rl.gym import Gym
-from node.rl.hf import HF, load_hf
-from node.rl.policy import PolicyError
-from node.rl.settings import RLSettings
-from node.rl.strings import Strings
-from node.rl.task import RLTask
-from node.task import Shard
-from node.trainer import Trainer
-from swarm.manifest import OuterSettings, TrainSettings
+from shoal.node.config.rl import RLSettings
+from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.groups import Group, make_update
+from shoal.node.rl.gym import Gym
+from shoal.node.rl.hf import HF, load_hf
+from shoal.node.rl.policy import PolicyError
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.task import RLTask
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
@@ -71,7 +71,7 @@ def test_gradients_do_not_depend_on_how_many_go_at_once(policy, monkeypatch):
     rows = [policy.encode(text, True) for text in ("abc", "", "d e")]
     found = []
     for at_once in (1, 16):
-        monkeypatch.setattr("node.rl.hf.ROWS", at_once)
+        monkeypatch.setattr("shoal.node.rl.hf.ROWS", at_once)
         policy.module.zero_grad()
         logs, mask = policy.log_probs(PROMPTS, rows, 1.0)
         (logs * mask).sum().backward()

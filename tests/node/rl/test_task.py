@@ -6,18 +6,18 @@ import time
 import pytest
 import torch
 
-from node.rl.environment import HELD_OUT, EnvError, Question
-from node.rl.foreign import Foreign, fair
-from node.rl.groups import Group, completions_of, loss_of, make_update
-from node.rl.loading import load_env
-from node.rl.settings import RLSettings
-from node.rl.task import RLTask
-from node.rl.tiny import Tiny, Warm
-from node.task import Shard
-from node.trainer import Trainer
-from optim.sapo import LOSSES
-from swarm.manifest import OuterSettings, TrainSettings
-from swarm.rollout_record import Rollout, pack_logps, pack_tokens
+from shoal.node.config.rl import RLSettings
+from shoal.node.rl.environment import HELD_OUT, EnvError, Question
+from shoal.node.rl.groups import Group, completions_of, loss_of, make_update
+from shoal.node.rl.loading import load_env
+from shoal.node.rl.remote_rollouts import Foreign, fair
+from shoal.node.rl.task import RLTask
+from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer
+from shoal.optim.rl.losses import LOSSES
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
 SHARD = Shard(0, 1, 0)
 

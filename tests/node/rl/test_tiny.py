@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from node.rl.strings import Strings
-from node.rl.tiny import ALPHABET, END, HABITS, LONGEST_PROMPT, Tiny, Warm
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.tiny import ALPHABET, END, HABITS, LONGEST_PROMPT, Tiny, Warm
 
 PROMPTS = ["last: abc", "reverse: fedc", "x", ""]
 

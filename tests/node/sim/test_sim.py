@@ -6,15 +6,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from node.cli import cli
-from node.config import ConfigError
-from node.sim.links import NETS, parse_churn, parse_net, parse_sizes
-from node.sim.report import exponents, run_sim, summary
-from node.sim.toy import Lesson, ToyModel, make_toy
-from node.sim.world import is_message
-from swarm.errors import ShoalError
-from swarm.identity import Identity
-from swarm.messages import Answer, pack, seal
+from shoal.node.cli.main import cli
+from shoal.node.config.settings import ConfigError
+from shoal.node.sim.links import NETS, parse_churn, parse_net, parse_sizes
+from shoal.node.sim.report import exponents, run_sim, summary
+from shoal.node.sim.toy_task import Lesson, ToyModel, make_toy
+from shoal.node.sim.world import is_message
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.identity import Identity
+from shoal.swarm.wire.member import Answer, pack, seal
 
 SMALL = {"peers": 4, "minutes": 0.3, "parameters": 64, "overrides": {"outer.every": 10}}
 

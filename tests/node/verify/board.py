@@ -5,16 +5,16 @@ import itertools
 
 import torch
 
-from node.config import Settings
-from node.rl.loading import load_env
-from node.rl.settings import RLSettings
-from node.rl.task import RLTask
-from node.rl.tiny import Tiny, Warm
-from node.task import Shard
-from node.verify.completions import Completions
-from node.verify.session import Verification
-from node.verify.terms import make_terms
-from swarm.errors import MessageError, NetworkError
+from shoal.node.config.rl import RLSettings
+from shoal.node.config.settings import Settings
+from shoal.node.rl.loading import load_env
+from shoal.node.rl.task import RLTask
+from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.task import Shard
+from shoal.node.verify.completions.kind import Completions
+from shoal.node.verify.service import Verification
+from shoal.node.verify.terms import make_terms
+from shoal.swarm.errors import MessageError, NetworkError
 
 SWARM, ROUND_S, TICKS = "swarm", 100.0, 40  # steps of each node in a round
 START = 5.0 * ROUND_S
@@ -28,7 +28,7 @@ class Board:
 
 
 class Net:
-    """`node.verify.network.Network` on a board. ``hands_out`` False: whatever it is asked for, it does not have it."""
+    """`shoal.node.verify.audit.network.Network` on a board. ``hands_out`` False: whatever it is asked for, it does not have it."""
 
     def __init__(self, board, me, hands_out=True):
         self.board, self.me, self.swarm, self.hands_out = board, me, SWARM, hands_out

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from node.rl.environment import Env, canonical
-from node.rl.policy import Policy
-from node.rl.strings import Strings
-from node.rl.tiny import Tiny, Warm
-from node.verify.calibrate import self_calibrate
-from node.verify.checker import Checker
-from node.verify.material import DTYPES, Agreed, Coordinates, seed_of
-from node.verify.prover import make_claim, prove
-from node.verify.snapshot import digest, snapshot
-from verification.calibration import Calibration
+from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.policy import Policy
+from shoal.node.rl.strings import Strings
+from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.verify.audit.snapshot import digest, snapshot
+from shoal.node.verify.completions.calibrate import self_calibrate
+from shoal.node.verify.completions.checker import Checker
+from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
+from shoal.node.verify.completions.prover import make_claim, prove
+from shoal.verification.calibration.calibration import Calibration
 
 RUN, ROUND, PEER, SLOT = "run", 7, "peer", 1
 HONEST = 60

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.verify import peers
-from node.verify.peers import read_peers, reasons, rules_of, summary, table_of
-from swarm.attestations import sign_record
-from swarm.errors import NetworkError
-from swarm.identity import Identity
-from swarm.verify_setting import VerifySettings
+from shoal.node.verify import peers
+from shoal.node.verify.peers import read_peers, reasons, rules_of, summary, table_of
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.verify import VerifySettings
+from shoal.swarm.topics.attestation import sign_record
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.log import Log, encode
+from shoal.verification.consensus.records import Claim, Entry, Signed
+from shoal.verification.consensus.reputation import Prices, Standing, reckon
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import SETTLED
 from tests.verification.consensus.stories import Story, claim_of
-from verification.claims import Claim, Entry, Signed
-from verification.draw import SETTLED
-from verification.ledger import Ledger
-from verification.log import Log, encode
-from verification.reputation import Prices, Standing, reckon
-from verification.rulings import Rules
 
 ROUND, ROUND_S, SWARM = 20, 60.0, "run"
 VERIFY = VerifySettings(kind="activations", audit_rate=1.0, round_s=ROUND_S)

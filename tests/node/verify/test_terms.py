@@ -2,9 +2,9 @@
 
 import pytest
 
-from node.config import ConfigError, Settings
-from node.task import Task
-from node.verify.terms import check_terms, make_terms
+from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.task import Task
+from shoal.node.verify.terms import check_terms, make_terms
 from tests.node.verify.board import settings_of, task_of
 
 

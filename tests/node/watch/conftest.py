@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from node.watch.events import Heard
-from swarm.identity import Identity
-from swarm.manifest import swarm_id
-from swarm.parcel import make_body, make_parcel
-from swarm.status_record import TAIL, RoundStatus, Status
+from shoal.node.watch.events import Heard
+from shoal.swarm.gossip.envelope import make_body, make_parcel
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.topics.status import TAIL, RoundStatus, Status
 
 SWARM = swarm_id(b"")
 NOW = 1_800_000_000.0

@@ -8,9 +8,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from node.cli import cli
-from node.watch.recording import Recorder
-from swarm.errors import ShoalError
+from shoal.node.cli.main import cli
+from shoal.node.watch.recording import Recorder
+from shoal.swarm.errors import ShoalError
 from tests.node.watch.conftest import NOW
 
 NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
@@ -18,7 +18,7 @@ NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6
 # A process of its own: libp2p and hivemind cannot be imported into the same one, and other tests need hivemind.
 ALONE = """
 import json, sys
-from node.cli import main
+from shoal.node.cli import main
 sys.argv = ["shoal", "watch", *sys.argv[1:]]
 try:
     main()

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from node.watch.recording import Recorder
+from shoal.node.watch.recording import Recorder
 from tests.node.watch.conftest import NOW
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -24,7 +24,7 @@ def test_names_numbers_and_curves_are_on_the_page(authors, tmp_path, until):
         recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>", faults=(("alone", 2),)))
         recorder.take(bert.heard(bert.round(number, [anna]), at=NOW + number))
     recorder.close()
-    command = [sys.executable, "-m", "node", "watch", "--replay", str(tmp_path / "swarm.jsonl"), "--speed", "0", "--web", "0"]
+    command = [sys.executable, "-m", "shoal", "watch", "--replay", str(tmp_path / "swarm.jsonl"), "--speed", "0", "--web", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = server.stdout.readline().strip()

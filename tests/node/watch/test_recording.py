@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from node.watch.events import (
+from shoal.node.watch.events import (
     Connected,
     Described,
     Disconnected,
@@ -16,9 +16,9 @@ from node.watch.events import (
     event_of,
     line_of,
 )
-from node.watch.recording import PAUSE_MAX, Recorder, RecordError, recorded, replay
-from node.watch.source import Replay
-from node.watch.stream import print_lines, telling
+from shoal.node.watch.recording import PAUSE_MAX, Recorder, RecordError, recorded, replay
+from shoal.node.watch.source import Replay
+from shoal.node.watch.stream import print_lines, telling
 from tests.node.watch.conftest import NOW, SWARM
 
 

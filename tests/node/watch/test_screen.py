@@ -7,10 +7,10 @@ import threading
 import pytest
 from rich.text import Text
 
-from node.watch import pictures
-from node.watch.events import Described, Refused
-from node.watch.plot import LABEL, plot
-from node.watch.swarm_view import SwarmView
+from shoal.node.watch import charts as pictures
+from shoal.node.watch.events import Described, Refused
+from shoal.node.watch.plot import LABEL, plot
+from shoal.node.watch.swarm_view import SwarmView
 from tests.node.watch.conftest import NOW
 
 
@@ -76,7 +76,7 @@ def test_the_picture_of_exchanges_is_symmetric(view):
 
 @pytest.mark.parametrize("size", [(140, 40), (60, 30), (20, 8)])
 def test_the_screen_shows_it_and_obeys_keys(events, size):
-    tui = pytest.importorskip("node.watch.tui", reason="textual is not installed")
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
     inbox = queue.Queue()
     for event in events[:-3]:
         inbox.put(event)
@@ -111,7 +111,7 @@ def test_the_screen_shows_it_and_obeys_keys(events, size):
 
 
 def test_the_screen_ends_when_a_live_source_fails(events):
-    tui = pytest.importorskip("node.watch.tui", reason="textual is not installed")
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
     source = Source()
     app = tui.WatchApp(queue.Queue(), source, live=True)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.watch import swarm_view
-from node.watch.events import Connected, Described, Disconnected, Refused, Unreachable, Watching
-from node.watch.swarm_view import MAX_POINTS, SILENT_S, Curve, SwarmView
+from shoal.node.watch import swarm_view
+from shoal.node.watch.events import Connected, Described, Disconnected, Refused, Unreachable, Watching
+from shoal.node.watch.swarm_view import MAX_POINTS, SILENT_S, Curve, SwarmView
 from tests.node.watch.conftest import NOW, SWARM, Author
 
 

@@ -8,16 +8,16 @@ import threading
 
 import pytest
 
-from node.watch.events import Described, Refused
-from node.watch.source import WatchError
-from node.watch.swarm_view import SwarmView
+from shoal.node.watch.events import Described, Refused
+from shoal.node.watch.source import WatchError
+from shoal.node.watch.swarm_view import SwarmView
 from tests.node.watch.conftest import NOW
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from node.watch import web
+from shoal.node.watch import web
 
 
 class Source:

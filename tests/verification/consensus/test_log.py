@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import Story, claim_of, digest, electorates
 
-import verification.log as module
-from verification.claims import Signed
-from verification.draw import Electorate
-from verification.log import Log, decode_log, encode
-from verification.reputation import Prices, Standing, Table, reckon
-from verification.simulated_peers import Peer, toy_signer
-from verification.simulation import Swarm, World
+import shoal.verification.consensus.log as module
+from shoal.verification.consensus.log import Log, decode_log, encode
+from shoal.verification.consensus.records import Signed
+from shoal.verification.consensus.reputation import Prices, Standing, Table, reckon
+from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.simulation.peers import Peer, toy_signer
+from shoal.verification.simulation.run import Swarm, World
 
 PEERS = tuple(f"p{number:02}" for number in range(8))
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import BEHAVIOURS, Story
 
-from verification.claims import Verdict
-from verification.draw import SETTLED
-from verification.ledger import Ledger
-from verification.odds import lazy_pay
-from verification.reputation import Prices, reckon
-from verification.rulings import quorum
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.odds import lazy_pay
+from shoal.verification.consensus.records import Verdict
+from shoal.verification.consensus.reputation import Prices, reckon
+from shoal.verification.consensus.rulings import quorum
+from shoal.verification.consensus.sortition import SETTLED
 
 PEERS = tuple(f"p{number:02}" for number in range(12))
 ROUNDS = range(4, 24)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import BEHAVIOURS, Story, claim_of, digest
 
-from verification.claims import Commitment, Opening, Reveal, Verdict, hide
-from verification.ledger import Ledger
-from verification.rulings import decide, quorum, rule, salts, second_draw
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.records import Commitment, Opening, Reveal, Verdict, hide
+from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw
 
 PEERS = tuple(f"p{number:02}" for number in range(24))
 BEHAVIOUR = st.sampled_from(BEHAVIOURS)

@@ -1,0 +1,224 @@
+"""The nodes of a chaos run: started, killed, stopped, started again, and ended, all of them, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.node.chaos import processes
+from shoal.node.chaos.actor_options import HONEST, PROGRAM
+from shoal.node.chaos.figures import Life
+from shoal.node.checkpoint.store import steps as saved_steps
+from shoal.node.demo.demo import DemoError, Nodes, read_line
+from shoal.node.exit_codes import ExitCode
+
+END_S = 20.0  # seconds that all nodes have, together, to end in good order
+GONE_S = 5.0  # seconds that the guards have to end the daemons of killed nodes
+TICK_S = 0.05
+MARK = "SHOAL_CHAOS"
+PORTS = range(20_000, 32_000)  # below those that systems give to who asks for none, so nobody gets a dead node's port by chance
+
+
+class ChaosError(DemoError):
+    """The swarm of a chaos run did not even begin."""
+
+
+@dataclass
+class Running:
+    """A process of a node."""
+
+    life: Life
+    process: subprocess.Popen[str]
+    log: Path
+    """Where it notes its steps."""
+    read: int = 0
+    """Bytes of that which are known already."""
+    read_out: bool = False
+    """It has ended, and all is known."""
+    daemon: int | None = None
+    """The process id of its network daemon, once known."""
+
+    @property
+    def alive(self) -> bool:
+        """It has not ended, as far as we know."""
+        return self.life.ended is None
+
+
+class Fleet(Nodes):
+    """Nodes with numbers from 0, of which each is one process at a time, with the same key, folder and port every time.
+
+    ``lies``: what the hostile ones send, by number. ``pace``: seconds that an inner step takes at least.
+    """
+
+    def __init__(self, folder: Path, *, peers: int, pace: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
+        super().__init__(folder)
+        self._pace, self.lies, self._flags = pace, lies, list(flags)
+        self._ports = free_ports(peers)
+        self._mark = secrets.token_hex(8)
+        self.running: list[Running] = []
+        self._stopped_pids: dict[int, list[int]] = {}
+        """By node: what was stopped of it."""
+
+    @property
+    def stopped(self) -> set[int]:
+        """Nodes that stand still because of ``pause``."""
+        return set(self._stopped_pids)
+
+    def spawn(self, peer: int, arguments: Sequence[str], *, resumed: bool = False) -> Running:
+        """Start a node's next process with the command ``arguments``."""
+        log = self.folder / f"peer-{peer}.steps-{sum(each.life.peer == peer for each in self.running)}"
+        life = Life(peer, time.time(), resumed=resumed)
+        process = self.start(
+            [*arguments, "--listen", f"/ip4/127.0.0.1/tcp/{self._ports[peer]}", "--threads", "1", *self._flags],
+            f"peer-{peer}",
+            program=[*PROGRAM, str(log), str(self._pace), self.lies.get(peer, HONEST)],
+            env={**os.environ, MARK: self._mark},
+        )
+        self.running.append(Running(life, process, log))
+        return self.running[-1]
+
+    def first_line(self, running: Running, seconds: float) -> str:
+        """What a node prints first, or "" if it did not in time."""
+        return read_line(running.process, seconds)
+
+    def now(self, peer: int) -> Running:
+        """A node's newest process."""
+        return next(each for each in reversed(self.running) if each.life.peer == peer)
+
+    def saved(self, peer: int) -> bool:
+        """Whether a node has a checkpoint."""
+        return bool(saved_steps(self.folder / f"peer-{peer}"))
+
+    def forget(self, peer: int) -> None:
+        """Take a node's checkpoints away, as if its disk had been lost."""
+        for path in (self.folder / f"peer-{peer}").glob("*step-*"):
+            shutil.rmtree(path)
+
+    def shoot(self, peer: int) -> float:
+        """kill -9; the time at which it was done. The node's guard ends its daemon."""
+        running = self.now(peer)
+        running.process.kill()
+        running.life.ended, running.life.killed = time.time(), True
+        running.process.wait()
+        self._stopped_pids.pop(peer, None)
+        self.read_steps()
+        return running.life.ended
+
+    def pause(self, peer: int, *, daemon: bool) -> None:
+        """SIGSTOP. Not of the guard: should we be killed meanwhile, it must end the daemon."""
+        pid = self.now(peer).process.pid
+        pids = [pid, *([found] if daemon and (found := processes.daemon_of(pid)) is not None else [])]
+        self._stopped_pids[peer] = pids
+        self.now(peer).life.stopped.append((time.time(), float("inf")))
+        _send(pids, signal.SIGSTOP)
+
+    def wake(self, peer: int) -> None:
+        """SIGCONT, if it is stopped."""
+        pids = self._stopped_pids.pop(peer, None)
+        if pids is not None:
+            _send(pids, signal.SIGCONT)
+            stopped = self.now(peer).life.stopped
+            stopped[-1] = stopped[-1][0], time.time()
+
+    def read_steps(self) -> None:
+        """Bring all lives up to date with what the nodes have noted."""
+        for running in (each for each in self.running if not each.read_out):
+            running.read_out = not running.alive
+            with contextlib.suppress(FileNotFoundError), running.log.open("rb") as file:
+                file.seek(running.read)
+                data = file.read()
+                whole = data.rfind(b"\n") + 1
+                running.read += whole
+                for line in data[:whole].decode("ascii").splitlines():
+                    at, step = line.split()
+                    running.life.steps.append((float(at), int(step)))
+
+    def ended(self) -> Iterator[Running]:
+        """Processes that have ended by themselves since the last call."""
+        for running in self.running:
+            if running.alive and running.process.poll() is not None:
+                running.life.ended = time.time()
+                yield running
+
+    def end(self) -> list[str]:
+        """End all in good order; one sentence for each node that did not."""
+        for peer in list(self._stopped_pids):
+            self.wake(peer)
+        alive = [running for running in self.running if running.alive]
+        for running in alive:
+            running.process.terminate()
+        until, said = time.monotonic() + END_S, []
+        for running in alive:
+            name = f"peer-{running.life.peer}"
+            try:
+                code = running.process.wait(max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+                said.append(f"{name} did not end within {END_S:g} s of being asked to")
+                continue
+            # Asked while it still imports what it needs, it is ended by the signal itself, or Python says that it was interrupted.
+            young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
+            if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
+                said.append(f"{name} ended with code {code} when it was asked to end: {self.last_words(running.life.peer)}")
+        return said
+
+    def left_behind(self) -> list[str]:
+        """Processes, and folders with daemons' sockets, that are still there some seconds after the end of all nodes."""
+        until = time.monotonic() + GONE_S
+        tick = threading.Event()
+        while (found := self._orphans()) and time.monotonic() < until:
+            tick.wait(TICK_S)
+        return found
+
+    def _orphans(self) -> list[str]:
+        found = [f"process {pid}" for pid in processes.marked(f"{MARK}={self._mark}")]
+        for base in {Path(tempfile.gettempdir()), Path("/tmp")}:
+            for running in self.running:
+                found += map(str, (base / f"shoal-{os.getuid()}").glob(f"{running.process.pid}-*"))
+        return found
+
+    def __enter__(self) -> Fleet:
+        super().__enter__()
+        return self
+
+    def kill(self) -> None:
+        """End all at once, stopped ones too."""
+        super().kill()
+        for pids in self._stopped_pids.values():
+            _send(pids, signal.SIGKILL)
+
+    def __exit__(self, *error: object) -> None:
+        for peer in list(self._stopped_pids):
+            self.wake(peer)
+        super().__exit__(*error)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback at which nobody listens now. ChaosError if there are too few."""
+    found: list[int] = []
+    for port in random.Random(os.urandom(8)).sample(PORTS, 100 + 4 * count):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise ChaosError(f"This machine has too few free ports for {count} nodes: end what listens on so many, or try fewer --peers.")
+
+
+def _send(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,1 @@
+"""Checkpoints: storing, writing in the background, exporting, merging and downloading."""

@@ -1,0 +1,108 @@
+"""Weights as files that others can load: the save_pretrained layout of a transformers model, else one safetensors file.
+
+Everything is written into a folder aside first and moved to its place at the end, so that no file is ever there half.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from shoal.node.checkpoint.store import sync
+from shoal.node.checkpoint.tensor_file import kind, write_tensors
+from shoal.node.tasks.gpt import GPT
+from shoal.swarm.errors import ShoalError
+
+WEIGHTS, ABOUT, README = "model.safetensors", "shoal.json", "README.md"
+
+
+class ExportError(ShoalError):
+    """The files cannot be written."""
+
+
+def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: Path, tokenizer: Any = None) -> list[str]:
+    """Write ``model``, under its own names, and ``about`` it to ``out``, by way of ``aside``; returns the names of the files.
+
+    What has save_pretrained, as models and tokenizers of transformers do, writes itself.
+
+    Raises:
+        ExportError: in one sentence; ``out`` is as it was, unless the disk fails while the last files are moved.
+    """
+    own_way = getattr(model, "save_pretrained", None)
+    if callable(own_way):
+        kind_of = type(model)
+        where = kind_of.__module__.split(".")[0]
+        name = kind_of.__name__ if where == "transformers" else "AutoModel"
+        how = [f"from transformers import {name}", f'model = {name}.from_pretrained(".")']
+        writers = [own_way, *(() if (own := getattr(tokenizer, "save_pretrained", None)) is None else (own,))]
+        return _written(lambda: [write(str(aside)) for write in writers], about, how, out, aside)
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return _written(lambda: _save(state, aside / WEIGHTS), about, _loading(model, about), out, aside)
+
+
+def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path) -> list[str]:
+    """As ``export_model``, where only the order of the parameters is known: ``parameter.0`` and so on. ExportError."""
+    state = {f"parameter.{number}": tensor for number, tensor in enumerate(tensors)}
+    how = ["from safetensors.torch import load_file", f'weights = load_file("{WEIGHTS}")',
+           "for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):",
+           '    parameter.data.copy_(weights[f"parameter.{number}"])']  # fmt: skip
+    return _written(lambda: _save(state, aside / WEIGHTS), about, how, out, aside)
+
+
+def _save(state: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        write_tensors(file, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__)
+
+
+def _loading(model: nn.Module, about: Mapping[str, Any]) -> list[str]:
+    """Lines of Python that load the file."""
+    load = [f'model.load_state_dict(load_file("{WEIGHTS}"))', "model.eval()"]
+    if type(model) is GPT:
+        size = {name: int(value) for name, value in about["model"].items()}
+        made = ", ".join(f"{name}={value}" for name, value in size.items())
+        return ["from safetensors.torch import load_file", "from shoal.node.tasks.gpt import GPT", f"model = GPT({made})", *load]
+    return ["from safetensors.torch import load_file", "# model: made as model() of the swarm's task makes it", *load]
+
+
+def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequence[str], out: Path, aside: Path) -> list[str]:
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write()
+        (aside / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (aside / README).write_text(_readme(about, how), encoding="utf-8")
+        # The weights last: who finds them finds the rest.
+        names = sorted((path.name for path in aside.iterdir() if path.is_file()), key=lambda name: name.endswith(".safetensors"))
+        for name in names:
+            sync(aside / name)
+        for name in names:
+            os.replace(aside / name, out / name)
+        sync(out)
+        return names
+    except (OSError, SafetensorError, TypeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ExportError(f"Cannot write to {str(out)!r} ({why}): check the folder and its space.") from error
+
+
+def _readme(about: Mapping[str, Any], how: Sequence[str]) -> str:
+    code = "\n".join(how)
+    notes = "".join(f"\n{note}\n" for note in about["notes"])
+    return (
+        f"# Weights of a Shoal swarm\n\nThe swarm's weights before round {about['round']} ({ABOUT} says of which swarm).\n"
+        f"{notes}\n```python\n{code}\n```\n"
+    )
+
+
+@torch.no_grad()
+def fill(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Put weights into the parameters they are of."""
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.copy_(tensor)

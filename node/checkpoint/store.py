@@ -1,0 +1,313 @@
+"""Checkpoints: nested Python state to a folder ``step-00001000`` of two files, and back, exactly.
+
+``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and of the tensor file.
+Both are written in a temporary folder and synced to the disk, and only then does one rename make them the checkpoint:
+a process killed at any moment leaves the older checkpoints as they were. Nothing is pickled. That a run need not wait for the
+disk is the affair of node/saver.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shoal.node.checkpoint.tensor_file import kind, write_tensors
+from shoal.swarm.errors import ShoalError
+
+FORMAT = 1
+KEEP = 3
+MAX_STATE_BYTES = 256 * 2**20
+TENSORS, STATE = "tensors.safetensors", "state.json"
+SAVING = ".saving-"
+POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
+"""Moments of a save, in order, at each of which a process may die: the temporary folder is there; a block of the tensor file is
+written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if there is one, was moved aside;
+the new one has its name; old ones are gone."""
+# `.old-` marks a checkpoint that is just being replaced by another of the same step.
+_NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
+
+
+class CheckpointError(ShoalError):
+    """There is no checkpoint, or it is damaged, or it cannot be written."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Nested state taken apart: ``tree`` for JSON, and the tensors by the names that stand for them in it."""
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+
+def pack(state: Any) -> Packed:
+    """Take ``state`` apart; the tensors are not copied. TypeError if a checkpoint cannot hold it."""
+    tensors: dict[str, Tensor] = {}
+    tree = _pack(state, tensors)
+    return Packed(tree, tensors)
+
+
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Turn ``value`` into what JSON can hold; each tensor moves to ``tensors``, a one-key object stays in its place."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no others.
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, Tensor):
+        kind(value)  # a TypeError now rather than when it is written
+        name = str(len(tensors))
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if type(value) is list:
+        return [_pack(v, tensors) for v in value]
+    if type(value) is tuple:
+        return {"tuple": [_pack(v, tensors) for v in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_pack(k, tensors), _pack(v, tensors)] for k, v in value.items()]}
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r:.80}")
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "tuple":
+        return tuple(_unpack(v, tensors) for v in inner)
+    if kind == "dict":
+        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make the system write a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """All whole checkpoints as (step, path), newest first."""
+    if not folder.is_dir():
+        return []
+    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
+    found = [(int(m[2]), m[1] is None, p) for m, p in matches if m]
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in ``folder``, newest first; empty if there is none."""
+    return [step for step, _ in _found(folder)]
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:08d}"
+
+
+def check_writable(folder: Path) -> None:
+    """Make ``folder`` if need be and make sure that files can be written there. Raises CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or its permissions."
+        ) from error
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A folder inside ``folder`` that is gone afterwards unless it was renamed."""
+    for left in folder.glob(SAVING + "*"):  # of a process that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _Hashed:
+    """A file that hashes what is written, so that it need not be read again."""
+
+    def __init__(self, file: BinaryIO, wrote: Callable[[], None]) -> None:
+        self._file, self._wrote, self.digest = file, wrote, hashlib.sha256()
+
+    def write(self, data: Any) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+        self._wrote()
+
+
+def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[[str], None] = lambda point: None) -> Path:
+    """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are kept.
+
+    ``state`` nests dicts, lists and tuples of None, bool, int, float, str and tensors (any dtype that safetensors
+    knows, any device, any strides). Subclasses of dict come back as dict, tensors on the CPU without gradient.
+    It may also be ``Packed`` already. ``at`` is told each of the ``POINTS`` that is reached.
+
+    Raises:
+        CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
+        TypeError: ``state`` holds something else.
+    """
+    packed = state if isinstance(state, Packed) else pack(state)
+    kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
+    final = path_of(folder, step)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder) as temporary:
+            at("begun")
+            with (temporary / TENSORS).open("wb") as file:
+                hashed = _Hashed(file, lambda: at("block"))
+                write_tensors(hashed, kinds, packed.tensors.__getitem__)
+            at("tensors")
+            body = {"format": FORMAT, "step": step, "tensors_sha256": hashed.digest.hexdigest(), "state": packed.tree}
+            text = json.dumps(body)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
+            at("state")
+            for path in (temporary / TENSORS, temporary / STATE, temporary):
+                sync(path)
+            at("synced")
+            if final.exists():
+                old = folder / f".old-{final.name}"
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(final, old)
+                at("aside")
+            os.rename(temporary, final)
+            sync(folder)
+        at("renamed")
+        # The one just written is kept even where another run left higher steps.
+        others = [path for _, path in _found(folder) if path != final]
+        for path in [p for p in others if p.name == f".old-{final.name}"] + others[keep - 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
+        at("pruned")
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"Cannot save the checkpoint {str(final)!r} ({why}): free some space or choose another folder."
+        ) from error
+    return final
+
+
+class _Damage(Exception):
+    """Which file is damaged, and how."""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What ``save`` wrote beside the tensors, after both files were found whole. Raises _Damage or OSError."""
+    file = path / STATE
+    if file.stat().st_size > MAX_STATE_BYTES:
+        raise _Damage(f"{str(file)!r} is too large")
+    digest, _, text = file.read_bytes().partition(b"\n")
+    text = text.removesuffix(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise _Damage(f"{str(file)!r} is not as it was written")
+    try:
+        body: dict[str, Any] = json.loads(text)
+        if body["format"] != FORMAT:
+            raise _Damage(f"{str(file)!r} has format {body['format']}, where this version of shoal knows {FORMAT}")
+        if _sha256(path / TENSORS) != body["tensors_sha256"]:
+            raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
+        return body
+    except (ValueError, KeyError, TypeError) as error:
+        raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
+
+
+def _load_one(path: Path) -> tuple[int, Any]:
+    """Read one checkpoint. Raises _Damage or OSError."""
+    body = _read(path)
+    try:
+        tensors = load_file(path / TENSORS)
+        return int(body["step"]), _unpack(body["state"], tensors)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
+
+
+class TensorName(str):
+    """Stands for a tensor: its name in the tensor file."""
+
+    __slots__ = ()
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> TensorName:
+        return TensorName(name)
+
+
+def outline(path: Path) -> tuple[Path, Any]:
+    """The tensor file and the state, with a ``TensorName`` for each tensor, of the checkpoint ``path`` or the newest one in it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        found = [(0, path)] if (path / STATE).exists() else _found(path)
+        if not found:
+            raise CheckpointError(f"There is no checkpoint in {str(path)!r}: name a checkpoint's folder, or a node's.")
+        newest = found[0][1]
+        return newest / TENSORS, _unpack(_read(newest)["state"], _Names())
+    except _Damage as damage:
+        raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one.") from error
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions.") from error
+
+
+def load(folder: Path) -> tuple[int, Any]:
+    """Return (step, state) of the newest checkpoint in ``folder``, or of that one if it is one: the whole state, or an error.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; the sentence says how to fall back to an older one.
+    """
+    try:
+        found = [(0, folder)] if (folder / STATE).exists() else _found(folder)
+        if not found:
+            raise CheckpointError(f"There is no checkpoint in {str(folder)!r}: start without --resume.")
+        return _load_one(found[0][1])
+    except _Damage as damage:
+        path = str(found[0][1])
+        if len(found) > 1:
+            todo = f"delete {path!r} to continue from the one of step {found[1][0]}"
+        else:
+            todo = f"there is no older one, so delete {path!r} and start without --resume"
+        raise CheckpointError(f"The checkpoint is damaged: {damage}: {todo}.") from damage
+    except FileNotFoundError as error:
+        older = f"delete {str(found[0][1])!r} to continue from an older one, or start without --resume"
+        raise CheckpointError(f"The checkpoint is damaged: {error.filename!r} is missing: {older}.") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot read the checkpoint {error.filename!r} ({error.strerror}): check its permissions."
+        ) from error

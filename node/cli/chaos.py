@@ -1,0 +1,68 @@
+"""The command ``shoal chaos``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.node.chaos.actor_options import LIES
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command()
+@click.option("--peers", type=click.IntRange(2, 64), default=8, show_default=True, help="Nodes to start.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="Minutes to train.")
+@click.option("--kills-per-minute", type=click.FloatRange(0), default=2.0, show_default=True, help="Nodes to kill -9 in a minute.")
+@click.option("--stops-per-minute", type=click.FloatRange(0), default=0.5, show_default=True, help="Nodes to stop for seconds.")
+@click.option(
+    "--byzantine", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share of the nodes that send false weights."
+)
+@click.option("--lie", type=click.Choice(LIES), default=LIES[0], show_default=True, help="What those send.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the plan, and of the training.")
+@click.option("--unharmed/--no-unharmed", default=True, show_default=True, help="First an unharmed run as long, to compare with.")
+@click.option(
+    "--step-seconds",
+    type=click.FloatRange(0),
+    default=0.1,
+    show_default=True,
+    help="Seconds that an inner step takes at least, so that many nodes fit on few cores; 0: as fast as they can.",
+)
+@click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
+@click.option("--checkpoint-every", type=click.IntRange(1), default=2, show_default=True, help="Rounds between two checkpoints.")
+@click.option("--method", metavar="METHOD", help="How to average, as for shoal demo.  [default: noloco]")
+@click.option("--codec", metavar="CODEC", help="Numbers on the wire.  [default: the method's]")
+@click.option("--robust", metavar="RULE", help="Against hostile peers: clipped-gossip or centered-clip.  [default: none]")
+@click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml.")
+@click.option("--task", "--hooks", "hooks", metavar="text|MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.")
+@click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256.")
+@click.option("--device", default="auto", show_default=True, help="Where the nodes train: auto, cpu, cuda, cuda:1 ... or mps.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders and logs here.  [default: a temporary one]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Let the nodes log what the network does.")
+def chaos(
+    as_json: bool,
+    verbose: bool,
+    assigned: tuple[str, ...],
+    method: str | None,
+    codec: str | None,
+    robust: str | None,
+    **options: Any,
+) -> int:
+    """Train with real nodes on this machine while they are killed and stopped, and measure what that costs.
+
+    Who is killed when is drawn from the seed; nodes come back with the same key. Ends with exit code 3 if a node ended by itself,
+    did not come back or did not end when asked, or anything was left behind. The unharmed run makes it last twice as long.
+    """
+    log_to_stderr(verbose)
+    from shoal.node.chaos.report import run_chaos, summary
+    from shoal.node.config.settings import assignment
+
+    named = {"outer.method": method, "outer.codec": codec, "outer.robust": robust}
+    outer = {**dict(map(assignment, assigned)), **{key: value for key, value in named.items() if value is not None}}
+    report = run_chaos(outer=outer, verbose=verbose, **options)
+    click.echo(json.dumps(report) if as_json else summary(report))
+    return int(ExitCode.SWARM_FAILED if report["troubles"] else ExitCode.OK)

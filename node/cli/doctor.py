@@ -1,0 +1,44 @@
+"""The command ``shoal doctor``. Heavy imports happen inside the checks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+
+import click
+
+from shoal.node.doctor.checkup import Finding, Outcome
+from shoal.node.logs import log_to_stderr
+
+_COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
+
+
+@click.command()
+@click.argument("link", required=False, metavar="[LINK]")
+@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Port that the node is to listen on.  [default: any]")
+@click.option("--task", "--hooks", "hooks", metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbose: bool) -> int:
+    """Find out what is in the way: of this machine, and with LINK of this machine in that swarm.
+
+    One line each: ok, note (worth knowing), failed (with what to do), or skipped (with why). Trains nothing, and leaves nothing.
+    """
+    log_to_stderr(verbose)
+    if not verbose:  # what the network warns of, the findings say
+        logging.getLogger("shoal").setLevel(logging.ERROR)
+    from shoal.node.doctor.run import diagnose
+
+    findings, code = diagnose(link, port=port, hooks=hooks, tell=lambda finding: click.echo(line(finding), err=as_json))
+    failed = sum(finding.outcome == "failed" for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "exit_code": int(code), "checks": [asdict(finding) for finding in findings]}))
+    else:
+        click.echo(f"{failed} of {len(findings)} checks failed" if failed else "nothing is in the way")
+    return int(code)
+
+
+def line(finding: Finding) -> str:
+    """A finding for people."""
+    return f"{click.style(f'{finding.outcome:8}', fg=_COLOURS[finding.outcome])} {finding.check}: {finding.said}"

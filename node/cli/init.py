@@ -1,0 +1,28 @@
+"""The command ``shoal init``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from shoal.node.commands.init import TEMPLATES, scaffold
+from shoal.node.exit_codes import ExitCode
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--template", type=click.Choice(tuple(TEMPLATES)), default="pretrain", show_default=True, help="What to begin with.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+def init(folder: Path, template: str, as_json: bool) -> int:
+    """Begin something of your own: a task, its settings and a README in the new folder DIR.
+
+    pretrain: a small language model on your text. finetune: a model of transformers. rl: an environment of your own.
+    """
+    files = scaffold(folder, template)
+    if as_json:
+        click.echo(json.dumps({"folder": str(folder), "template": template, "files": files}))
+    else:
+        click.echo(f"{folder}: {', '.join(files)}\ntry it: cd {folder}, then {TEMPLATES[template]}")
+    return int(ExitCode.OK)

@@ -1,0 +1,42 @@
+"""The command ``shoal invite``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command()
+@click.argument("link")
+@click.option("--uses", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Peers that may be in by it at a time.")
+@click.option("--peer", metavar="ID", help="Invite this peer only (it prints its id with `shoal id show`).")
+@click.option("--expires", metavar="TIME", default="7d", show_default=True, help="How long it counts, such as 30m, 12h, 7d or 2w.")
+@click.option("--identity", "path", type=click.Path(path_type=Path), help="The creator's key file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool, verbose: bool) -> int:
+    """Print a link that lets others into the swarm of LINK, which was made with `shoal up --invite-only`.
+
+    Only the swarm's creator can. Without --peer the link is good for whoever has it: hand it over in private.
+    """
+    from shoal.swarm.access.link import Link
+    from shoal.swarm.errors import AdmissionError
+    from shoal.swarm.identity import is_peer_id
+
+    parsed = Link.parse(link)
+    log_to_stderr(verbose)
+    from shoal.node.commands.invite import invite as make
+    from shoal.node.commands.invite import seconds
+
+    if peer is not None and not is_peer_id(peer):
+        raise AdmissionError(f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass what it prints.")
+    if peer is not None and uses != 1:
+        raise AdmissionError("--peer and --uses do not go together: an invitation for one peer is for one use.")
+    made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
+    click.echo(json.dumps(made) if as_json else made["link"])
+    return int(ExitCode.OK)

@@ -1,0 +1,32 @@
+"""The command ``shoal merge``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+
+
+@click.command()
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
+@click.option("--weights", metavar="W,W,...", help="How much each counts; only the ratios matter.  [default: all the same]")
+@click.option("--slow", is_flag=True, help="Take the slow weights of nodes' checkpoints, not the ones they trained on.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> int:
+    """Average checkpoints into one file of weights.
+
+    A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
+    """
+    from shoal.node.checkpoint.merge import merge as average
+    from shoal.node.checkpoint.merge import parse_weights
+
+    shares = None if weights is None else parse_weights(weights)
+    report = average(checkpoints, out, weights=shares, slow=slow, force=force)
+    text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
+    click.echo(json.dumps(report) if as_json else text)
+    return int(ExitCode.OK)

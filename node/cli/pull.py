@@ -1,0 +1,36 @@
+"""The command ``shoal pull``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command()
+@click.argument("link")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write into.")
+@click.option("--task", "--hooks", "hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task.")
+@click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Bytes of weights to take at most.")
+@click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def pull(link: str, out: Path, hooks: str | None, max_bytes: int, force: bool, as_json: bool, verbose: bool) -> int:
+    """Take the weights of the swarm of LINK, without joining it.
+
+    Writes DIR/model.safetensors, and how to load it. Broken off, it goes on where it stopped.
+    """
+    from shoal.swarm.access.link import Link
+
+    parsed = Link.parse(link)
+    log_to_stderr(verbose)
+    from shoal.node.commands.pull import pull as take
+    from shoal.node.commands.pull import summary
+
+    report = take(parsed, out, hooks=hooks, max_bytes=max_bytes, force=force)
+    click.echo(json.dumps(report) if as_json else summary(report))
+    return int(ExitCode.OK)

@@ -1,0 +1,29 @@
+"""The command ``shoal seed``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command()
+@click.option("--relay", is_flag=True, help="Also forward for nodes that nobody can reach.")
+@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]")
+@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port.")
+@click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool, verbose: bool) -> int:
+    """Help the nodes of any swarm to find each other, without training.
+
+    Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
+    """
+    log_to_stderr(verbose)
+    from shoal.node.commands.seed import run_seed
+
+    run_seed(path, listen=listen, announce=announce, relay=relay, as_json=as_json)
+    return int(ExitCode.OK)

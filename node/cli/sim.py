@@ -1,0 +1,67 @@
+"""The command ``shoal sim``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
+@click.option("--peers", type=click.IntRange(2, 65_536), default=16, show_default=True, help="Peers to simulate.")
+@click.option("--net", metavar="lan|wan|home|MS:MBIT", default="wan", show_default=True, help="What lies between them.")
+@click.option("--churn", metavar="K/min", default="0/min", show_default=True, help="Peers killed and replaced in a minute.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, 10_000, min_open=True), default=2.0, show_default=True, help="Virtual minutes."
+)
+@click.option("--seed", type=click.IntRange(0), help="Of all that is drawn.  [default: train.seed]")
+@click.option("--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]")
+@click.option("--codec", metavar="CODEC", help="Numbers on the wire.  [default: the method's]")
+@click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
+@click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml: outer.wait_s=5.")
+@click.option(
+    "--parameters", type=click.IntRange(8, 10_000_000), default=2000, show_default=True, help="Of the toy model that is trained."
+)
+@click.option(
+    "--step-seconds", type=click.FloatRange(1e-4, 3600), default=0.1, show_default=True, help="Virtual seconds of an inner step."
+)
+@click.option(
+    "--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="How far paces differ: 0.2 is by some 20 %."
+)
+@click.option(
+    "--growth", is_flag=False, flag_value="auto", metavar="N,N,...",
+    help="Simulate several sizes, and tell how costs grow; without a value a sixteenth, a quarter and all of --peers.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+def sim(
+    file: Path | None,
+    as_json: bool,
+    method: str | None,
+    codec: str | None,
+    every: int | None,
+    assigned: tuple[str, ...],
+    **options: Any,
+) -> int:
+    """Simulate a swarm on this machine: the exchanges as they are, on a virtual clock, with a toy model.
+
+    Of SWARM.TOML the tables [outer] and [train] count. The same seed gives the same result. What is not simulated stands below the
+    table, and in docs/simulation.md.
+    """
+    from rich.console import Console
+
+    from shoal.node.config.settings import assignment
+    from shoal.node.sim.report import run_sim, summary
+
+    named = {"outer.method": method, "outer.codec": codec, "outer.every": every}
+    given = {key: value for key, value in named.items() if value is not None}
+    found = run_sim(file, overrides={**dict(map(assignment, assigned)), **given}, **options)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        Console(width=None).print(summary(found))
+    return int(ExitCode.OK)

@@ -1,0 +1,43 @@
+"""The command ``shoal status``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command()
+@click.argument("link", required=False)
+@click.option("--folder", type=click.Path(path_type=Path), metavar="DIR", help="A node's folder here: also tell what it refused.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) -> int:
+    """Show who is in the swarm of LINK: their round, loss and speed.
+
+    With --folder, and then without LINK if you like, also what the node of that folder refused of others, by reason: only it knows.
+    """
+    from shoal.swarm.access.link import Link
+
+    if link is None and folder is None:
+        raise click.UsageError("Missing argument 'LINK', or --folder DIR.")
+    parsed = None if link is None else Link.parse(link)
+    log_to_stderr(verbose)
+    report = {}
+    said = []
+    if folder is not None:
+        from shoal.node.runtime.refusal_log import read_refusals, sentence
+
+        report["refused"] = read_refusals(folder / "metrics.jsonl")
+        said.append(sentence(report["refused"]))
+    if parsed is not None:
+        from shoal.node.commands.status import read_status, table
+
+        report = {**read_status(parsed), **report}
+        said.insert(0, table(report))
+    click.echo(json.dumps(report) if as_json else "\n".join(said))
+    return int(ExitCode.OK)

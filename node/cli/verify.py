@@ -1,0 +1,116 @@
+"""``shoal verify``: check a stored claim, calibrate, and what a vote is worth. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+
+SIDES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is given
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+class _CheckByDefault(click.Group):
+    """A first word that is no command is a claim: ``shoal verify FILE`` is ``shoal verify check FILE``."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            args = ["check", *args]
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_CheckByDefault, subcommand_metavar="FILE|CLAIM|COMMAND [ARGS]...")
+def verify() -> None:
+    """Check a stored claim: who wrote a group of completions. FILE or CLAIM alone is the command check."""
+
+
+@verify.command()
+@click.argument("claim", metavar="FILE|CLAIM")
+@click.option("--folder", type=click.Path(path_type=Path), help="The node's folder to look for CLAIM in.  [default: all of runs/]")
+@click.option("--model", metavar="POLICY", help="The policy that is claimed: tiny, or hf:PATH_OR_NAME.  [default: tiny]")
+@click.option("--env", metavar="ENV", help="The environment, if it is not a built-in one.  [default: the claim's]")
+@click.option(
+    "--calibration", type=click.Path(path_type=Path), metavar="FILE",
+    help=f"What `shoal verify calibrate` wrote.  [default: calibrate now, with {ON_THE_SPOT} claims]",
+)  # fmt: skip
+@_json_option
+def check(claim: str, folder: Path | None, model: str | None, env: str | None, calibration: Path | None, as_json: bool) -> int:
+    """Check one stored claim: a file, or the id of a claim of a node of this machine, or the beginning of it.
+
+    Exits with 0 if the claim is true as far as can be told, and with 4 if it is refused.
+    """
+    from shoal.node.verify.completions import inspection, store
+
+    folders = [folder / "claims"] if folder is not None else sorted(Path("runs").glob("*/claims"))
+    stored = store.load(store.find(claim, folders))
+    finding = inspection.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
+    report = inspection.report(stored, finding)
+    click.echo(json.dumps(report) if as_json else inspection.summary(report))
+    return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
+
+
+@verify.command()
+@click.option("--model", metavar="POLICY", required=True, help="The policy: tiny, or hf:PATH_OR_NAME.")
+@click.option("--env", metavar="ENV", default="strings", show_default=True, help="What it is asked: strings, a family ...")
+@click.option("--dtypes", metavar="D,D,...", default="fp32", show_default=True, help="Of provers and verifiers: fp32, bf16, fp16.")
+@click.option("--claims", type=click.IntRange(20, 50_000), default=200, show_default=True, help="Honest claims for each pair.")
+@click.option("--rate", type=click.FloatRange(1e-9, 0.5), default=1e-4, show_default=True, help="Of false alarms, for the warning.")
+@click.option("--group", type=click.IntRange(1, 64), default=8, show_default=True, help="Completions of a claim.")
+@click.option("--max-tokens", type=click.IntRange(0, 16_384), default=0, help="Of a completion.  [default: what suits the policy]")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="At which they are drawn.")
+@click.option("--warm", type=click.IntRange(0), default=400, show_default=True, help="Steps of tiny's warm start.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write.  [default: MODEL.calibration]")
+@_json_option
+def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> int:
+    """Measure how honest claims of a policy look, on this machine, so that others can be told from them."""
+    from shoal.node.verify.completions import inspection
+
+    named = [part.strip() for part in dtypes.split(",")]
+    unknown = [name for name in named if name not in SIDES]
+    if unknown:
+        raise click.BadParameter(f"there is no dtype {unknown[0]!r}: choose of {', '.join(SIDES)}", param_hint="--dtypes")
+    sides = [SIDES[name] for name in named]
+    shown = sys.stderr.isatty()
+
+    def progress(done: int, of: int) -> None:
+        if shown:
+            click.echo(f"\r{done} of {of} claims", nl=done == of, err=True)
+
+    out = out or Path(f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration")
+    report = inspection.calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
+    if report["warning"]:
+        click.echo(f"Warning: {report['warning']}", err=True)
+    text = f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} pairs of dtypes"
+    click.echo(json.dumps(report) if as_json else text)
+    return int(ExitCode.OK)
+
+
+@verify.command()
+@click.option("--n", "seats", type=click.IntRange(1, 31), default=3, show_default=True, help="Verifiers of a claim, an odd number.")
+@click.option("--collude", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that votes against the truth.")
+@click.option("--lazy", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that approves without looking.")
+@click.option("--miss", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(who looks passes a wrong claim).")
+@click.option("--alarm", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(who looks refuses an honest claim).")
+@click.option("--population", type=click.IntRange(1, 1_000_000), help="Peers to draw from.  [default: very many]")
+@click.option("--audit", type=click.FloatRange(0, 1), help="Share of claims that are checked: does cheating pay?")
+@click.option("--gain", type=click.FloatRange(0), default=1.0, show_default=True, help="Of one cheat that is not found.")
+@click.option("--penalty", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="Of one that is found.")
+@_json_option
+def odds(seats: int, as_json: bool, **shares: Any) -> int:
+    """How often drawn verifiers accept a wrong claim, or reject an honest one: in closed form, no network."""
+    from shoal.node.verify.odds_table import odds_report, odds_table
+
+    try:
+        report = odds_report(seats, **shares)
+    except ValueError as error:
+        raise click.UsageError(f"{str(error)[:1].upper()}{str(error)[1:]}.") from error
+    click.echo(json.dumps(report) if as_json else odds_table(report))
+    return int(ExitCode.OK)

@@ -1,0 +1,83 @@
+"""The command ``shoal watch``. Heavy imports happen inside it, and neither torch nor hivemind is ever among them."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from pathlib import Path
+
+import click
+
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+MAX_WAITING = 100_000  # events that a screen has not taken yet
+
+
+@click.command()
+@click.argument("link", required=False)
+@click.option("--tui", "form", flag_value="tui", help="Show a screen that moves.  [default: on a terminal]")
+@click.option("--json", "form", flag_value="json", help="Print every event as a line of JSON.  [default: elsewhere]")
+@click.option("--web", type=click.IntRange(0, 65_535), metavar="PORT", help="Serve a page to this machine; 0: any free port.")
+@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also keep all events in a new file.")
+@click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
+@click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Of a replay; 0: without pauses.")
+@click.option("--seconds", type=click.FloatRange(0.0, min_open=True), help="End after so many seconds.  [default: never]")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def watch(
+    link: str | None,
+    form: str | None,
+    web: int | None,
+    record: Path | None,
+    replay: Path | None,
+    speed: float,
+    seconds: float | None,
+    verbose: bool,
+) -> int:
+    """Watch the swarm of LINK live: peers, rounds, losses, bytes, who averages with whom, faults. Takes part in nothing."""
+    from shoal.node.watch.recording import Recorder
+    from shoal.node.watch.source import Live, Replay, WatchError
+    from shoal.swarm.access.link import Link
+
+    if (link is None) == (replay is None):
+        raise WatchError("Say either the LINK of a swarm or --replay FILE.")
+    if web is not None and form is not None:
+        raise WatchError(f"Say either --web or --{form}.")
+    parsed = Link.parse(link) if link is not None else None
+    log_to_stderr(verbose)
+    form = "web" if web is not None else form or ("tui" if sys.stdout.isatty() else "json")
+    if form != "json":
+        _need("textual" if form == "tui" else "aiohttp")
+    from shoal.node.watch.stream import print_lines, telling
+
+    inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
+    recorder = None if record is None else Recorder(record)
+    tell = telling(inbox, recorder, drop=parsed is not None)
+    source = Live(parsed, tell) if parsed is not None else Replay(replay or Path(), speed, tell)
+    source.start()
+    try:
+        if form == "tui":
+            from shoal.node.watch.tui import show
+
+            show(inbox, source, live=parsed is not None, seconds=seconds)
+        elif web is not None:
+            from shoal.node.watch.web import serve
+
+            serve(inbox, source, web, live=parsed is not None, seconds=seconds, say=click.echo)
+        else:
+            print_lines(inbox, source, seconds)
+    finally:
+        source.stop()
+        if recorder is not None:
+            recorder.close()
+    source.check()
+    return int(ExitCode.OK)
+
+
+def _need(package: str) -> None:
+    from importlib.util import find_spec
+
+    from shoal.node.watch.source import WatchError
+
+    if find_spec(package) is None:
+        raise WatchError(f"This needs {package}: say --json, or install it with pip install 'shoal[watch]'.")

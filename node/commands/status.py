@@ -1,0 +1,71 @@
+"""``shoal status``: look into a swarm without being a member."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.node.runtime.display import clean
+from shoal.swarm.access.link import Link
+from shoal.swarm.membership.overview import overview
+from shoal.swarm.membership.visitor import visited
+from shoal.swarm.p2p.stream import short
+
+COLUMNS = ("name", "peer", "state", "round", "step", "loss", "s/step", "exchange", "wait", "failed", "shard", "reach", "seen")
+NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
+
+
+
+
+def read_status(link: Link) -> dict[str, Any]:
+    """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
+    with visited(link) as (_, manifest, members):
+        pass
+    return overview(link.swarm, manifest, members, time.time())
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people: a table, and below it what is wrong, in sentences."""
+    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {report['peers']} peers"))
+    for column in COLUMNS:
+        grid.add_column(column, justify="right" if column in NUMBERS else "left")
+    for member in report["members"]:
+        loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
+        cells = [
+            member["name"],
+            short(member["peer"]),
+            member["state"],
+            str(member["round"]),
+            str(member["step"]),
+            loss,
+            _seconds(member["step_s"]),
+            _seconds(member["exchange_s"]),
+            _seconds(member["wait_s"]),
+            _failed(member),
+            member["shard"],
+            member["reach"],
+            f"{member['seen_s_ago']:.0f} s",
+        ]
+        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
+    console = Console(width=150)
+    with console.capture() as capture:
+        console.print(grid)
+    # One line each, however wide the terminal: sentences may be copied.
+    return "\n".join([capture.get().rstrip(), *(clean(sentence) for sentence in report["findings"])])
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3g} s" if value else "-"
+
+
+def _failed(member: dict[str, Any]) -> str:
+    """How many exchanges failed of how many, and in which way most of them."""
+    failures: dict[str, int] = member["failures"]
+    if not member["exchanges"]:
+        return "-"
+    worst = f" {max(failures, key=lambda kind: failures[kind])}" if failures else ""
+    return f"{sum(failures.values())}/{member['exchanges']}{worst}"

@@ -1,0 +1,1 @@
+"""All settings of a node, their defaults and their bounds."""

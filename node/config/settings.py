@@ -1,0 +1,382 @@
+"""All settings of a node: defaults, then a TOML file, then the flags of the command line (``examples/swarm.toml``).
+
+The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
+the task rl also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl``, ``node`` and ``peers`` concern this
+node alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import reprlib
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from shoal.node.config.endpoint import parse_address
+from shoal.node.config.peers import PeersSettings
+from shoal.node.config.rl import RLSettings
+from shoal.swarm.access.link import address_problem
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.verify import VerifySettings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_FILE_BYTES = 2**20
+DATA = "The task's option data on this node: for text, files, folders, FILE.jsonl, FILE.jsonl.gz, FILE.txt.gz, or hf:DATASET."
+
+
+def _file_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", value):
+        raise ValueError("it should be 1 to 64 letters, digits, dots, dashes and underscores, with no dot or dash first")
+    return value
+
+
+# The node's name is also its folder's, so it must be a plain file name on every system.
+Name = Annotated[str, AfterValidator(_file_name)]
+# Flags and TOML hand over a path as text, which strict mode would refuse.
+PathSetting = Annotated[Path, Field(strict=False)]
+
+
+# 9464 in TOML is a number.
+Endpoint = Annotated[
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(lambda v: str(parse_address(v)))
+]
+
+
+class ConfigError(ShoalError):
+    """A setting, the settings file, or the device cannot be used."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class SwarmSettings(_Table):
+    """What a swarm is, besides its training."""
+
+    name: Name = Field(default="shoal", description="Name of the swarm, for people.")
+    start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
+    shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
+    invite_only: bool = Field(default=False, description="Let only those in whom the creator has invited (shoal invite).")
+
+
+class TaskSettings(_Table):
+    """What is trained."""
+
+    hooks: str = Field(
+        default="text",
+        min_length=1,
+        max_length=4096,
+        description="The task: text or rl (built in), module:Class, or path/file.py:Class.",
+    )
+    options: dict[str, int | float | str | bool] = Field(
+        default_factory=dict, description="Options of the task, handed to its constructor by name."
+    )
+
+
+def host_name() -> str:
+    """The name of this machine, reduced to what a file may be called."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
+
+
+class NodeSettings(_Table):
+    """This machine's part: nothing of it is told to the swarm but the name and the addresses."""
+
+    name: Name = Field(
+        default_factory=host_name, description="Name that other peers see; by default the machine's."
+    )
+    device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, or mps.")
+    listen: list[str] = Field(
+        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
+        max_length=8,
+        description="Addresses to listen on; port 0 lets the system choose.",
+    )
+    announce: list[str] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Addresses to tell other peers, where they differ from those listened on (port forwarding).",
+    )
+    bootstrap: list[str] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Addresses of seeds, or of members, to get in through besides the link's; seeds go into the links made here.",
+    )
+    relay: Literal["auto", "only", "off"] = Field(
+        default="auto",
+        description="Being reached through a seed or the link's peers: auto (if nobody can dial this node), only (from the start), "
+        "or off (never, nor does this node forward for others).",
+    )
+    folder: PathSetting | None = Field(
+        default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."
+    )
+    threads: int = Field(default=0, ge=0, le=1024, description="Threads for computing on the CPU; 0 takes half of the processors.")
+    slow_on_device: bool = Field(
+        default=False, description="Keep the slow weights on the device: faster, for 4 to 8 bytes of its memory a parameter."
+    )
+    data: str = Field(default="", description=DATA)
+    shard: str | None = Field(
+        default=None, description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one."
+    )
+    resume: bool = Field(default=False, description="Continue from the newest checkpoint in the folder.")
+    resume_from: PathSetting | None = Field(
+        default=None,
+        description="Go on from this checkpoint, or the newest one in this folder, in another swarm, whatever its method.",
+    )
+    checkpoint_every_rounds: int = Field(
+        default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."
+    )
+    keep_checkpoints: int = Field(default=3, ge=1, le=10_000, description="Number of checkpoints that are kept, the newest ones.")
+    operator: Name | None = Field(
+        default=None,
+        description="Who runs this node, where one runs several: they never sit together in a vote. By default nobody else.",
+    )
+    verify_seconds: float = Field(
+        default=6.0, gt=0, le=60, description="Seconds in each minute that checking others' claims may take."
+    )
+    upload: float = Field(
+        default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
+    )
+    ram: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Gigabytes of memory: a model that needs more is not begun with, and queues shrink with it; 0: no bound.",
+    )  # fmt: skip
+    disk: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",
+    )  # fmt: skip
+    metrics: Endpoint | None = Field(
+        default=None, description="Port, or HOST:PORT, at which Prometheus finds metrics; 0: any free port. By default nowhere."
+    )
+    tensorboard: PathSetting | None = Field(
+        default=None, description="Folder of curves for TensorBoard, in which the node has one of its own. By default none."
+    )
+    wandb: str | None = Field(
+        default=None, description="Project, or team/project, of Weights & Biases that the curves go to. By default none."
+    )
+    calibration: PathSetting | None = Field(
+        default=None,
+        description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",
+    )
+    identity: PathSetting | None = Field(
+        default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
+    )
+
+    @field_validator("listen", "announce")
+    @classmethod
+    def _addresses(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/[0-9]{1,5}(/[^\s]*)?", address):
+                raise ValueError(f"{address!r} should be written such as /ip4/0.0.0.0/tcp/4001")
+        return value
+
+    @field_validator("bootstrap")
+    @classmethod
+    def _full_addresses(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if problem := address_problem(address):
+                raise ValueError(f"{address!r} is no address as `shoal seed` prints it, {problem}")
+        return value
+
+    @field_validator("wandb")
+    @classmethod
+    def _project(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
+            raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
+        return value
+
+    @field_validator("shard")
+    @classmethod
+    def _shard(cls, value: str | None) -> str | None:
+        if value is not None:
+            found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", value)
+            if not found or int(found[1]) >= int(found[2]):
+                raise ValueError("it should be written as index/number with index from 0, such as 0/8 ... 7/8")
+        return value
+
+    @property
+    def shard_pair(self) -> tuple[int, int] | None:
+        """``shard`` as (index, of)."""
+        if self.shard is None:
+            return None
+        index, of = self.shard.split("/")
+        return int(index), int(of)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where checkpoints and metrics go."""
+        return Path(os.path.expanduser(self.folder)) if self.folder else Path("runs") / self.name
+
+    @property
+    def resume_from_path(self) -> Path | None:
+        """``resume_from`` with ~ expanded."""
+        return Path(os.path.expanduser(self.resume_from)) if self.resume_from else None
+
+    @property
+    def identity_path(self) -> Path:
+        """Where the key file is."""
+        return Path(os.path.expanduser(self.identity)) if self.identity else default_identity_path()
+
+
+def default_identity_path() -> Path:
+    """The key file where nothing else is said."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    # The XDG specification says to ignore a relative path there.
+    home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".config"
+    return home / "shoal" / "identity.key"
+
+
+class Settings(_Table):
+    """Everything; ``load`` makes one."""
+
+    swarm: SwarmSettings = Field(default_factory=SwarmSettings)
+    task: TaskSettings = Field(default_factory=TaskSettings)
+    outer: OuterSettings = Field(default_factory=OuterSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    verify: VerifySettings = Field(default_factory=VerifySettings)
+    rl: RLSettings = Field(default_factory=RLSettings)
+    node: NodeSettings = Field(default_factory=NodeSettings)
+    peers: PeersSettings = Field(default_factory=PeersSettings)
+
+
+def known_keys() -> list[str]:
+    """All keys, dotted, in the order of the tables."""
+    tables = [(table, field.annotation) for table, field in Settings.model_fields.items()]
+    return [
+        f"{table}.{key}"
+        for table, model in tables
+        if isinstance(model, type) and issubclass(model, BaseModel)
+        for key in model.model_fields
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no settings file {str(path)!r}: check the path.") from None
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise ConfigError(f"Cannot read the settings file {str(path)!r} ({what}): check the path.") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"The settings file {str(path)!r} is over 1 MiB: name a TOML file of settings.")
+    try:
+        values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"The settings file {str(path)!r} is not TOML ({error}): correct that place.") from error
+    return values
+
+
+def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    for dotted, value in overrides.items():
+        if value is None:
+            continue  # a flag that was not given
+        table = values
+        *parents, key = dotted.split(".")
+        for i, parent in enumerate(parents):
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                name = ".".join(parents[: i + 1])
+                raise ConfigError(f"{name!r} must be a table of settings: write [{name}] and its keys below it.")
+        table[key] = value
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` with the value as TOML would read it, or as plain text; the key may be dotted. ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(part.isidentifier() for part in key.split(".")):
+        raise ConfigError(f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256.")
+    if re.search(r"[\n#]", value):  # TOML would go on in the next line, or take a comment away
+        return key, value
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing wrong, as one sentence."""
+    first = error.errors(include_url=False)[0]
+    if first["loc"][:2] == ("task", "options") and len(first["loc"]) > 2:
+        return f"The option 'task.options.{first['loc'][2]}' must be a number, a text, or true or false: correct it."
+    dotted = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        names = known_keys() + list(Settings.model_fields)
+        near = difflib.get_close_matches(dotted, names, 1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"the tables are {', '.join(Settings.model_fields)}."
+        return f"There is no setting {dotted!r}: {hint}"
+    if first["type"] in ("model_type", "model_attributes_type"):
+        return f"{dotted!r} must be a table of settings: write [{dotted}] and its keys below it."
+    problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of several settings of a table together
+        return f"The settings of {dotted!r} do not go together: {problem}."
+    problem = re.sub(r"^(Input|String|List) should", "it should", problem)
+    if first["type"] == "path_type":
+        problem = "it should be a path"
+    return f"The setting {dotted}={reprlib.repr(first['input'])} cannot be used: {problem}."
+
+
+def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Return the defaults, changed by the TOML file at ``path`` and then by ``overrides``.
+
+    The keys of ``overrides`` are dotted, such as ``outer.every``; a value of None means not given.
+
+    Raises:
+        ConfigError: with one sentence that names the file and line, or the key, its value and what is wrong.
+    """
+    values = _read(path) if path is not None else {}
+    _merge(values, overrides or {})
+    task, outer = values.get("task"), values.setdefault("outer", {})
+    if isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict):
+        outer.setdefault("method", "none")  # rollouts are shared then; weights as well only if somebody says so
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def resolve_device(text: str) -> torch.device:
+    """Return the device that ``text`` names: auto, cpu, cuda, cuda:N or mps. Raises ConfigError."""
+    import torch  # here, because it takes a second and most commands do not need it
+
+    mps, count = torch.backends.mps.is_available(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text == "auto":
+        return torch.device("cuda", 0) if count else torch.device("mps" if mps else "cpu")
+    found = re.fullmatch(r"cpu|mps|cuda(?::([0-9]{1,3}))?", text)
+    if not found:
+        raise ConfigError(f"There is no device {text!r}: choose auto, cpu, cuda, cuda:N or mps.")
+    if text == "mps" and not mps:
+        raise ConfigError("The device 'mps' is not available here: choose cpu or auto.")
+    if text.startswith("cuda"):
+        if not count:
+            raise ConfigError(
+                f"The device {text!r} is not available here: install a CUDA build of PyTorch and a driver, "
+                "or choose cpu or auto."
+            )
+        index = int(found[1] or 0)
+        if index >= count:
+            raise ConfigError(f"There is no device {text!r}: this machine has cuda:0 to cuda:{count - 1}.")
+        return torch.device("cuda", index)
+    return torch.device(text)
+
+
+def use_threads(count: int = 0) -> None:
+    """Compute on the CPU with so many threads; 0: half of the processors."""
+    import torch
+
+    # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
+    torch.set_num_threads(count or max((os.cpu_count() or 2) // 2, 1))

@@ -1,0 +1,1 @@
+"""``shoal demo``: a swarm of several nodes on this machine."""

@@ -1,0 +1,334 @@
+"""``shoal demo``: a swarm of real processes with real daemons on this machine, by the same commands that a person would type."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import torch
+from safetensors.torch import load_file
+
+from shoal.node.checkpoint.store import check_writable
+from shoal.node.config.settings import Settings, assignment, load, resolve_device
+from shoal.node.data import manifest_options as agreement
+from shoal.node.exit_codes import ExitCode
+from shoal.node.metrics.factory import check_demo, flags_of_demo
+from shoal.node.runtime.display import Display, make_display
+from shoal.node.runtime.join import task_label
+from shoal.node.runtime.node_run import METRICS, ROUNDS
+from shoal.node.runtime.result import RESULT
+from shoal.node.tasks.loader import load_task
+from shoal.swarm.errors import ShoalError
+
+LINK_S = 60.0  # seconds for the first node to print its link
+QUIET_S = 120.0  # seconds without any news from a node after which the demo is given up
+STOP_S = 8.0  # seconds that the nodes have to end in good order
+LOOK_S = 0.5
+
+
+class DemoError(ShoalError):
+    """A node of the demo failed."""
+
+    exit_code = ExitCode.SWARM_FAILED
+
+
+class Nodes:
+    """The processes of a demo. Every one is ended when the block is left, whatever happened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[str]] = []
+        self._logs: list[IO[str]] = []
+        self._stopped = False
+
+    def __enter__(self) -> Nodes:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
+        return self
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped:  # the second time: at once
+            self.kill()
+            os._exit(ExitCode.INTERRUPTED)
+        self._stopped = True
+        raise KeyboardInterrupt
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        name: str,
+        *,
+        program: Sequence[str] = ("-m", "shoal"),
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start ``shoal ARGUMENTS`` as the node ``name``."""
+        log = (self.folder / f"{name}.log").open("a", encoding="utf-8")
+        self._logs.append(log)
+        command = [sys.executable, *program, *arguments, "--name", name, "--folder", str(self.folder / name)]
+        command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(os.getpid())]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=env,
+            start_new_session=True,  # Ctrl-C is for the demo, which then ends its nodes in order
+        )
+        self.processes.append(process)
+        return process
+
+    def check(self) -> bool:
+        """True when all have ended well. Raises DemoError, with the end of its log, if one failed."""
+        for index, process in enumerate(self.processes):
+            if process.poll() not in (None, 0):
+                raise DemoError(f"Node peer-{index} ended with code {process.returncode}: {self.last_words(index)}")
+        return all(process.poll() == 0 for process in self.processes)
+
+    def last_words(self, index: int) -> str:
+        """The last line that a node logged."""
+        lines = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it logged nothing; run again with --verbose."
+
+    def kill(self) -> None:
+        """End all at once; their guards take the daemons down."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+
+    def __exit__(self, *error: object) -> None:
+        until = time.monotonic() + STOP_S
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5.0)
+            if process.stdout is not None:
+                process.stdout.close()
+        for log in self._logs:
+            log.close()
+
+
+def run_demo(
+    *,
+    peers: int = 4,
+    rounds: int = 40,
+    every: int = 25,
+    outer: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    hooks: str = "text",
+    task_options: Sequence[str] = (),
+    device: str = "auto",
+    keep: Path | None = None,
+    verbose: bool = False,
+) -> dict[str, Any]:
+    """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; returns the report (see ``report``).
+
+    ``outer``: more settings, with dotted keys, such as ``outer.method``.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        DemoError: a node failed or made no progress.
+    """
+    settings = load(
+        None,
+        {
+            "swarm.name": "demo",
+            "swarm.start_when": peers,
+            "swarm.shards": peers,
+            "task.hooks": hooks,
+            **{f"task.options.{key}": value for key, value in map(assignment, task_options)},
+            "outer.wait_s": 60.0,  # the nodes share one machine's processors: a late partner is slow, not gone
+            "train.steps": rounds * every,
+            "train.seed": seed,
+            "outer.every": every,
+            **(outer or {}),
+        },
+    )
+    # What cannot work is said here, at once and once, and not by every node.
+    load_task(hooks, settings.task.options)
+    resolve_device(device)
+    began = time.monotonic()
+    with stage(keep) as (folder, display):
+        check_demo(settings.node, peers, display.message)
+        with Nodes(folder) as nodes:
+            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
+            _watch(nodes, rounds, settings.outer.every or every, display)
+        display.close()
+        results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
+        return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
+
+
+@contextmanager
+def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display]]:
+    """A folder for the nodes, ``keep`` or a temporary one, and where to show what they do. CheckpointError if it is not usable."""
+    if keep is not None:
+        check_writable(keep)
+    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix=f"shoal-{name}-") as place:
+        yield Path(place).resolve(), make_display()
+
+
+def start_first(nodes: Nodes, arguments: list[str], seconds: float, display: Display) -> str:
+    """Start the node that creates the swarm; the link by which the others join. DemoError if it is not there in time."""
+    link = read_line(nodes.start(arguments, "peer-0"), seconds)
+    if not link:
+        nodes.check()
+        raise DemoError(f"The first node printed no link within {seconds:g} s: {nodes.last_words(0)}")
+    display.message(f"the swarm is up: {link}")
+    return link
+
+
+def settings_toml(settings: Settings) -> str:
+    """The tables that ``shoal up`` needs, as TOML."""
+    tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True)
+    options = tables["task"].pop("options")
+    lines = []
+    for name, table in {**tables, "task.options": options}.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display) -> None:
+    peers, hooks = settings.swarm.start_when, settings.task.hooks
+    file = nodes.folder / "swarm.toml"
+    file.write_text(settings_toml(settings), encoding="utf-8")
+
+    def own(index: int) -> list[str]:
+        place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
+        own_data = agreement.flags(hooks, settings.task.options)
+        return [*place, *own_data, "--baseline", "--keep-rounds", *flags, *flags_of_demo(settings.node, index)]
+
+    display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
+    link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)
+    for index in range(1, peers):
+        nodes.start(["join", link, "--hooks", hooks, *own(index)], f"peer-{index}")
+
+
+def read_line(process: subprocess.Popen[str], seconds: float) -> str:
+    """The first line of a node's stdout, or "" when it ended or the time is up."""
+    lines: list[str] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    reader.join(seconds)
+    return lines[0].strip() if lines else ""
+
+
+def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
+    """Show the rounds as they come until all nodes have ended."""
+    paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
+    shown, news, heard = 0, -1, time.monotonic()
+    tick = threading.Event()
+    while not nodes.check():
+        tick.wait(LOOK_S)
+        events = [read_events(path) for path in paths]
+        count = sum(len(e) for e in events) + sum(p.poll() == 0 for p in nodes.processes)
+        if count != news:
+            news, heard = count, time.monotonic()
+        elif time.monotonic() - heard > QUIET_S:
+            raise DemoError(f"No node made progress for {QUIET_S:g} s: run again with --verbose --keep FOLDER and read its logs.")
+        # By steps: a method may exchange several times in a round.
+        done = min((max((event["step"] for event in node if event["event"] == "round"), default=0) for node in events), default=0)
+        done //= every
+        if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
+            shown = done
+            ended = [_ended(node, done * every) for node in events]
+            losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in (_loss(node) for node in ended))
+            moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
+            alone = sum(event["partner"] is None for node in ended for event in node)
+            display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {alone} alone")
+            if done == rounds:
+                display.message("now the same once more without any exchange, to compare")
+
+
+def _ended(events: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The exchanges that ended last by ``step``; where rounds are not steps, that is seldom at ``step`` itself."""
+    rounds = [event for event in events if event["event"] == "round" and event["step"] <= step]
+    return [event for event in rounds if event["step"] == rounds[-1]["step"]]
+
+
+def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The first that is known: after the last round comes the last mean, without a step between them."""
+    return next((event["loss"] for event in events if event["loss"] is not None), None)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """What a node has written of its run so far."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # the last one may be half written
+
+
+def spreads(folders: Sequence[Path]) -> list[float]:
+    """Per round: RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
+    # Rounds of seconds: a quick node ends sooner, and then has fewer.
+    names = sorted(set.intersection(*({path.name for path in folder.glob("*.safetensors")} for folder in folders)))
+    result = []
+    for name in names:
+        flat = torch.stack([_flat(folder / name) for folder in folders])  # (K, d)
+        squares = torch.pdist(flat).square() if len(folders) > 1 else torch.zeros(1)
+        result.append(float((squares.mean() / flat.square().sum(1).mean()).sqrt()))
+    return result
+
+
+def _flat(path: Path) -> torch.Tensor:
+    tensors = load_file(path)
+    return torch.cat([tensors[key].double().reshape(-1) for key in sorted(tensors, key=int)])
+
+
+def report(results: Sequence[dict[str, Any]], spread: list[float], seconds: float) -> dict[str, Any]:
+    """The last line of ``shoal demo --json``: means over peers unless it says otherwise."""
+
+    def mean(key: str) -> float:
+        return sum(float(result[key]) for result in results) / len(results)
+
+    return {
+        "peers": len(results),
+        "method": results[0]["method"],
+        "rounds": max(result["rounds"] for result in results),
+        "steps": max(result["steps"] for result in results),
+        "loss_first": mean("loss_first"),
+        "loss_last": mean("loss_last"),
+        "loss_local": mean("loss_local"),
+        # Each committed pair is counted by both of its members.
+        "exchanges": sum(result["exchanges"] for result in results) // 2,
+        "pairs_none": sum(result["pairs_none"] for result in results),
+        "bytes_sent": sum(result["bytes_sent"] for result in results),
+        "bytes_received": sum(result["bytes_received"] for result in results),
+        "wait_s": mean("wait_s"),
+        "wall_s": mean("wall_s"),
+        "spread": spread,
+        "params": results[0]["params"],
+        "seconds": seconds,
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The report for people."""
+    gain = 100 * (1 - report["loss_last"] / report["loss_local"])
+    spread = report["spread"]
+    return (
+        f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
+        f"{report['seconds']:.0f} s\n"
+        f"held-out loss: {report['loss_first']:.3f} at first, {report['loss_last']:.3f} together, "
+        f"{report['loss_local']:.3f} alone with the same steps: {abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together\n"
+        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times nobody answered, "
+        f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
+        f"spread of the slow weights: at most {max(spread, default=0):.4f}, in the end {spread[-1] if spread else 0:.4f}"
+    )

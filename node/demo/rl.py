@@ -1,0 +1,168 @@
+"""``shoal demo --task rl``: a swarm of real nodes on this machine that learn from each other's rollouts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.node.config.settings import Settings, assignment, load, resolve_device
+from shoal.node.demo.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, settings_toml, stage, start_first
+from shoal.node.metrics.factory import check_demo, flags_of_demo
+from shoal.node.rl.rollout_sharing import make_task
+from shoal.node.rl.tiny import HABITS
+from shoal.node.runtime.display import Display
+from shoal.node.runtime.node_run import METRICS
+from shoal.node.runtime.result import RESULT
+
+WARM_S = 120.0  # seconds for the warm start, before which no link is printed
+
+
+def run_demo(
+    *,
+    peers: int = 4,
+    rounds: int = 40,
+    seed: int = 0,
+    task_options: Sequence[str] = (),
+    device: str = "auto",
+    keep: Path | None = None,
+    verbose: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Learn with ``peers`` nodes for ``rounds`` rounds; returns the report (see ``report``).
+
+    ``more``: further settings, with dotted keys, such as ``rl.local``. With the policy ``tiny`` every node begins with another
+    wrong habit, unless weights are exchanged too, for which all have to begin alike.
+
+    Raises ConfigError and others for what cannot be used, and DemoError: a node failed or made no progress.
+    """
+    settings = load(
+        None,
+        {
+            "swarm.name": "demo",
+            "swarm.start_when": peers,
+            "swarm.shards": peers,
+            "task.hooks": "rl",
+            **{f"task.options.{key}": value for key, value in map(assignment, task_options)},
+            "train.steps": rounds,
+            "train.seed": seed,
+            **(more or {}),
+        },
+    )
+    make_task(settings)  # what cannot work is said here, at once and once, and not by every node
+    resolve_device(device)
+    began = time.monotonic()
+    with stage(keep) as (folder, display):
+        check_demo(settings.node, peers, display.message)
+        with Nodes(folder) as nodes:
+            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
+            _watch(nodes, rounds, display)
+        display.close()
+        results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
+        return report(results, time.monotonic() - began)
+
+
+def policies(settings: Settings) -> list[str]:
+    """Of each node."""
+    peers, policy = settings.swarm.start_when, settings.rl.policy
+    if policy != "tiny" or settings.outer.method != "none":
+        return [policy] * peers
+    return [f"tiny:{list(HABITS)[index % len(HABITS)]}" for index in range(peers)]
+
+
+def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display) -> None:
+    file = nodes.folder / "swarm.toml"
+    file.write_text(settings_toml(settings), encoding="utf-8")
+    rl = settings.rl
+    # The settings of [rl] are each node's own, so those who join do not get them from the swarm.
+    given = rl.model_dump(exclude={"policy"}, exclude_defaults=True)
+    chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
+    chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
+    node = settings.node
+    own = [["--policy", policy, *chosen, *flags_of_demo(node, index)] for index, policy in enumerate(policies(settings))]
+    display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")
+    link = start_first(nodes, ["up", str(file), *own[0]], LINK_S + WARM_S, display)
+    for index in range(1, len(own)):
+        nodes.start(["join", link, *own[index]], f"peer-{index}")
+
+
+def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
+    """Show the rounds as they come until all nodes have ended."""
+    paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
+    shown, news, heard, step = 0, -1, time.monotonic(), max(rounds // 10, 1)
+    tick = threading.Event()
+    while not nodes.check():
+        tick.wait(LOOK_S)
+        events = [[event for event in read_events(path) if event["event"] == "rl"] for path in paths]
+        count = sum(map(len, events)) + sum(process.poll() == 0 for process in nodes.processes)
+        if count != news:
+            news, heard = count, time.monotonic()
+        elif time.monotonic() - heard > QUIET_S + WARM_S:
+            raise DemoError("No node made progress: run again with --verbose --keep FOLDER and read its logs.")
+        done = min(map(len, events), default=0)
+        if done > shown and (done == rounds or done - shown >= step):
+            rewards = "  ".join(_mean_reward(node[shown:done]) for node in events)
+            foreign = sum(event["foreign"] for node in events for event in node[shown:done])
+            display.message(f"round {done} of {rounds}: reward {rewards}, {foreign} groups of others learnt from")
+            shown = done
+
+
+def _mean_reward(events: Sequence[Mapping[str, Any]]) -> str:
+    known = [event["reward"] for event in events if event["reward"] is not None]
+    return f"{statistics.fmean(known):.3f}" if known else "-"
+
+
+NODE_KEYS = (
+    "policy", "first_reward", "final_reward", "cumulative_reward", "effective_sample_size", "sent", "received", "used", "rejected",
+    "bytes_sent", "bytes_received",
+)  # fmt: skip
+
+
+def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """The last line of ``--json``: of each node under "nodes", and means over them, or sums (rollouts, bytes)."""
+    found = [result["rl"] for result in results]
+
+    def mean(key: str) -> float | None:
+        known = [one[key] for one in found if one[key] is not None]
+        return statistics.fmean(known) if known else None
+
+    rejected: Counter[str] = Counter()
+    for one in found:
+        rejected.update(one["rejected"])
+    own = [{"name": r["name"], **{key: r["rl"][key] for key in NODE_KEYS}} for r in results]
+    return {
+        "peers": len(results),
+        "env": found[0]["env"],
+        "method": results[0]["method"],
+        "rounds": max(one["rounds"] for one in found),
+        "held_out": found[0]["held_out"],
+        **{key: mean(key) for key in ("first_reward", "final_reward", "cumulative_reward", "effective_sample_size")},
+        **{key: sum(one[key] for one in found) for key in ("sent", "unsent", "received", "used")},
+        "rejected": dict(rejected),
+        "bytes_sent": sum(result["bytes_sent"] + result["rl"]["bytes_sent"] for result in results),
+        "bytes_received": sum(result["bytes_received"] + result["rl"]["bytes_received"] for result in results),
+        "params": results[0]["params"],
+        "nodes": own,
+        "wall_s": statistics.fmean(result["wall_s"] for result in results),
+        "seconds": seconds,
+    }
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    ended = "  ".join(f"{node['first_reward']:.3f} -> {node['final_reward']:.3f}" for node in report["nodes"])
+    refused = ", ".join(f"{count} {reason}" for reason, count in report["rejected"].items() if count) or "none"
+    return (
+        f"{report['peers']} nodes, {report['params']:,} parameters, {report['rounds']} rounds of {report['env']!r}, "
+        f"{report['seconds']:.0f} s\n"
+        f"greedy reward on {report['held_out']} held-out questions: {report['first_reward']:.3f} at first, "
+        f"{report['final_reward']:.3f} in the end ({ended})\n"
+        f"cumulative reward: {report['cumulative_reward']:.1f} of at most {report['rounds']} per node\n"
+        f"{report['sent']} rollouts sent, {report['received']} received, {report['used']} learnt from; not used: {refused}\n"
+        f"{report['bytes_sent'] / 1e6:.2f} MB sent"
+    )

@@ -1,0 +1,133 @@
+"""Is this machine fit: Python, PyTorch, device, memory, disk, the port to listen on. No network."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from shoal.node.doctor.checkup import Check, Note, Tell
+from shoal.node.exit_codes import ExitCode
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.p2p.listen import check_free
+
+GB = 1e9
+MIN_DISK, SMALL_DISK = 0.25 * GB, 2 * GB
+MIN_MEMORY, SMALL_MEMORY = 0.5 * GB, 1.5 * GB
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 4)
+
+
+class UnfitError(ShoalError):
+    """Something about this machine is in the way."""
+
+
+def python(tell: Tell) -> str:
+    """Version and platform."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] < OLDEST_PYTHON:  # whoever runs from a checkout was not stopped by pip
+        raise UnfitError(f"this is Python {found}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise Note(f"{found}: the network daemon has a wheel for Linux x86_64 only, elsewhere pip builds it, which needs Go.")
+    return found
+
+
+def torch(tell: Tell) -> str:
+    """PyTorch can be imported, and computes."""
+    try:
+        import torch as found
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        first = str(error).split("\n")[0][:200]
+        raise UnfitError(f"PyTorch cannot be imported ({first}): reinstall it with `pip install torch`.") from error
+    numbers = tuple(int(part) for part in found.__version__.split("+")[0].split(".")[:2])
+    if numbers < OLDEST_TORCH:
+        raise UnfitError(f"this is PyTorch {found.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
+    cuda = f"CUDA {found.version.cuda}" if found.version.cuda else "without CUDA"
+    return f"{found.__version__}, {cuda}"
+
+
+def device(tell: Tell) -> str:
+    """The device that ``auto`` takes does a small product rightly."""
+    import torch as found
+
+    from shoal.node.config.settings import resolve_device
+
+    chosen = resolve_device("auto")
+    try:
+        ones = found.ones(64, 64, device=chosen)
+        right = bool(((ones @ ones).cpu() == 64).all())
+    except RuntimeError as error:
+        first = str(error).split("\n")[0][:200]
+        raise UnfitError(f"{chosen} does not compute ({first}): mend its driver, or train with --device cpu.") from error
+    if not right:
+        raise UnfitError(f"{chosen} computes wrongly: do not train on it, take --device cpu or another machine.")
+    if chosen.type == "cuda":
+        free, total = found.cuda.mem_get_info(chosen)
+        return f"{chosen}, {found.cuda.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+    return f"{chosen}, {os.cpu_count() or 1} processors"
+
+
+def free_memory() -> tuple[float, float]:
+    """Bytes of main memory that can be had now, and in all; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        values = {line.split(":")[0]: 1024.0 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
+        return values["MemAvailable"], values["MemTotal"]
+    except (OSError, ValueError, KeyError):
+        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return total, total
+
+
+def memory(tell: Tell) -> str:
+    """Main memory that is free."""
+    free, total = free_memory()
+    found = f"{free / GB:.1f} of {total / GB:.1f} GB free"
+    if free < MIN_MEMORY:
+        raise UnfitError(f"only {found}, less than a node with the smallest model needs: end other programs.")
+    if free < SMALL_MEMORY:
+        raise Note(f"{found}: enough for a small model only, of which a node holds about seven copies.")
+    return found
+
+
+def disk(tell: Tell) -> str:
+    """Something can be written where checkpoints go by default, and there is room."""
+    folder = next(path for path in (Path("runs"), Path()) if path.is_dir())
+    where = f"in {str(folder.resolve())!r}"
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+        free = float(shutil.disk_usage(folder).free)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space, or use --folder elsewhere" if full else "start in a folder that you can write, or use --folder"
+        raise UnfitError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
+    if free < MIN_DISK:
+        raise UnfitError(f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use --folder elsewhere.")
+    if free < SMALL_DISK:
+        raise Note(f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three checkpoints are kept.")
+    return f"{free / GB:.1f} GB free {where}"
+
+
+def port(number: int) -> str:
+    """Port ``number`` can be listened on; 0: any."""
+    check_free([f"/ip4/0.0.0.0/tcp/{number}"])
+    return f"TCP {number} can be listened on" if number else "any free one will do; --port tries a certain one"
+
+
+def checks(number: int) -> list[Check]:
+    """All of them; ``number``: the port that the node is to listen on."""
+    unfit = ExitCode.UNFIT_MACHINE
+    return [
+        Check("python", unfit, python),
+        Check("torch", unfit, torch, seconds=60.0),
+        Check("device", unfit, device, needs=("torch",), seconds=60.0),
+        Check("memory", unfit, memory),
+        Check("disk", unfit, disk),
+        Check("port", ExitCode.NO_DAEMON, lambda tell: port(number)),
+    ]

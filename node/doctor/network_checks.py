@@ -1,0 +1,235 @@
+"""Can the swarm be reached, and does it reach us: daemon, bootstrap peers, clock, dialling back, NAT, bandwidth."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+from shoal.node.doctor.checkup import Check, Finding, Note, Skip, Tell, many
+from shoal.node.doctor.visit import FoundError, Visit
+from shoal.node.exit_codes import ExitCode
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, Outcome, Seen, ask, doorbell
+from shoal.swarm.p2p.seed_client import addresses_of
+from shoal.swarm.p2p.seed_client import ask as ask_seed
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
+from shoal.swarm.wire.seed import SEED_PROTOCOL
+
+CONNECT_S = 8.0  # seconds for one bootstrap peer
+CLOCK_S = 3.0  # seconds by which clocks may differ: hivemind's DHT, which holds the membership, refuses more
+ASKED = 3  # peers whose clocks are read
+OLD = "does not offer"  # what `Host.open` says of a protocol that a peer does not know
+
+
+def daemon(visit: Visit, tell: Tell) -> str:
+    """The daemon starts and answers."""
+    from shoal.swarm.membership.dht_record import MemberValidator
+    from shoal.swarm.p2p.host import Host
+
+    # Only what is behind the link is looked at, so the addresses in it are tried later, one by one.
+    validator = None if visit.link is None else MemberValidator(visit.link.swarm)
+    listen = ("/ip4/0.0.0.0/tcp/0",)
+    visit.host = Host.start(visit.identity, listen=listen, validator=validator, light=True, must_join=False)
+    return "the network daemon starts and answers"
+
+
+def bootstrap(visit: Visit, tell: Tell) -> str:
+    """Each address of the link is tried; a member that answers is enough, or a seed that names one."""
+    assert visit.link is not None
+    host, addresses = visit.running(), visit.link.bootstrap
+
+    async def one(address: str) -> str:
+        try:
+            await host.connect(address, CONNECT_S)
+        except NetworkError as error:
+            return str(error).removeprefix(f"{address} ").removesuffix(".")
+        return ""
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*map(one, addresses))
+
+    problems = dict(zip(addresses, host.call(all_of_them(), CONNECT_S + 2.0), strict=True))
+    answered = {address.rpartition("/p2p/")[2] for address, problem in problems.items() if not problem}
+    for address, problem in problems.items():
+        if problem and address.rpartition("/p2p/")[2] in answered:  # an address of its local network, for instance
+            problem = "no answer from here, but the peer answers at another of its addresses"
+        tell(Finding(f"peer {address}", "note" if problem else "ok", problem or "answers"))
+    # Each once: a peer that was reached is connected, whatever its other addresses are worth.
+    found = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
+    for address in found.values():
+        _sort(visit, address)
+    if not found:
+        raise FoundError("no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm.")
+    if not visit.reached:
+        raise FoundError("only seeds answer, and they name no member that does: the swarm's last node may have left, ask for one.")
+    dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answered)
+    said = f"{many(len(visit.reached), 'member')} and {many(len(visit.seeds), 'seed')} answer"
+    if dead:
+        raise Note(f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link.")
+    return said
+
+
+def _sort(visit: Visit, address: str) -> None:
+    """Is it a seed? Then meet whom it names, else it is a member."""
+    assert visit.link is not None
+    link, host = visit.link, visit.running()
+    try:
+        named = addresses_of(visit.ask(address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), 15.0))
+    except (NetworkError, MessageError) as error:
+        if OLD in str(error):  # no seed: a member, unless it says otherwise when asked for the manifest
+            _add(visit, address)
+        return
+    visit.seeds.append(address)
+
+    async def meet() -> list[str]:
+        async def met(each: str) -> str | None:
+            try:
+                await host.connect(each, CONNECT_S)
+            except NetworkError:
+                return None
+            return each
+
+        return [each for each in await asyncio.gather(*map(met, named[:8])) if each is not None]
+
+    for each in host.call(meet(), CONNECT_S + 2.0):
+        _add(visit, each)
+
+
+def _add(visit: Visit, address: str) -> None:
+    """Note a member that was reached, once: the link and a seed may both name it."""
+    if address.rpartition("/p2p/")[2] not in {known.rpartition("/p2p/")[2] for known in visit.reached}:
+        visit.reached.append(address)
+
+
+def clock(visit: Visit, tell: Tell) -> str:
+    """This machine's clock against those of peers: the median of what they say, each within half a round trip."""
+    for address in [*visit.reached, *visit.seeds][:ASKED]:
+        try:
+            visit.seen.append(visit.ask(address, DIAL_PROTOCOL, partial(_look, port=None), 15.0)[0])
+        except (NetworkError, MessageError) as error:
+            tell(Finding(f"clock of {short(address)}", "note", str(error)))
+    if not visit.seen:
+        raise Skip("no peer told its time: they may run an older shoal.")
+    error_s = max(seen.error for seen in visit.seen)
+    skew = statistics.median(seen.skew for seen in visit.seen)
+    if abs(skew) > CLOCK_S + error_s:
+        way = "behind" if skew > 0 else "ahead of"
+        raise FoundError(
+            f"this machine's clock is {abs(skew):.1f} s {way} that of {many(len(visit.seen), 'peer')}: set it by NTP "
+            "(`timedatectl set-ntp true`), or its records are refused."
+        )
+    return f"{abs(skew):.2f} s off the clock of {many(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
+
+
+async def _look(stream: Stream, port: int | None, token: bytes = b"") -> tuple[Seen, Outcome | None]:
+    return await ask(stream, port, token)
+
+
+_NOT_REACHED = {
+    "unreached": "{peer} could not connect back to port {port}",
+    "refused": "the connection of {peer} to {address} port {port} was refused",
+    "silent": "the connection of {peer} to {address} port {port} was not answered",
+    "other": "something else answers at {address} port {port}",
+}
+
+
+def dialled(visit: Visit, tell: Tell) -> str:
+    """A peer connects back to the port, on which nothing listens but this check."""
+    host = visit.running()
+    problem = "no peer can be asked"
+    for seen in visit.seen:
+        if not seen.address:
+            problem = "every connection goes through a relay"
+            continue
+
+        async def rung(peer: str = seen.peer) -> tuple[int, Outcome | None]:
+            async with doorbell(visit.port) as (number, token):
+                stream = await host.open(peer, DIAL_PROTOCOL, timeout=10.0)
+                try:
+                    return number, (await ask(stream, number, token))[1]
+                finally:
+                    stream.close()
+
+        try:
+            number, outcome = host.call(rung(), 30.0)
+        except OSError as error:
+            raise FoundError(f"port {visit.port} cannot be listened on ({error.strerror}): choose another one.") from error
+        except (NetworkError, MessageError) as error:
+            problem = str(error).removesuffix(".")
+            continue
+        if outcome in ("busy", "unseen", None):
+            problem = f"{short(seen.peer)} dials nobody now, ask again in a minute"
+            continue
+        visit.outcome = outcome
+        if outcome == "reached":
+            return f"{short(seen.peer)} connected back to {seen.address} port {number}"
+        said = _NOT_REACHED[str(outcome)].format(peer=short(seen.peer), address=seen.address, port=number)
+        raise Note(
+            f"{said}: open it in the firewall and forward it in the router, or rely on a seed with --relay; a node that only "
+            "dials out still trains."
+        )
+    raise Skip(f"not tried: {problem}.")
+
+
+def nat(visit: Visit, tell: Tell) -> str:
+    """What stands between this machine and its peers, from the addresses that they see and whether they got back."""
+    seen = sorted({seen.address for seen in visit.seen if seen.address})
+    if not seen:
+        raise Skip("no peer sees an address of this machine.")
+    own = {found[1] for address in visit.running().addresses() if (found := re.match(r"/ip[46]/([^/]+)/", address))}
+    hidden = [address for address in seen if address not in own]
+    reached = visit.outcome == "reached"
+    if len(hidden) > 1 and all(ipaddress.ip_address(address).version == 4 for address in hidden):
+        raise Note(f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a seed with --relay.")
+    if hidden:
+        if reached:
+            return f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce /ip4/{hidden[0]}/tcp/PORT"
+        raise Note(f"private, behind a NAT and seen as {hidden[0]}: forward a port, or have a seed with --relay in the link.")
+    public = any(ipaddress.ip_address(address).is_global for address in seen)
+    kind = "public" if public else "in the same network as its peers"
+    if visit.outcome is not None and not reached:
+        raise Note(f"{kind}, seen as {seen[0]} without a NAT, but a firewall keeps others out: open the port.")
+    return f"{kind}, seen as {seen[0]} without a NAT"
+
+
+def bandwidth(visit: Visit, tell: Tell) -> str:
+    """A few MB both ways at once with one member."""
+    problem = ""
+    for address in visit.reached[:ASKED]:
+        try:
+            speed = visit.ask(address, SPEED_PROTOCOL, measure, 30.0)
+        except (NetworkError, MessageError) as error:
+            problem = str(error)
+            continue
+        down, up = speed.down * 8e-6, speed.up * 8e-6
+        said = f"{down:,.1f} Mbit/s from {short(address)}" + (f" and {up:,.1f} to it, at once" if speed.whole else "")
+        if not speed.whole or min(down, up) < 1.0:
+            slow = "the link is slow, so take --method streaming or sparseloco, or --codec int8"
+            raise Note(f"{said}{'' if speed.whole else f' and less than {up:,.1f} to it'}: {slow}.")
+        return said
+    raise Skip(f"not measured: {problem.removesuffix('.')}.")
+
+
+def checks(visit: Visit) -> list[Check]:
+    """All that need the network, but those about what peers agree on; without a link only the daemon."""
+
+    def made(name: str, code: ExitCode, function: Callable[[Visit, Tell], str], needs: tuple[str, ...], seconds: float) -> Check:
+        return Check(name, code, partial(function, visit), needs, seconds)
+
+    start = made("daemon", ExitCode.NO_DAEMON, daemon, ("torch",), 45.0)
+    if visit.link is None:
+        return [start]
+    reach = ExitCode.UNREACHED
+    return [
+        start,
+        made("bootstrap", reach, bootstrap, ("daemon",), 60.0),
+        made("clock", ExitCode.UNFIT_MACHINE, clock, ("bootstrap",), 50.0),
+        made("dialled back", reach, dialled, ("port", "bootstrap"), 100.0),
+        made("nat", reach, nat, ("bootstrap",), 10.0),
+        made("bandwidth", reach, bandwidth, ("bootstrap",), 95.0),
+    ]

@@ -1,0 +1,122 @@
+"""Does this machine fit the swarm: its id, its version, the task and the shapes of the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from functools import partial
+
+from shoal.node.doctor.checkup import Check, Note, Skip, Tell, many
+from shoal.node.doctor.machine_checks import GB, free_memory
+from shoal.node.doctor.visit import FoundError, Visit
+from shoal.node.exit_codes import ExitCode
+from shoal.swarm.access.link import MAX_ADDRESSES, Link
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.wire.member import StateRequest
+
+COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte numbers
+
+
+def swarm(visit: Visit, tell: Tell) -> str:
+    """The manifest is handed out, and has the hash that is in the link."""
+    from shoal.swarm.access.invitation import admission
+    from shoal.swarm.access.policy import Door
+    from shoal.swarm.membership.admission import Introductions
+    from shoal.swarm.membership.directory import Directory
+    from shoal.swarm.membership.manifest_exchange import fetch_manifest
+
+    assert visit.link is not None
+    host = visit.running()
+    known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
+    _, visit.manifest = fetch_manifest(host, known)
+    door = Door(visit.identity.peer_id)
+    if visit.manifest.invite_only:  # the peers answer nothing else to who shows no invitation
+        if not visit.link.invite:
+            raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
+        ticket = admission(visit.link.invite, visit.identity)
+        door = Door(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
+        host.introduce = Introductions(host, door).before
+    host.call(host.meet(visit.reached), 15.0)
+    visit.directory = Directory(host, visit.identity, visit.link.swarm, door=door)
+    visit.directory.refresh(15.0)
+    found = visit.manifest
+    named = found.outer.resolved()
+    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}, {many(len(visit.members()), 'peer')} in view"
+
+
+def version(visit: Visit, tell: Tell) -> str:
+    """The members' versions of shoal against ours."""
+    from shoal.swarm.membership.membership import SHOAL_VERSION
+
+    versions = Counter(member.version for member in visit.members().values())
+    if not versions:
+        raise Skip("no member is in view.")
+    if set(versions) == {SHOAL_VERSION}:
+        return f"{SHOAL_VERSION} here and on {many(versions[SHOAL_VERSION], 'member')}"
+    shown = ", ".join(f"{name} on {number}" for name, number in versions.most_common(4))
+    usual = versions.most_common(1)[0][0]
+    sentence = f"this is shoal {SHOAL_VERSION}, the members run another ({shown})"
+    if SHOAL_VERSION in versions or usual.split(".")[:2] == SHOAL_VERSION.split(".")[:2]:
+        raise Note(f"{sentence}: that may do, but one version everywhere is safer.")
+    raise FoundError(f"{sentence}: install the swarm's version here, or ask its members to update.")
+
+
+def model(visit: Visit, tell: Tell) -> str:
+    """The task can be loaded with the swarm's options, and its model has the swarm's shapes."""
+    import torch
+
+    from shoal.node.config.settings import load
+    from shoal.node.data.errors import DataError
+    from shoal.node.runtime.join import RL, swarm_settings
+    from shoal.node.tasks.loader import load_task
+    from shoal.swarm.exchange.pair.exchange import model_digest
+    from shoal.swarm.membership.membership import OWN_LOOP
+    from shoal.swarm.state.selection import ask
+    from shoal.swarm.state.sync import Wish
+
+    manifest = visit.agreed()
+    if manifest.task == OWN_LOOP:
+        raise Skip("its members train in loops of their own: swarm.join compares the model.")
+    settings = swarm_settings(load(None, {"task.hooks": visit.hooks}), manifest)
+    if settings.task.hooks == RL:
+        if manifest.outer.method == "none":
+            raise Skip("in this swarm only rollouts are shared, so every node may have a model of its own.")
+        raise Skip("with the task rl the model depends on --policy: `shoal join` compares it.")
+    task = load_task(settings.task.hooks, settings.task.options)
+    torch.manual_seed(settings.train.seed)
+    # For real: on the device meta it would need no memory, but that takes torch seconds to load, and not every model can.
+    try:
+        params = [parameter for parameter in task.model().parameters() if parameter.requires_grad]
+    except DataError as error:
+        raise Skip("its tokenizer cannot be had by its name here: `shoal join --tokenizer` compares a copy of it.") from error
+    count = sum(parameter.numel() for parameter in params)
+    shapes = [tuple(parameter.shape) for parameter in params]
+    digest = model_digest(params)
+    if digest != manifest.model:
+        givers = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
+        assert visit.link is not None
+        wish = Wish(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
+        for giver in givers:
+            with contextlib.suppress(NetworkError):
+                wish.check(giver[0], visit.running().call(ask(visit.running(), giver, wish.request), 15.0))  # names the difference
+        raise FoundError(
+            f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
+        )
+    need, (free, _) = count * COPIES, free_memory()
+    said = f"{manifest.task}, {count:,} parameters, as in the swarm"
+    if need > free:
+        raise Note(f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: end other programs.")
+    return said
+
+
+def checks(visit: Visit) -> list[Check]:
+    """All of them; none without a link."""
+    if visit.link is None:
+        return []
+    differs = ExitCode.DIFFERS
+    return [
+        Check("swarm", differs, partial(swarm, visit), ("bootstrap",), 60.0),
+        Check("version", differs, partial(version, visit), ("swarm",), 10.0),
+        Check("model", differs, partial(model, visit), ("swarm",), 300.0),
+    ]
+

@@ -1,0 +1,131 @@
+"""Other peers' rollouts on their way into an update: judged anew, chosen, each learnt from once at most."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from shoal.node.rl.environment import Env
+from shoal.node.rl.groups import Group
+from shoal.node.rl.policy import Policy
+from shoal.optim.rl.selection import REASONS, Candidate, select
+from shoal.swarm.gossip.lru_set import Seen
+from shoal.swarm.topics.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+JUDGED = (64, 8)  # groups judged in a round: at least so many, or so many for each that may be learnt from
+REMEMBERED = 16_384  # groups that are known again, whoever sends them
+LONG = 16  # characters for each token that a completion may have, before it is not judged
+
+
+@dataclass(frozen=True)
+class _Kept:
+    key: str
+    rollout: Rollout
+    group: Group
+    arrived: int  # this node's round
+
+
+def content(rollout: Rollout) -> str:
+    """Equal for copies, whoever signed them: who sends another's group as his own must not have it learnt from twice."""
+    said = (rollout.seed, rollout.index, *rollout.completions)
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
+    """At most ``room`` of them, the newest of each sender in turn, so that nobody crowds others out. In the order of arrival."""
+    of_sender: dict[str, list[int]] = {}
+    for place in reversed(range(len(came))):
+        of_sender.setdefault(came[place].peer, []).append(place)
+    turns = sorted((turn, -place) for places in of_sender.values() for turn, place in enumerate(places))
+    return [came[place] for place in sorted(-minus for _, minus in turns[:room])]
+
+
+class Foreign:
+    """Keeps what was drained until it is learnt from or too old.
+
+    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`optim.rollouts.select`).
+    """
+
+    def __init__(
+        self, env: Env, policy: Policy, held_out: Collection[str], *,
+        seed: int, age: int, per_sender: int, group: int, max_tokens: int,
+    ) -> None:  # fmt: skip
+        self._env, self._policy, self._held_out = env, policy, held_out
+        self._seed, self._age, self._per_sender = seed, age, per_sender or None
+        self._group, self._max_tokens = group, max_tokens
+        self._kept: list[_Kept] = []
+        self._seen = Seen(REMEMBERED)
+        self.used = 0
+        """Groups that were learnt from."""
+        self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
+        """The others, by why they were not."""
+
+    def take(self, came: list[Rollout], count: int, round: int) -> list[Group]:
+        """At most ``count`` groups for this node's ``round``, out of those that came by now."""
+        room = max(JUDGED[0], JUDGED[1] * count)
+        self.rejected["crowded"] += max(len(came) - room, 0)
+        self._kept += [kept for rollout in fair(came, room) if (kept := self._judge(rollout, round)) is not None]
+        candidates = [Candidate(kept.key, kept.rollout.peer, kept.arrived, kept.group.rewards) for kept in self._kept]
+        picked = select(candidates, count, seed=self._seed, round=round, max_age=self._age, per_sender=self._per_sender)
+        chosen = [self._kept[place].group for place in picked.places]
+        self.used += len(chosen)
+        self._keep(set(picked.places), round)
+        return chosen
+
+    def _keep(self, gone: Collection[int], round: int) -> None:
+        """Who is not of use in the next round is counted now, once, under its reason."""
+        kept = []
+        for place, item in enumerate(self._kept):
+            if place in gone:
+                continue
+            if min(item.group.rewards) == max(item.group.rewards):
+                self.rejected["no_spread"] += 1
+            elif round + 1 - item.arrived > self._age:
+                self.rejected["not_drawn"] += 1
+            else:
+                kept.append(item)
+        most = 8 * JUDGED[0]
+        self.rejected["crowded"] += max(len(kept) - most, 0)
+        self._kept = kept[-most:]
+
+    def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
+        """The question made anew, and the rewards that this node gives. The sender says neither."""
+        key = content(rollout)
+        if key in self._seen:
+            self.rejected["duplicate"] += 1
+            return None
+        self._seen.add(key)
+        try:
+            question = self._env.made.question(rollout.seed, rollout.index)
+            if question.prompt in self._held_out:
+                self.rejected["held_out"] += 1
+                return None
+            texts = rollout.completions[: self._group]
+            if max(map(len, texts)) > LONG * self._max_tokens + 256:
+                raise ValueError("a completion is too long to be judged")
+            rewards = self._env.rewards(question, texts)
+            tokens = tuple(
+                tuple(self._policy.encode(text, finish == "stop")[: self._max_tokens])
+                for text, finish in zip(texts, rollout.finish, strict=False)
+            )
+        except Exception as error:  # whatever an environment makes of a stranger's text costs this one record
+            log.debug("a rollout could not be judged: %s", error)
+            self.rejected["unjudged"] += 1
+            return None
+        return _Kept(key, rollout, Group(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
+
+    def _behaviour(self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...] | None, ...]:
+        """The sender's log-probabilities, where its tokens are just those that the text is made of here."""
+        told = rollout.behaviours() if rollout.tokenizer == self._policy.tokenizer else ()
+        if not told:
+            return (None,) * len(tokens)
+        return tuple(
+            tuple(one.logps.tolist()) if tuple(one.tokens.tolist()) == row else None
+            for one, row in zip(told, tokens, strict=False)
+        )

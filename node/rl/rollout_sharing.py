@@ -1,0 +1,101 @@
+"""A node's reinforcement learning in a swarm: the task from the settings, its rollouts on the network, and the account of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.node.config.settings import Settings
+from shoal.node.rl.environment import Env
+from shoal.node.rl.loading import load_env, load_policy
+from shoal.node.rl.task import RLRound, RLTask
+from shoal.node.training.resources import shares
+from shoal.swarm.membership.membership import Membership
+from shoal.swarm.topics.rollout import Rollout
+from shoal.swarm.topics.rollout_pool import Limits, RolloutPool
+from shoal.swarm.wire.member import pack
+
+ANY_ROUND = 2**53  # nodes count rounds of their own: how old a record is follows from when it came, in this node's rounds
+TTL_S = 120.0  # and no record is of use that was issued longer ago
+SAY_S = 10.0  # seconds between two lines for people
+
+Event = Callable[..., None]
+
+
+def make_task(settings: Settings) -> RLTask:
+    """The task that the settings describe. EnvError, HookError or PolicyError; the model is made later."""
+    env = load_env(settings.rl.env, settings.task.options)
+    rl, seed = settings.rl, settings.train.seed
+    return RLTask(env, lambda: load_policy(rl.policy, env, seed, rl.warm), rl, seed=seed)
+
+
+class Metered:
+    """A pool that counts the bytes of the records, each once: GossipSub sends some to several neighbours, and frames them."""
+
+    def __init__(self, pool: RolloutPool) -> None:
+        self.advance, self.make, self._pool = pool.advance, pool.make, pool
+        self.sent = self.received = 0
+
+    def publish(self, rollout: Rollout) -> None:
+        """Soon."""
+        self.sent += len(pack(rollout))
+        self._pool.publish(rollout)
+
+    def drain(self) -> list[Rollout]:
+        """What came."""
+        came = self._pool.drain()
+        self.received += sum(len(pack(rollout)) for rollout in came)
+        return came
+
+
+class Session:
+    """Rollouts of ``task`` are shared with the swarm from now on. ``write(event, **fields)`` is told each round, ``say`` some."""
+
+    def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None], ram: float = 0.0) -> None:
+        self._task, self._write, self._say, self._quiet = task, write, say, time.monotonic()
+        env: Env = task.env
+        limits = Limits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
+        self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
+        self._metered = Metered(self._pool)
+        task.connect(self._metered, membership.host.peer_id, self._on_round)
+
+    def _on_round(self, round: RLRound) -> None:
+        self._write(
+            "rl", round=round.round, reward=round.reward, own=round.own, foreign=round.foreign, worth=round.worth,
+            loss=round.loss,
+        )  # fmt: skip
+        if time.monotonic() - self._quiet >= SAY_S:
+            self._quiet = time.monotonic()
+            reward = "-" if round.reward is None else f"{round.reward:.3f}"
+            self._say(f"round {round.round}: reward {reward}, learnt from {round.own} own and {round.foreign} foreign groups")
+
+    def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
+        """What came of it: rewards are means over completions (cumulative: summed over the rounds) or held-out questions."""
+        task, counts = self._task, self._pool.counts
+        learnt = task.foreign
+        return {
+            "env": task.env.label,
+            "policy": task.settings.policy,
+            "rounds": task.rounds,
+            "held_out": task.settings.held_out,
+            "first_reward": None if loss_first is None else 1.0 - loss_first,
+            "final_reward": None if loss_last is None else 1.0 - loss_last,
+            "cumulative_reward": task.cumulative,
+            "effective_sample_size": task.worth,
+            "sent": counts["sent"],
+            "unsent": counts["unsent"],
+            "received": counts["received"],
+            "accepted": counts["accepted"],
+            "used": learnt.used,
+            "bytes_sent": self._metered.sent,
+            "bytes_received": self._metered.received,
+            # What the network refused, what ended in the pool, and what was not learnt from.
+            "rejected": {
+                **counts["rejected"], "expired": counts["expired"], "displaced": counts["displaced"], **learnt.rejected,
+            },
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Share no more."""
+        self._pool.close()

@@ -1,0 +1,1 @@
+"""A node from start to end: join, resume, run, shut down."""

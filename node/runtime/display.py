@@ -1,0 +1,138 @@
+"""What a person sees while a node trains: a live bar on a terminal, plain lines elsewhere; always on stderr."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+
+from shoal.node.metrics import RoundRecord
+
+LINE_EVERY_S = 10.0
+
+
+class Display(Protocol):
+    """Shows a run. All calls return at once and may come from any one thread."""
+
+    def start(self, total_steps: int) -> None:
+        """Begin; ``total_steps`` of 0 means without end."""
+
+    def update(self, step: int, loss: float, steps_per_s: float) -> None:
+        """After each inner step: steps done, its training loss in nats, and the speed."""
+
+    def round(self, info: RoundRecord) -> None:
+        """After each round."""
+
+    def message(self, text: str) -> None:
+        """One line about something that happened."""
+
+    def close(self) -> None:
+        """End and leave the terminal as it was; a second call does nothing."""
+
+
+def clean(text: str) -> str:
+    """``text`` without control characters: names come from strangers and could drive the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _number(value: float | None, form: str) -> str:
+    return format(value, form) if value is not None and math.isfinite(value) else "-"
+
+
+def describe(info: RoundRecord) -> str:
+    """One round in one line."""
+    partner = f"with {clean(info.partner)}" if info.partner is not None else "alone"
+    return (
+        f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}, "
+        f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s"
+    )
+
+
+class LineDisplay:
+    """Plain lines: one for each round and message, and one on the progress every ten seconds."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._total = 0
+        self._next = clock() + LINE_EVERY_S
+
+    def start(self, total_steps: int) -> None:
+        """Remember the total."""
+        self._total = total_steps
+        self._next = self._clock() + LINE_EVERY_S
+
+    def update(self, step: int, loss: float, steps_per_s: float) -> None:
+        """Print at most every ten seconds."""
+        if self._clock() >= self._next:
+            self._next = self._clock() + LINE_EVERY_S
+            of = f" of {self._total}" if self._total else ""
+            self.message(f"step {step}{of}: loss {_number(loss, '.4f')}, {_number(steps_per_s, '.1f')} steps/s")
+
+    def round(self, info: RoundRecord) -> None:
+        """Print the round."""
+        self.message(describe(info))
+
+    def message(self, text: str) -> None:
+        """Print ``text``."""
+        print(clean(text), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class LiveDisplay:
+    """A progress bar on the last line with the newest round beside it; messages scroll above."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}"),
+            BarColumn(bar_width=16),
+            TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
+            # A ratio takes what the others leave, so a narrow terminal cuts this column alone.
+            # No markup, because the partner's name is a stranger's.
+            TextColumn(
+                "{task.fields[round]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
+            console=console,
+            expand=True,
+        )
+        self._task: TaskID | None = None
+
+    def start(self, total_steps: int) -> None:
+        """Show the bar."""
+        self._task = self._progress.add_task("", total=total_steps or None, loss="-", speed="-", round="")
+        self._progress.start()
+
+    def update(self, step: int, loss: float, steps_per_s: float) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            speed = _number(steps_per_s, ".1f")
+            self._progress.update(self._task, completed=step, loss=_number(loss, ".3f"), speed=speed)
+
+    def round(self, info: RoundRecord) -> None:
+        """Show the round beside the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, round=describe(info))
+
+    def message(self, text: str) -> None:
+        """Print ``text`` above the bar."""
+        self._progress.console.print(Text(clean(text)))  # Text: a stranger's name is no rich markup
+
+    def close(self) -> None:
+        """Stop the bar."""
+        self._progress.stop()
+
+
+def make_display(stream: TextIO | None = None) -> Display:
+    """Return the display that suits ``stream`` (default: stderr): live on a terminal, else lines."""
+    stream = stream or sys.stderr
+    console = Console(file=stream)
+    return LiveDisplay(console) if console.is_terminal else LineDisplay(stream)

@@ -1,0 +1,166 @@
+"""Getting into a swarm by settings: the manifest that follows from them, those that follow from the manifest, and the shard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+
+from shoal.node.config.peers import lists
+from shoal.node.config.rl import RLSettings, env_label
+from shoal.node.config.settings import Settings
+from shoal.node.data import manifest_options as agreement
+from shoal.node.task import Shard
+from shoal.node.tasks.loader import BUILT_IN, HookError
+from shoal.node.training.resources import shares
+from shoal.swarm.access.link import Link
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.verify import StretchTerms, Terms
+from shoal.swarm.membership import membership
+from shoal.swarm.membership.membership import OWN_LOOP, Membership, Place, least_used
+from shoal.swarm.wire.member import Member, seal
+
+KNOWN_PEERS = "peers.json"
+AWAIT_S = 20.0  # seconds that who returns to a silent swarm waits for the others: two searches, and two readings of the directory
+RL = "rl"
+BUILT_IN_TASKS = (*BUILT_IN, RL)
+
+
+def task_label(hooks: str) -> str:
+    """The name of a task in the manifest: without the folder, which is each machine's own affair."""
+    where, colon, name = hooks.rpartition(":")
+    return PurePath(where).name + colon + name
+
+
+def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
+    """What all peers must agree on: for rl that is also what is learnt, while how and by which model is each node's own affair."""
+    if settings.task.hooks == agreement.TEXT:
+        return agreement.told(settings.task.options)
+    own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
+    return {**settings.task.options, **own}
+
+
+def new_manifest(
+    settings: Settings,
+    identity: Identity,
+    model: str,
+    terms: Terms | StretchTerms | None = None,
+    agreed: Mapping[str, int | float | str | bool] | None = None,
+) -> bytes:
+    """The sealed manifest of a new swarm; ``terms`` if claims are made in it, ``agreed`` as ``Task.agreed_options`` says."""
+    manifest = Manifest(
+        name=settings.swarm.name,
+        created=time.time(),
+        creator=identity.peer_id,
+        task=task_label(settings.task.hooks),
+        task_options={**task_options(settings), **(agreed or {})},
+        outer=settings.outer.resolved(),
+        train=settings.train,
+        verify=settings.verify,
+        terms=terms,
+        model=model,
+        start_when=settings.swarm.start_when,
+        shards=settings.swarm.shards,
+        invite_only=settings.swarm.invite_only,
+    )
+    return seal(manifest, identity)
+
+
+def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
+    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another's."""
+    return membership.create(identity, sealed, place(settings))
+
+
+def join(settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None) -> Membership:
+    """Start a node in the swarm of ``link``, alone if need be where it has been before (``sealed``: the manifest). A ShoalError."""
+    return membership.join(identity, link, place(settings), sealed)
+
+
+def await_others(membership: Membership, say: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+    """After a return to a swarm of which nobody is in sight: wait a moment for who was known, and tell what comes then."""
+    host, directory = membership.host, membership.directory
+    if host.entry() or len(directory.members()) > 1:
+        return
+    say(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
+    if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
+        say(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
+
+
+def place(settings: Settings) -> Place:
+    """Where this node is on the network, and whom it meets; it also tries the peers it met in an earlier run."""
+    node, who = settings.node, lists(settings.peers)
+    return Place(
+        listen=tuple(node.listen),
+        announce=tuple(node.announce),
+        bootstrap=tuple(node.bootstrap),
+        relay=node.relay,
+        known=node.run_folder / KNOWN_PEERS,
+        allow=tuple(sorted(who.allow)),
+        deny=tuple(sorted(who.deny)),
+        upload=node.upload,
+        models_per_hour=settings.peers.models_per_hour,
+        shelf=shares(node.ram)[1],
+    )
+
+
+def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
+    """This node's own settings with the swarm's in place of its outer, train and task settings.
+
+    Raises:
+        DataError: the swarm names a path as its data.
+        HookError: the swarm trains a task that this node must be given with --hooks, or was given another one.
+    """
+    hooks = settings.task.hooks
+    if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
+        hooks = manifest.task
+    if manifest.task == OWN_LOOP:
+        raise HookError("The members of this swarm train in loops of their own: join it with swarm.join(link, state=model).")
+    if task_label(hooks) != manifest.task:
+        if hooks != "text" or manifest.task in BUILT_IN_TASKS:
+            raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
+        raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --hooks.")
+    options = dict(manifest.task_options)
+    if hooks == agreement.TEXT:
+        options = agreement.taken(options, settings.task.options)
+    rl = settings.rl
+    if hooks == RL:
+        rl = rl.model_copy(update={"env": _agreed_env(rl, str(options.pop("env", "")))})
+        if isinstance(terms := manifest.terms, Terms):
+            rl = rl.model_copy(
+                update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
+            )
+    task = settings.task.model_copy(update={"hooks": hooks, "options": options})
+    swarm = settings.swarm.model_copy(
+        update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}
+    )
+    train = manifest.train
+    if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
+        train = train.model_copy(update={"steps": settings.train.steps})
+    agreed = {"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm, "verify": manifest.verify}
+    return settings.model_copy(update=agreed)
+
+
+def _agreed_env(own: RLSettings, label: str) -> str:
+    """How this node finds the swarm's environment. What comes from the swarm is never imported, so a class must be named here."""
+    if env_label(own.env) == label:
+        return own.env
+    if "env" in own.model_fields_set:
+        raise HookError(f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment.")
+    if ":" in label:
+        raise HookError(f"The swarm learns {label!r}, which this node must have: name your copy of it with --env.")
+    return label
+
+
+def own_data(settings: Settings) -> dict[str, str]:
+    """The task option that is each node's own affair."""
+    return {"data": settings.node.data} if settings.node.data else {}
+
+
+def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str) -> Shard:
+    """The shard the user asked for, else the one that the fewest others hold (ties fall differently on each peer)."""
+    seed = manifest.train.seed
+    pair = settings.node.shard_pair
+    if pair is not None:
+        return Shard(pair[0], pair[1], seed)
+    return Shard(least_used(members, manifest.shards, peer), manifest.shards, seed)

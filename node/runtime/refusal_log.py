@@ -1,0 +1,104 @@
+"""What this node refused of others: noted in its metrics while it runs, and told from there by ``shoal status --folder``.
+
+No peer's record tells it, for whoever refuses may be wrong, and nobody should learn what exactly another node refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.swarm.errors import ShoalError
+
+RECENT_S = 600.0  # "of late"
+SAY_S = 60.0  # between two lines about it
+
+
+class RefusalsError(ShoalError):
+    """The folder holds no metrics of a node."""
+
+
+class Refusals:
+    """Of one run. ``count``: reason -> how often so far; ``write``: into the metrics; ``say``: tells the user in a line."""
+
+    def __init__(
+        self,
+        count: Callable[[], dict[str, int]],
+        write: Callable[..., None],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._count, self._write, self._say, self._clock = count, write, say, clock
+        self._noted: dict[str, int] = {}
+        self._said: dict[str, int] = {}
+        self._next = float("-inf")
+
+    def look(self) -> None:
+        """Note what has been refused since the last look, and say so at most once a minute; after each round."""
+        now = self.now()
+        if now != self._noted:
+            self._noted = now
+            self._write("refused", **now)
+        since = grown(now, self._said)
+        if since and self._clock() >= self._next:
+            self._next, self._said = self._clock() + SAY_S, now
+            self._say(f"refused of others since the last such line: {listed(since)}")
+
+    def now(self) -> dict[str, int]:
+        """Reason -> how often, so far."""
+        return {reason: count for reason, count in self._count().items() if count}
+
+
+def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """By how much each count has grown."""
+    return {reason: count - before.get(reason, 0) for reason, count in now.items() if count > before.get(reason, 0)}
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """The counts in words, the largest first."""
+    return ", ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
+    """What the newest run in the metrics file ``path`` refused: in all, and in the last ten minutes before ``now`` (Unix seconds).
+
+    RefusalsError if there is no such file.
+    """
+    now = time.time() if now is None else now
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            total, before = _counted(lines, now - RECENT_S)
+    except OSError as error:
+        raise RefusalsError(
+            f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this machine, such as runs/NAME."
+        ) from error
+    return {"recent_s": RECENT_S, "recent": grown(total, before), "total": total}
+
+
+def _counted(lines: Iterable[str], since: float) -> tuple[dict[str, int], dict[str, int]]:
+    """The newest counts of the last run, and those that it had at ``since``."""
+    total: dict[str, int] = {}
+    before: dict[str, int] = {}
+    for line in lines:
+        if '"event": "start"' not in line and '"event": "refused"' not in line:
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError:  # the node was killed while it wrote this line, or is writing it now
+            continue
+        total = {name: count for name, count in event.items() if event["event"] == "refused" and name not in ("event", "time")}
+        if event["event"] != "refused" or event["time"] < since:
+            before = total
+    return total, before
+
+
+def sentence(found: Mapping[str, Any]) -> str:
+    """What `read_refusals` found, for people."""
+    if not found["total"]:
+        return "This node has refused nothing of others since it started."
+    recent = listed(found["recent"]) or "nothing"
+    minutes = found["recent_s"] / 60
+    return f"This node refused, in the last {minutes:.0f} minutes: {recent}; since it started: {listed(found['total'])}."

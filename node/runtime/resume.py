@@ -1,0 +1,216 @@
+"""From what a node begins: from nothing, from its own checkpoint, or from one of another swarm.
+
+In its own swarm a checkpoint goes on bit by bit (``Trainer.resume``). In another one, which may have another method, codec or
+number of peers, whatever means the same there is taken over, and the rest is named. That is for who asks for it (--resume-from).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint.store import CheckpointError
+from shoal.node.config.settings import NodeSettings, Settings, TaskSettings
+from shoal.node.data.errors import DataError
+from shoal.node.runtime.join import BUILT_IN_TASKS, RL
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer, TrainingError, plain
+from shoal.optim import OuterOptimizer, method_named
+from shoal.optim import carry_over as carry_over_outer
+from shoal.optim.rules.base import kind_of
+from shoal.swarm.errors import MessageError
+from shoal.swarm.manifest.manifest import Manifest, OuterSettings, open_manifest
+from shoal.swarm.state.snapshot import State
+
+PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+"""What changes in a learning-rate scheduler as it goes on, besides names with an underscore; the rest says which one it is."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of a node."""
+
+    path: Path
+    """As the user named it: a checkpoint, or a folder of them."""
+    swarm: str
+    sealed: bytes
+    """The manifest of that swarm."""
+    manifest: Manifest
+    trainer: dict[str, Any]
+
+    @property
+    def shard(self) -> Shard:
+        """Which part of the data it was trained on."""
+        return Shard(*self.trainer["shard"])
+
+
+def find(node: NodeSettings) -> Saved | None:
+    """The checkpoint that the settings ask for; None to begin from nothing.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or the node's folder holds those of another run.
+    """
+    own, other = node.run_folder, node.resume_from_path
+    if other is None:
+        if node.resume:
+            return _read(own)
+    elif node.resume:
+        raise CheckpointError(
+            "--resume goes on with this node's own run and --resume-from with another checkpoint in another swarm: say one of them."
+        )
+    elif own.resolve() in (other.resolve(), other.resolve().parent):
+        return _read(other)
+    if checkpoint.steps(own):
+        raise CheckpointError(
+            f"The folder {str(own)!r} holds checkpoints of another run: say --resume to continue it, "
+            "or choose another --name or --folder."
+        )
+    return None if other is None else _read(other)
+
+
+def _read(path: Path) -> Saved:
+    _, state = checkpoint.load(path)
+    try:
+        sealed = bytes.fromhex(state["manifest"])
+        trainer = dict(state["trainer"])
+        Shard(*trainer["shard"])
+        return Saved(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer)
+    except (KeyError, TypeError, ValueError, MessageError) as error:
+        raise CheckpointError(f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved.") from error
+
+
+def check_same_outer(asked: OuterSettings, saved: Saved) -> None:
+    """CheckpointError if the user asks for other outer settings than the swarm has: those of a swarm never change."""
+    for name in sorted(asked.model_fields_set):
+        wanted, fixed = getattr(asked, name), getattr(saved.manifest.outer, name)
+        if wanted is not None and wanted != fixed:
+            raise CheckpointError(
+                f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are fixed: leave {name} out, or say "
+                f"--resume-from {saved.path} in place of --resume to go on in a new swarm with outer.{name}={wanted}."
+            )
+
+
+def with_its_task(settings: Settings, saved: Saved) -> Settings:
+    """``settings`` of a new swarm, with the task and its options from the checkpoint where the user says nothing of them."""
+    task, manifest = settings.task, saved.manifest
+    if task.model_fields_set or manifest.task not in BUILT_IN_TASKS:
+        return settings
+    options = dict(manifest.task_options)
+    env = options.pop("env", None) if manifest.task == RL else None
+    rl = settings.rl
+    if isinstance(env, str) and "env" not in rl.model_fields_set:
+        rl = rl.model_copy(update={"env": env})
+    return settings.model_copy(update={"task": TaskSettings(hooks=manifest.task, options=options), "rl": rl})
+
+
+def own_run(saved: Saved | None, swarm: str, node: NodeSettings) -> Saved | None:
+    """``saved`` if it is of this very swarm; None if the node begins anew or comes from another one, as the user said.
+
+    Raises:
+        CheckpointError: it is of another swarm, and nobody said that it may be.
+    """
+    if saved is None or saved.swarm == swarm:
+        return saved
+    if node.resume:
+        raise CheckpointError(
+            f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: say --resume-from {saved.path} in "
+            "place of --resume to go on from it in this swarm, or start without it in another folder."
+        )
+    return None
+
+
+def restore(trainer: Trainer, saved: Saved, swarm: str) -> list[str]:
+    """Put what was saved into ``trainer``; returns what to tell the user, one sentence each.
+
+    In another swarm the weights come over too: the caller replaces them if that swarm has weights of its own.
+
+    Raises:
+        TrainingError, CheckpointError: the checkpoint does not fit; nothing is changed then.
+    """
+    if saved.swarm == swarm:
+        trainer.resume(saved.trainer)
+        return []
+    steps = int(saved.trainer["optimizer"]["steps"])
+    if 0 < trainer.train.steps <= steps:
+        raise CheckpointError(
+            f"The checkpoint in {str(saved.path)!r} has {steps} steps, and this run ends after {trainer.train.steps}: "
+            f"say --steps with more than {steps}, or 0 for no end."
+        )
+    dropped = carry_over(trainer, saved.trainer, saved.manifest.outer)
+    told = [f"goes on from step {steps} of the checkpoint in {str(saved.path)!r}, of another swarm"]
+    return [*told, f"not carried over: {'; '.join(dropped)}"] if dropped else told
+
+
+def carry_over(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings) -> list[str]:
+    """Go on from the ``state`` of a trainer with other settings; returns what could not be used, a phrase each.
+
+    Model, slow weights, the inner optimizer's state, steps and random numbers always come over; the learning-rate schedule, the
+    place in the data, the outer momentum and the codec's memory where they mean the same.
+
+    Raises:
+        TrainingError: it is of another model; nothing is changed then.
+    """
+    state = dict(state)
+    trainer.check_model(state)
+    opt, saved = trainer.opt, state["optimizer"]
+    fits = _same_schedule(trainer, state["scheduler"])
+    # An older shoal did not note the kind of rule; of the same method it is the same.
+    kind = kind_of(opt.rule) if was.method == trainer.outer.method else _momentum_of(was)
+    try:
+        dropped = carry_over_outer(opt, saved, kind=kind, groups=fits, methods=(was.method, trainer.outer.method))
+    except ValueError as error:
+        raise TrainingError(f"The checkpoint is of another model ({error}): use the same task and options.") from error
+    trainer.model.load_state_dict(state["model"])
+    if opt.round == 0:  # so that who joins takes over these weights, and does not begin from those of the seed
+        opt.round, opt.applied = 1, [0] * opt.fragments
+    if trainer.scheduler is not None and fits:
+        trainer.scheduler.load_state_dict(state["scheduler"])
+    elif state["scheduler"] is not None:
+        dropped.append("the learning-rate schedule (it is another one now)")
+    shard, before = trainer.shard, Shard(*state["shard"])
+    if shard != before:
+        dropped.append(f"the place in the data (the shard is {_shown(shard)} now, not {_shown(before)})")
+    try:
+        trainer.draw_from(opt.steps if shard == before else 0, state)
+    except DataError:
+        dropped.append("the place in the data (it is other data now, or cut otherwise)")
+        trainer.draw_from(0, state)
+    return dropped
+
+
+def _momentum_of(was: OuterSettings) -> str:
+    """The kind of rule whose momentum a method of that name has."""
+    kinds = {"noloco": "NoLoCo", "local": "NoLoCo", "none": "LocalSGD", "gasloc": "GASLoC", "co2": "CO2", "eager": "Eager"}
+    return kinds.get(was.method) or ("DiLoCo" if method_named(was.method).sends == "displacement" else "Sparta")
+
+
+def _same_schedule(trainer: Trainer, saved: Mapping[str, Any] | None) -> bool:
+    if trainer.scheduler is None or saved is None:
+        return False
+    mine = plain(trainer.scheduler.state_dict())
+    constant = [name for name in mine if name not in PROGRESS and not name.startswith("_")]
+    return mine.keys() == saved.keys() and all(mine[name] == saved[name] for name in constant)
+
+
+def _shown(shard: Shard) -> str:
+    return f"{shard.index}/{shard.of}"
+
+
+def is_newer(state: State, opt: OuterOptimizer) -> bool:
+    """Whether the swarm's ``state`` replaces what ``opt`` has from this node's checkpoint.
+
+    In the same round too, if all peers of this method hold the same weights and these are others: the node had missed a round when
+    it stopped.
+    """
+    if state.round != opt.round or not opt.anchored:
+        return state.round > opt.round
+    if any(theirs < own for theirs, own in zip(state.applied, opt.applied, strict=True)):
+        return False
+    return not all(
+        torch.allclose(theirs, own.cpu(), rtol=1e-3, atol=1e-5) for theirs, own in zip(state.slow, opt.slow, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""The built-in text task, and loading tasks from the user's files."""

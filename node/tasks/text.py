@@ -1,0 +1,247 @@
+"""The built-in task ``text``: a language model on text, over bytes or another tokenizer's tokens.
+
+Without ``data`` the text is the sources of the Python standard library, so a demo needs no download. Plain text is held in
+memory: a document is a file (or a piece of one, where there are few files). One document in ten, chosen by the hash of its
+relative path, is held out: nobody trains on it. The others are dealt to the shards in the order of their hashes, so that shards
+hold different documents, and batches are windows from random places. Records and datasets are streamed (node/data/reader.py),
+each document once in an epoch; there the hash of a document's text says whether it is held out. Peers that hold the same files
+agree on all of this wherever the files lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.node.data import dealing
+from shoal.node.data.manifest_options import DIGEST
+from shoal.node.data.reader import Reader
+from shoal.node.data.source import Listed, Skipped, Source, Training, no_document
+from shoal.node.data.tokenizer import BYTES, Tokenizer, bits_per_byte, load_tokenizer
+from shoal.node.task import Shard, Task
+from shoal.node.tasks.corpus import EVERYTHING, DataError, Document, open_stream, read_documents
+from shoal.node.tasks.gpt import GPT, VOCABULARY
+
+HELD_OUT_ONE_IN = 10
+EVALUATION_BYTES = 32 * 1024  # on windows of the default context this keeps the sampling noise near 0.5 %
+EVALUATION_BATCH = 8 * 1024  # bytes at once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens
+STREAM_EVALUATION = 8 * EVALUATION_BYTES  # of a stream so much text that is held out is read
+ORDERS = ("", "random", "epochs")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+
+
+class TextTask(Task):
+    """GPT on text.
+
+    Options:
+        data: files or folders, separated by commas or the path separator, or a dataset as hf:NAME[/CONFIG][:SPLIT]; empty: the
+            Python standard library. .jsonl, .jsonl.gz and .txt.gz are streams of documents, and so are datasets.
+        field: where a record has its text.
+        tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~. tokenizer_digest: all must have the same.
+        order: random (windows from random places of what is in memory), or epochs (each document once); empty: epochs for streams.
+        shuffle: tokens of a stream that are gathered and shuffled at once.
+        layers, width, heads, context: the model. batch: windows a step. max_bytes: how much text is held in memory at most.
+        lr, warmup: AdamW's peak learning rate and the steps that lead up to it; a cosine then leads down to 10 %.
+
+    Raises:
+        DataError: an option is out of range, or (on first use of the data) the text is missing or too short.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: str = "",
+        layers: int = 2,
+        width: int = 64,
+        heads: int = 4,
+        context: int = 64,
+        batch: int = 8,
+        lr: float = 1.2e-2,
+        warmup: int = 50,
+        max_bytes: int = 32 * 2**20,
+        field: str = "text",
+        tokenizer: str = BYTES,
+        tokenizer_digest: str = "",
+        order: str = "",
+        shuffle: int = 2**18,
+    ) -> None:
+        for name, value in [
+            ("layers", layers),
+            ("width", width),
+            ("heads", heads),
+            ("context", context),
+            ("batch", batch),
+            ("max_bytes", max_bytes),
+            ("shuffle", shuffle),
+        ]:
+            if not isinstance(value, int) or value < 1:
+                raise DataError(f"The text option {name}={value!r} must be a whole number of at least 1.")
+        if width % heads:
+            raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
+        if not (isinstance(lr, int | float) and 0 < lr < math.inf) or not isinstance(warmup, int) or warmup < 0:
+            raise DataError(f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a whole one.")
+        for name, text in [("field", field), ("tokenizer", tokenizer)]:
+            if not isinstance(text, str) or not text:
+                raise DataError(f"The text option {name}={text!r} must be a text.")
+        if order not in ORDERS:
+            raise DataError(f"The text option order={order!r} must be random or epochs.")
+        self.data, self.max_bytes, self.field, self.order, self.shuffle = data, max_bytes, field, order, shuffle
+        self.tokenizer_name, self._expected, self.skipped = tokenizer, str(tokenizer_digest), Skipped()
+        self.layers, self.width, self.heads, self.context = layers, width, heads, context
+        self.batch, self.lr, self.warmup = batch, lr, warmup
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What cuts the text. Raises DataError."""
+        return load_tokenizer(self.tokenizer_name, self._expected)
+
+    @cached_property
+    def stream(self) -> Source | None:
+        """The documents one after another; None where the text is held in memory. Raises DataError."""
+        return None if self.order == "random" else open_stream(self.data, self.field, self.skipped)
+
+    @cached_property
+    def documents(self) -> list[Document]:
+        """All documents that are held in memory, sorted by relative path. Raises DataError."""
+        return read_documents(self.data, self.max_bytes, self.field)
+
+    def held_out(self) -> list[Document]:
+        """The documents that nobody trains on: of a stream, the first of them. Raises DataError."""
+        if self.stream is None:
+            return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN == 0]
+        found, left, document = [], STREAM_EVALUATION, None
+        for _, document in self.stream.documents(EVERYTHING, 0):
+            if dealing.held_out(document.content):
+                found.append(Document(document.name, document.content[: min(left, EVALUATION_BYTES)]))
+                left -= len(found[-1].content)
+                if left <= 0:
+                    break
+        if document is None:
+            raise no_document(self.stream)
+        return found
+
+    def _not_held_out(self) -> list[Document]:
+        return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN != 0]
+
+    def shard_documents(self, shard: Shard) -> list[Document]:
+        """The documents in memory of one shard; those of two shards with equal ``of`` are disjoint."""
+        training = self._not_held_out()
+        # Dealing round by round, rather than by the hash alone, leaves no shard empty.
+        training.sort(key=lambda d: (_digest("shard " + d.name), d.name))
+        return training[shard.index :: shard.of]
+
+    def _windows(self, documents: list[Document], what: str) -> Tensor:
+        """All windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, else int32."""
+        pieces = [piece for document in documents for piece in self.tokenizer.encode(document.content)]
+        tokens = torch.cat(pieces)[:-1] if pieces else torch.empty(0)  # nothing follows the last document's end
+        if len(tokens) <= self.context:
+            unit = "bytes of text" if self.tokenizer_name == BYTES else "tokens"
+            raise DataError(
+                f"The {what} has only {len(tokens)} {unit} where {self.context + 1} are needed: "
+                "name more text with --data, or use fewer shards or a shorter context."
+            )
+        return tokens.unfold(0, self.context + 1, 1)
+
+    def model(self) -> GPT:
+        """Return the fresh GPT, with the tokenizer's vocabulary. Raises DataError."""
+        return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
+
+    def agreed_options(self) -> dict[str, int | float | str | bool]:
+        """The tokenizer's digest, if it is not bytes."""
+        return {} if self.tokenizer_name == BYTES else {DIGEST: self.tokenizer.digest}
+
+    def batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches (inputs, next tokens), each int64 (B, T): from random places of the shard's text, or in epochs."""
+        source = self._training()
+        if source is None:
+            return self._random_batches(shard)
+        return Reader(source, self.tokenizer, shard, context=self.context, batch=self.batch, shuffle=self.shuffle)
+
+    def _training(self) -> Source | None:
+        if self.stream is not None:
+            return Training(self.stream)
+        if self.order != "epochs":
+            return None
+        return Listed(self._not_held_out(), self.data or "the Python standard library")
+
+    def _random_batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+        windows = self._windows(self.shard_documents(shard), f"shard {shard.index} of {shard.of}")
+        generator = torch.Generator().manual_seed(_digest(f"batches {shard.seed} {shard.index}") >> 1)
+        while True:
+            places = torch.randint(len(windows), (self.batch,), generator=generator)
+            batch = windows[places].long()  # (B, T + 1)
+            yield batch[:, :-1], batch[:, 1:]
+
+    def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy in nats per token, of bytes if nothing else is said."""
+        inputs, targets = batch
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # (B * T, V) against (B * T,)
+
+    @cached_property
+    def _held_out(self) -> list[Document]:
+        return self.held_out()
+
+    @cached_property
+    def _evaluation(self) -> Tensor:
+        windows = self._windows(self._held_out, "held-out part")
+        count = max(1, EVALUATION_BYTES // self.context)
+        places = torch.randint(len(windows), (count,), generator=torch.Generator().manual_seed(0))
+        return windows[places].long()  # (count, T + 1)
+
+    @torch.no_grad()
+    def evaluate(self, model: torch.nn.Module) -> float:
+        """Return nats per token on a fixed sample of the held-out documents, of about 32 k tokens."""
+        device = next(model.parameters()).device
+        was_training = model.training
+        model.eval()
+        total = 0.0
+        size = max(1, EVALUATION_BATCH * VOCABULARY // (self.context * self.tokenizer.vocabulary))
+        for start in range(0, len(self._evaluation), size):
+            part = self._evaluation[start : start + size].to(device)
+            total += float(self.loss(model, (part[:, :-1], part[:, 1:]))) * len(part)
+        model.train(was_training)
+        return total / len(self._evaluation)
+
+    def extra_results(self, loss: float) -> dict[str, int | float]:
+        """``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how often a record was skipped."""
+        found: dict[str, int | float] = {"bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
+        return found if self.stream is None else {**found, "skipped": self.skipped.count}
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        if self.tokenizer_name == BYTES:
+            return 1.0
+        tokens = sum(len(piece) for document in self._held_out for piece in self.tokenizer.encode(document.content))
+        return sum(len(document.content) for document in self._held_out) / max(1, tokens)
+
+    def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return AdamW with betas (0.9, 0.99) and no weight decay."""
+        params = list(params)
+        # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
+        fused = True if all(p.device.type == "cpu" for p in params) else None
+        return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
+
+    def lr_scheduler(
+        self, optimizer: torch.optim.Optimizer, steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Return warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
+        warmup = min(self.warmup, steps // 2) if steps else self.warmup
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            if not steps:
+                return 1.0
+            progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+            return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

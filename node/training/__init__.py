@@ -1,0 +1,1 @@
+"""The training loop, and the machine's resources that it takes."""

@@ -1,0 +1,265 @@
+"""The training loop of one node: inner steps on its own shard, outer steps through whatever exchange it is given.
+
+Knows nothing of the network: with ``Alone`` it is plain local training, the baseline of every comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.node.task import Batches, Shard, Task, tokens_in
+from shoal.optim import Alone, Exchange, RoundInfo, method_named
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.training.outer_factory import make_outer
+from shoal.swarm.training.round_length import Speed, round_length
+
+REPORT_S = 0.5  # seconds between two reports of progress
+
+
+class TrainingError(ShoalError):
+    """The task gave something that cannot be trained."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the training is."""
+
+    step: int
+    loss: float
+    """Mean training loss since the last report, nats."""
+    steps_per_s: float
+    """Of late, and not counting what was spent waiting for others."""
+
+
+class _MeanLoss:
+    """A running mean that stays on the device until it is asked for: each look makes a GPU wait."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        self._sum = self._sum + loss.detach()
+        self._count += 1
+
+    def take(self) -> float | None:
+        """None if there was none since the last call."""
+        mean = float(self._sum) / self._count if self._count else None
+        self._sum, self._count = 0.0, 0
+        return mean
+
+
+class Trainer:
+    """One model on one device: make it, ``connect`` it, ``run`` it.
+
+    The same settings, shard and exchange outcomes give the same bits on the same machine (CPU).
+
+    Args:
+        task: what is trained.
+        outer, train: the swarm's settings.
+        device: where the model lives.
+        slow_on_device: keep the slow weights there too.
+        on_round: called after each outer step with its ``RoundInfo``.
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
+            (swarm/round_length.py).
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        outer: OuterSettings,
+        train: TrainSettings,
+        *,
+        device: torch.device | None = None,
+        slow_on_device: bool = False,
+        on_round: Callable[[RoundInfo], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        speeds: Callable[[], Iterable[float]] = lambda: (),
+    ) -> None:
+        self.task, self.outer, self.train = task, outer, train
+        self.device = device or torch.device("cpu")
+        torch.manual_seed(train.seed)  # all peers begin with the same weights
+        self.model = task.model().to(self.device)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        inner = task.inner_optimizer(self.params)
+        self.opt = make_outer(
+            outer,
+            inner,
+            Alone(),
+            model=self.model,
+            slow_device=self.device if slow_on_device else torch.device("cpu"),
+            length=round_length(outer.round, clock, speeds),
+            on_round=on_round,
+        )
+        self.scheduler = task.lr_scheduler(self.opt, train.steps)
+        self._recent = _MeanLoss()
+        self._of_round = _MeanLoss()
+
+    def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
+        """Say with whom to average (the method ``none`` averages with nobody), in which run, and on which part of the data."""
+        if self.outer.method != "none":
+            self.opt.exchange = exchange
+        self.opt.run, self.shard = run, shard
+        self._batches = self.task.batches(shard)
+
+    def _waited(self) -> float:
+        """Seconds spent waiting for others so far, as the network's exchanges count them."""
+        return float(getattr(self.opt.exchange, "waited", 0.0))
+
+    def evaluate(self) -> float:
+        """Held-out loss, nats: of the model as it stands, or of the slow weights where the method says so (``Method.slow``)."""
+        with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext():
+            return float(self.task.evaluate(self.model))
+
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Train to the end of the settings, or until ``stop`` is true after a step; returns the seconds it took.
+
+        Raises:
+            TrainingError: the batches ended, or the loss is not a finite scalar any more.
+        """
+        began = reported = time.monotonic()
+        since, idle, speed = self.opt.steps, self._waited(), Speed()
+        while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
+            self.step()
+            now = time.monotonic()
+            if now - reported >= REPORT_S:
+                loss = self._finite(self._recent.take() or 0.0)  # a GPU has caught up then
+                busy = time.monotonic() - reported - (self._waited() - idle)
+                on_progress(Progress(self.opt.steps, loss, speed.add(self.opt.steps - since, busy)))
+                reported, since, idle = time.monotonic(), self.opt.steps, self._waited()
+            before = time.monotonic()
+            after_step()
+            reported += time.monotonic() - before  # saving and evaluating are no inner steps
+        if not stop():
+            # Who averages with nobody has nothing to gain from it, and would lose the steps since its last round.
+            self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
+        return time.monotonic() - began
+
+    def step(self) -> None:
+        """One inner step, and the outer step if it is due."""
+        try:
+            batch = to_device(next(self._batches), self.device)
+        except StopIteration:
+            raise TrainingError(
+                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on without end."
+            ) from None
+        loss = self.task.loss(self.model, batch)
+        if loss.ndim != 0:
+            raise TrainingError(f"The task's loss has shape {list(loss.shape)}: loss(model, batch) must return a scalar.")
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._recent.add(loss)
+        self._of_round.add(loss)
+        self.opt.count(tokens_in(self.task, batch))
+        self.opt.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.opt.zero_grad()
+
+    def round_loss(self) -> float | None:
+        """Mean training loss since the last call, nats, None without a step: called once a round. TrainingError if not finite."""
+        loss = self._of_round.take()
+        return None if loss is None else self._finite(loss)
+
+    def _finite(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise TrainingError(f"The training loss became {loss} by step {self.opt.steps}: lower the task's learning rate.")
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """Everything that ``resume`` needs to go on bit-identically. Its tensors are those that training changes: copy them."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.opt.state_dict(copy=False),
+            "parameters": self._names(),
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
+            "rng": torch.get_rng_state(),
+            "rng_device": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "shard": [self.shard.index, self.shard.of, self.shard.seed],
+            "data": self._batches.state_dict() if isinstance(self._batches, Batches) else None,
+        }
+
+    def _names(self) -> list[list[str]]:
+        """Of each parameter, in the order of the slow weights: all its names in the model's state."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [names.get(id(parameter), []) for group in self.opt.param_groups for parameter in group["params"]]
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. TrainingError if it belongs to another model or shard; nothing is changed then."""
+        index, of, seed = state["shard"]
+        if Shard(index, of, seed) != self.shard:
+            raise TrainingError(
+                f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard.index}/{self.shard.of}: "
+                f"say --shard {index}/{of}, or start without --resume."
+            )
+        self.check_model(state)
+        self.find_place(state)
+        try:
+            self.opt.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
+        self.model.load_state_dict(state["model"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.draw_from(self.opt.steps, state)
+
+    def find_place(self, state: dict[str, Any]) -> Batches | None:
+        """The batches that follow those of ``state``, where they know their place. A ShoalError if it is one in other data."""
+        batches = self.task.batches(self.shard) if state.get("data") is not None else None
+        if isinstance(batches, Batches):
+            batches.load_state_dict(state["data"])
+            return batches
+        return None
+
+    def check_model(self, state: dict[str, Any]) -> None:
+        """TrainingError unless ``state`` is of a model with the same tensors."""
+        mine = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        saved = {name: tensor.shape for name, tensor in state["model"].items()}
+        different = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
+        if different:
+            raise TrainingError(
+                f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
+            )
+
+    def draw_from(self, step: int, state: dict[str, Any]) -> None:
+        """Go on with the batch after ``step`` ones of this shard, and with the random numbers of ``state``; 0: from the first."""
+        place = self.find_place(state) if step else None
+        self._batches = self.task.batches_from(self.shard, step) if place is None else place
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and state.get("rng_device") is not None:
+            torch.cuda.set_rng_state(state["rng_device"], self.device)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it on ``device``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: to_device(item, device) for key, item in batch.items()}
+    return batch
+
+
+def plain(value: Any) -> Any:
+    """A scheduler's state without what a checkpoint cannot hold: functions, which the task makes anew."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if not callable(item)}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item) for item in value if not callable(item))
+    return value

@@ -1,0 +1,120 @@
+"""Checking one claim of another peer: fetch what it was made of, repeat it, vote; within a budget of time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.node.verify.audit.budget import Budget
+from shoal.node.verify.audit.claim_kind import Checking
+from shoal.node.verify.audit.errors import NotCheckable
+from shoal.node.verify.audit.finding import Finding
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.verification.consensus.records import Claim, Vote
+from shoal.verification.consensus.voter import Checked
+
+log = logging.getLogger(__name__)
+
+MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
+
+
+class Bodies(Protocol):
+    """As much of `shoal.swarm.topics.evidence.Evidence` as checking needs."""
+
+    def put(self, body: bytes) -> bytes:
+        """Hand it out, too; returns its SHA-256."""
+        ...
+
+    def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
+        """The body with that hash. NetworkError or MessageError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A claim that was checked here, for people."""
+
+    claim: Claim
+    accepted: bool
+    reason: str
+    material: bytes | None
+    snapshot: bytes | None
+
+
+class Auditor:
+    """``others``: peers that may have fetched the same already; ``told``: is given each audit. ``fetch_s``: seconds for a body from
+    its author, and as many for one that is asked from others instead; three times that for all of a claim.
+    """
+
+    def __init__(
+        self,
+        checker: Checking,
+        bodies: Bodies,
+        budget: Budget,
+        others: Callable[[], Sequence[str]],
+        told: Callable[[Audit], None],
+        fetch_s: float,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._checker, self._bodies, self._budget, self._others, self._told = checker, bodies, budget, others, told
+        self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
+        self.counts: Counter[str] = Counter()
+
+    def check(self, claim: Claim) -> Checked | None:
+        """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason is logged)."""
+        if not self._budget.is_open:
+            self.counts["skipped"] += 1
+            return None
+        began = time.thread_time()
+        try:
+            found, material, snapshot = self._examine(claim)
+        except NotCheckable as error:
+            log.warning("a claim was not checked: %s", error)
+            self.counts["uncheckable"] += 1
+            return None
+        finally:
+            self._budget.spend(time.thread_time() - began)
+        vote: Vote = "valid" if found.accepted else "invalid"
+        self.counts["checked"] += 1
+        self.counts[vote] += 1
+        self._told(Audit(claim, found.accepted, found.reason, material, snapshot))
+        return Checked(vote, found.evidence)
+
+    def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
+        self._until = self._timer() + 3 * self._fetch_s
+        material = self._fetch(claim, claim.fingerprint, self._checker.most_material_bytes)
+        if material is None:
+            return _withheld("what it was made of"), None, None
+        snapshot = None
+        if not self._checker.knows(claim.model):
+            snapshot = self._fetch(claim, claim.model, self._checker.most_snapshot_bytes)
+            if snapshot is None:
+                return _withheld("the weights that made it"), material, None
+        return self._checker.check(claim, material, snapshot), material, snapshot
+
+    def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
+        """From the author or, if it has chosen whom to answer, from somebody whom it did."""
+        body = self._ask(claim.peer, sha256, most, self._fetch_s)
+        until = min(self._timer() + self._fetch_s, self._until)
+        for peer in [peer for peer in self._others() if peer != claim.peer][:MOST_ASKED]:
+            if body is not None or (left := until - self._timer()) <= 0:
+                break
+            body = self._ask(peer, sha256, most, left)
+        if body is not None:
+            self._bodies.put(body)
+        return body
+
+    def _ask(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes | None:
+        try:
+            return self._bodies.get(peer, sha256, most, timeout)
+        except (NetworkError, MessageError) as error:
+            log.debug("no evidence from %s: %s", peer, error)
+            return None
+
+
+def _withheld(what: str) -> Finding:
+    return Finding(False, f"The author of the claim does not hand out {what}.")

@@ -1,0 +1,1 @@
+"""Claims of completions: proving, checking and calibrating what a policy generated."""

@@ -1,0 +1,93 @@
+"""What honest claims of a policy look like, measured on this machine: for each pair of dtypes of prover and verifier."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from shoal.node.rl.environment import Env
+from shoal.node.rl.policy import Policy
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.completions.examination import ACTIVATIONS, SAMPLING, examine, write
+from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, Dtype, seed_of
+from shoal.verification.calibration.calibration import FEWEST, RATE, Calibration, CalibrationError, Pair
+from shoal.verification.calibration.file import load_calibration, save_calibration
+from shoal.verification.fingerprints import Evidence
+
+QUESTIONS = 2**61  # the seed of the questions that are asked
+Progress = Callable[[int, int], None]
+"""(claims done, of how many)"""
+
+
+def self_calibrate(
+    policy: Policy, env: Env, agreed: Agreed, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
+    progress: Progress = lambda done, of: None,
+) -> Calibration:  # fmt: skip
+    """Honest claims of ``policy``, ``claims`` for each pair of ``dtypes``, of prover and of verifier; the policy stays as it is.
+
+    Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the dtypes.
+    """
+    if claims < FEWEST:
+        raise VerifyError(f"A calibration needs at least {FEWEST} claims, not {claims}: ask for more.")
+    sides = {dtype: _cast(policy, dtype) for dtype in dtypes}
+    evidence: dict[Pair, list[Evidence]] = {}
+    for number, prover in enumerate(sides):
+        for claim in range(claims):
+            progress(number * claims + claim, len(sides) * claims)
+            at = Coordinates.of(env, QUESTIONS, claim)
+            prompt, seed = env.made.question(at.seed, at.index).prompt, seed_of("calibration", claim, prover, 0, at.hash)
+            try:
+                completions, states = write(sides[prover], prompt, agreed, seed)
+                proof, rows = ACTIVATIONS.make(states), [one.tokens for one in completions]
+                for verifier in sides:
+                    for name, found in examine(sides[verifier], prompt, rows, proof, agreed, seed).items():
+                        evidence.setdefault(Pair(name, policy_name, prover, verifier), []).append(found)
+            except ValueError as error:
+                raise VerifyError(f"The policy cannot be calibrated in {prover} ({error}): leave that dtype out.") from error
+    progress(len(sides) * claims, len(sides) * claims)
+    made = Calibration()
+    for pair, found_of in evidence.items():
+        made.add(pair, found_of)
+    return made
+
+
+def calibrate(
+    policy: Policy, env: Env, agreed: Agreed, out: Path, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
+    rate: float = RATE, progress: Progress = lambda done, of: None,
+) -> str:  # fmt: skip
+    """``self_calibrate`` into the file ``out``. Returns a warning if there are too few claims for ``rate``, or an empty text.
+
+    Raises VerifyError as that, or if the file cannot be written; and ValueError for a rate that is none.
+    """
+    made = self_calibrate(policy, env, agreed, policy_name=policy_name, claims=claims, dtypes=dtypes, progress=progress)
+    warning = next(iter(made.pairs.values())).warning(rate)
+    try:
+        save_calibration(made, out)
+    except OSError as error:
+        raise VerifyError(f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions.") from error
+    return warning[:1].upper() + warning[1:]
+
+
+def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
+    """What ``calibrate`` wrote, for checking claims of that policy in float32.
+
+    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: a seat that stays empty costs reputation.
+    """
+    try:
+        found = load_calibration(path)
+    except CalibrationError as error:
+        raise VerifyError(f"The calibration {error}.") from None
+    wanted = [Pair(name, policy_name, prover, "float32") for prover in provers for name in (ACTIVATIONS.name, SAMPLING.name)]
+    if any(pair not in found.pairs for pair in wanted):
+        raise VerifyError(
+            f"The calibration '{path}' says nothing about {policy_name!r} in {' and '.join(provers)}: make another with "
+            "`shoal verify calibrate`, or leave node.calibration out."
+        )
+    return found
+
+
+def _cast(policy: Policy, dtype: Dtype) -> Policy:
+    own = copy.deepcopy(policy)
+    own.module.to(DTYPES[dtype]).eval()
+    return own

@@ -1,0 +1,207 @@
+"""Checking one claim with a policy of one's own, cheapest things first. No network: the bytes come from whoever fetched them.
+
+What is wrong with a claim is a finding, one sentence for each kind of wrong; an error means that this node cannot tell.
+A prover names the dtype that it computed in, and the test is as lenient as that dtype's rounding: it may name a coarse one to hide
+small changes of the weights in it. So a swarm whose nodes all compute in float32 should allow no other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+
+import torch
+
+from shoal.node.rl.environment import Env
+from shoal.node.rl.policy import Policy
+from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
+from shoal.node.verify.audit.finding import Finding
+from shoal.node.verify.audit.snapshot import digest, load_snapshot, most_bytes
+from shoal.node.verify.completions.examination import ACTIVATIONS, dtype_of, examine, width_of
+from shoal.node.verify.completions.material import DTYPES, Agreed, Material, decode, output_hash, seed_of
+from shoal.node.verify.completions.prover import fingerprint
+from shoal.swarm.errors import MessageError
+from shoal.verification.calibration.calibration import RATE, Calibration, CalibrationError, Pair
+from shoal.verification.consensus.records import Claim
+from shoal.verification.fingerprints import Evidence
+
+KEPT = 4  # snapshots
+WORDS = {
+    "activations": "The claimed policy does not compute these activations",
+    "sampling": "The claimed policy would not have drawn these tokens",
+}
+
+
+class _Wrong(Exception):
+    """One sentence: why the claim is refused."""
+
+
+class Checker:
+    """For one thread. ``make_policy`` makes its own instance when a claim first needs one; ``policy_name`` as `policy_label` says.
+
+    ``dtype``: what it computes in. ``rate``: of honest claims that each of both tests may refuse. ``allowed``: dtypes of provers.
+    """
+
+    most_material_bytes = Material.LIMIT
+
+    def __init__(
+        self, make_policy: Callable[[], Policy], env: Env, agreed: Agreed, calibration: Calibration, policy_name: str,
+        dtype: torch.dtype = torch.float32, rate: float = RATE, allowed: Collection[str] = tuple(DTYPES),
+    ) -> None:  # fmt: skip
+        self._make_policy, self._env, self._agreed = make_policy, env, agreed
+        self.calibration, self._name, self._dtype, self._rate, self._allowed = calibration, policy_name, dtype, rate, allowed
+        self._policy: Policy | None = None
+        self._snapshots: OrderedDict[bytes, bytes] = OrderedDict()
+        self._loaded = b""  # the digest of the snapshot that the policy holds
+
+    @property
+    def policy(self) -> Policy:
+        """The own instance."""
+        if self._policy is None:
+            self._policy = self._make_policy()
+            self._policy.module.to(self._dtype).eval()
+        return self._policy
+
+    def knows(self, model: bytes) -> bool:
+        """Whether the snapshot of that digest is still here, so that it need not be fetched."""
+        return model in self._snapshots or model == self._loaded
+
+    @property
+    def most_snapshot_bytes(self) -> int:
+        """No snapshot that this checker can use is larger."""
+        return most_bytes(self.policy.module)
+
+    def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
+        """What is found about ``claim``, given what its author handed out; ``snapshot`` may be None if ``knows(claim.model)``.
+
+        Raises NotCheckable if this node cannot tell: a dtype that was not calibrated, no snapshot, or numbers that overflow in the
+        own dtype; and whatever making the own policy raises.
+        """
+        begin = time.perf_counter()
+        statistics: dict[str, float] = {"tokens": float(claim.tokens)}
+        try:
+            reason = self._check(claim, material, snapshot, statistics)
+            accepted = True
+        except _Wrong as wrong:
+            accepted, reason = False, str(wrong)
+        return Finding(accepted, reason, statistics, time.perf_counter() - begin)
+
+    def _check(self, claim: Claim, data: bytes, snapshot: bytes | None, statistics: dict[str, float]) -> str:
+        material = self._opened(claim, data)
+        prompt = self._prompt(claim, material)
+        rows = self._rows(claim, material)
+        _check_proof(material, claim.tokens, width_of(self.policy))
+        self._load(claim.model, material.snapshot, snapshot)
+        try:
+            found = examine(self.policy, prompt, rows, material.proof, self._agreed, claim.seed)
+        except ValueError as error:
+            self._loaded = b""
+            if self._dtype != torch.float32:
+                raise NotCheckable(f"The claim cannot be checked in {self._dtype} ({error}): check in float32.") from error
+            raise _Wrong(f"The claimed policy computes nonsense for these tokens: {error}.") from None
+        return self._judge(found, material, statistics)
+
+    # -- what costs nothing ----------------------------------------------------------------------------------------------
+
+    def _opened(self, claim: Claim, data: bytes) -> Material:
+        if fingerprint(data) != claim.fingerprint:
+            raise _Wrong("The material is not the one that the claim names.")
+        try:
+            material = decode(data)
+        except MessageError as error:
+            raise _Wrong(str(error)) from None
+        if material.coordinates.hash != claim.prompt:
+            raise _Wrong("The material is about another question than the claim.")
+        if claim.seed != seed_of(claim.run, claim.round, claim.peer, claim.slot, claim.prompt):
+            raise _Wrong("The seed is not the one that this peer had to use for this round, slot and question.")
+        if claim.sampling != self._agreed.hash:
+            raise _Wrong("The completions are claimed to be drawn with other settings than the swarm agreed on.")
+        if material.policy != self._name:
+            raise _Wrong(f"The claim is of the policy {material.policy!r} where the swarm agreed on {self._name!r}.")
+        if material.dtype not in self._allowed:
+            raise _Wrong(f"The completions are claimed to be computed in {material.dtype}, which the swarm does not allow.")
+        return material
+
+    def _prompt(self, claim: Claim, material: Material) -> str:
+        if not self._env.knows(material.env, material.env_version, material.env_config):
+            raise _Wrong("The question is of another environment, version or options than the swarm's.")
+        try:
+            return self._env.made.question(material.seed, material.index).prompt
+        except Exception as error:  # a user's code, given a stranger's numbers
+            raise _Wrong(f"The environment has no question of these numbers ({type(error).__name__}).") from error
+
+    def _rows(self, claim: Claim, material: Material) -> list[tuple[int, ...]]:
+        rows, most = material.rows(), self._agreed.max_tokens
+        if len(rows) != self._agreed.group:
+            raise _Wrong(f"The group has {len(rows)} completions where {self._agreed.group} are agreed.")
+        if sum(map(len, rows)) != claim.tokens or output_hash(rows) != claim.output:
+            raise _Wrong("The tokens are not those that the claim names.")
+        vocabulary = self.policy.vocabulary
+        for number, (row, finish) in enumerate(zip(rows, material.finish, strict=True)):
+            where = f"Completion {number + 1} of {len(rows)}"
+            if not all(0 <= token < vocabulary for token in row):
+                raise _Wrong(f"{where} has a token that the policy does not know.")
+            if len(row) > most:
+                raise _Wrong(f"{where} has {len(row)} tokens where at most {most} are agreed.")
+            ended = [place for place, token in enumerate(row) if self.policy.ends(token)]
+            if ended and ended[0] < len(row) - 1:
+                raise _Wrong(f"{where} goes on after its end.")
+            if not ended and len(row) < most:
+                raise _Wrong(f"{where} is truncated: it stops after {len(row)} of {most} tokens without an end.")
+            if finish != ("stop" if ended else "length"):
+                raise _Wrong(f"{where} says that it ended otherwise than it did.")
+        return rows
+
+    # -- what costs ------------------------------------------------------------------------------------------------------
+
+    def _load(self, model: bytes, nbytes: int, data: bytes | None) -> None:
+        """Have the policy hold the snapshot of that digest."""
+        if data is not None:
+            if digest(data) != model:
+                raise _Wrong("The snapshot is not the one that the claim names.")
+        elif model == self._loaded:
+            return
+        else:
+            data = self._snapshots.get(model)
+        if data is None:
+            raise NotCheckable("The snapshot of the claimed policy is not here: fetch it from the claim's author.")
+        if len(data) != nbytes:
+            raise _Wrong(f"The snapshot has {len(data)} bytes where the material says {nbytes}.")
+        if model != self._loaded:
+            try:
+                load_snapshot(self.policy.module, data)
+            except VerifyError as error:
+                raise _Wrong(str(error)) from None
+            self._loaded = model
+        self._snapshots[model] = data
+        self._snapshots.move_to_end(model)
+        while len(self._snapshots) > KEPT:
+            self._snapshots.popitem(last=False)
+
+    def _judge(self, found: dict[str, Evidence], material: Material, statistics: dict[str, float]) -> str:
+        wrong = ""
+        for name, evidence in found.items():
+            pair = Pair(name, self._name, material.dtype, dtype_of(self.policy))
+            try:
+                judged = self.calibration.judge(pair, evidence, self._rate)
+            except CalibrationError as error:
+                raise NotCalibrated(f"The claim cannot be judged: {error}.") from error
+            if math.isfinite(judged.statistic):
+                statistics[f"{name}_statistic"], statistics[f"{name}_threshold"] = judged.statistic, judged.threshold
+                means = zip(evidence.features, evidence.means(), strict=True)
+                statistics.update({feature.name: mean for feature, mean in means})
+            if not judged.accepted and not wrong:
+                wrong = f"{WORDS[name]} ({judged.reason})."
+        if wrong:
+            raise _Wrong(wrong)
+        return "The claimed policy wrote these completions: activations and drawing are as honest ones are."
+
+
+def _check_proof(material: Material, tokens: int, width: int) -> None:
+    expected = ACTIVATIONS.proof_bytes(tokens, width)
+    if len(material.proof) != expected:
+        raise _Wrong(f"The proof has {len(material.proof)} bytes, but one of {tokens} tokens has {expected}.")
+    if not any(material.proof):
+        raise _Wrong("The proof is empty: all of its bytes are zero.")

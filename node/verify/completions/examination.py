@@ -1,0 +1,115 @@
+"""Writing a group so that it can be checked, and checking one: both work in the same parts, so that only rounding may differ.
+
+A group is written at most PART completions at a time, each row with the same prompt, so nothing is padded before it. Token number
+s of completion number r is drawn by Gumbel-max with the noise of position r * STRIDE + s of the claim's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.node.rl.policy import Choose, Completion, Policy
+from shoal.node.verify.completions.material import Agreed
+from shoal.verification.fingerprints import (
+    ActivationProof,
+    Drawn,
+    Evidence,
+    LastHidden,
+    SeededSampling,
+    draw_each,
+    margins,
+    output_head,
+)
+
+PART = 16  # completions at a time
+AT_ONCE = 4096  # tokens of completions in one call of the module, which bounds the memory for logits
+STRIDE = 1 << 20
+ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
+
+
+def seed_bytes(seed: int) -> bytes:
+    """A claim's seed as the noise wants it."""
+    return seed.to_bytes(8, "big")
+
+
+def together(agreed: Agreed) -> int:
+    """How many completions go into one call of the module."""
+    return max(1, min(PART, AT_ONCE // agreed.max_tokens))
+
+
+@torch.no_grad()
+def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> tuple[list[Completion], Tensor]:
+    """``agreed.group`` completions of ``prompt``, and the states (n, width) that their n tokens were drawn from, row after row."""
+    written: list[Completion] = []
+    states: list[Tensor] = []
+    for first in range(0, agreed.group, together(agreed)):
+        count = min(together(agreed), agreed.group - first)
+        with LastHidden(policy.module) as hidden:
+            part = policy.generate(
+                [prompt] * count, 1, temperature=agreed.temperature, max_tokens=agreed.max_tokens, seed=0,
+                choose=_chooser(seed, agreed.temperature, first),
+            )  # fmt: skip
+        found = hidden.states()
+        written += [one for (one,) in part]
+        states += [row[: len(one.tokens)] for row, (one,) in zip(found, part, strict=True)]
+    return written, torch.cat(states)
+
+
+def _chooser(seed: int, temperature: float, first: int) -> Choose:
+    step = -1
+
+    def choose(logits: Tensor) -> Tensor:
+        nonlocal step
+        step += 1
+        positions = range(first * STRIDE + step, (first + len(logits)) * STRIDE + step, STRIDE)
+        return draw_each(logits, seed_bytes(seed), positions, temperature)
+
+    return choose
+
+
+@torch.no_grad()
+def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int) -> tuple[Tensor, Tensor]:
+    """The own states (n, width) of the n tokens of all ``rows``, and their margins (n,) in the draw with ``seed``, by prefills.
+
+    Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so many tokens.
+    """
+    states: list[Tensor] = []
+    found: list[Tensor] = []
+    for first in range(0, len(rows), together(agreed)):
+        part = rows[first : first + together(agreed)]
+        with LastHidden(policy.module, every=True) as hidden:
+            logits, mask = policy.logits([prompt] * len(part), part)
+        own = hidden.states()[:, -logits.shape[1] :]
+        for number, row in enumerate(part):
+            if int(mask[number].sum()) != len(row):
+                raise ValueError(f"the policy cannot read {len(row)} tokens")
+            kept = slice(0, len(row))
+            tokens = torch.tensor(list(row), dtype=torch.int64)
+            drawn = Drawn(tokens, logits[number, kept], seed_bytes(seed), agreed.temperature, (first + number) * STRIDE)
+            found.append(margins(drawn))
+            states.append(own[number, kept])
+    return torch.cat(states), torch.cat(found)
+
+
+def examine(
+    policy: Policy, prompt: str, rows: Sequence[Sequence[int]], proof: bytes, agreed: Agreed, seed: int
+) -> dict[str, Evidence]:
+    """How far ``proof`` and the tokens are from what ``policy`` computes for them, by the name of the fingerprint.
+
+    Raises ValueError as `read`; what is wrong with the proof is said in the evidence.
+    """
+    states, found = read(policy, prompt, rows, agreed, seed)
+    return {ACTIVATIONS.name: ACTIVATIONS.compare(proof, states), SAMPLING.name: SAMPLING.measured(found)}
+
+
+def width_of(policy: Policy) -> int:
+    """Of the last hidden state."""
+    return int(getattr(output_head(policy.module), "weight").shape[1])  # noqa: B009
+
+
+def dtype_of(policy: Policy) -> str:
+    """What the policy's module computes in, such as "float32"."""
+    return str(next(policy.module.parameters()).dtype).removeprefix("torch.")

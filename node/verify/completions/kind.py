@@ -1,0 +1,114 @@
+"""What is claimed where `verify.kind` is activations: groups of completions, as the policy's author wrote them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shoal.node.config.settings import Settings
+from shoal.node.rl.policy import Policy
+from shoal.node.rl.task import RLTask
+from shoal.node.verify.audit.claim_kind import Made
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit.network import Network
+from shoal.node.verify.audit.snapshot import digest
+from shoal.node.verify.completions import store
+from shoal.node.verify.completions.calibrate import read_calibration, self_calibrate
+from shoal.node.verify.completions.checker import Checker
+from shoal.node.verify.completions.claiming import Claimer
+from shoal.node.verify.completions.material import Agreed
+from shoal.node.verify.completions.prover import make_claim
+from shoal.swarm.manifest.verify import Terms
+from shoal.verification.calibration.calibration import Calibration
+from shoal.verification.consensus.participant import Slot
+from shoal.verification.consensus.records import Claim, Signed
+
+log = logging.getLogger(__name__)
+
+CLAIMS = "claims"  # the folder of them, in the node's
+PROVERS = ("float32",)  # what nodes write in; one that claims a coarser dtype would be judged more leniently
+SELF_CLAIMS = 64  # honest claims of its own that a node without a calibration measures
+KEPT = 256  # claims in the node's folder
+PENDING = 20  # rounds in which a claim can still be checked, disputes included
+
+
+class Completions:
+    """`node.verify.kind.Kind` of what ``task`` writes. ``clock``: Unix seconds.
+
+    Raises VerifyError if the settings name a calibration that cannot be used.
+    """
+
+    def __init__(
+        self, settings: Settings, terms: Terms, task: RLTask, network: Network, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._network, self._rate, self._folder = network, settings.verify.rate, settings.node.run_folder / CLAIMS
+        self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
+        self._policy_name, self._env = terms.policy, task.env
+        self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
+        path = settings.node.calibration
+        self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, PROVERS)
+        self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
+        self.claimer = Claimer(
+            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round
+        )
+        task.claim(self.claimer)
+
+    @property
+    def seconds(self) -> float:
+        """As `Kind.seconds`."""
+        return self.claimer.seconds
+
+    def after_step(self) -> None:
+        """Nothing: the task asks for the claimer where it writes."""
+
+    def prepare(self, say: Callable[[str], None]) -> Checker:
+        """Learn what honest claims look like."""
+        self._hand_out_again()
+        return Checker(
+            lambda: self._policy, self._env, self._agreed, self._calibration or self._calibrate(say), self._policy_name,
+            rate=self._rate, allowed=PROVERS,
+        )  # fmt: skip
+
+    def _hand_out_again(self) -> None:
+        """What was claimed before a restart may be asked for yet, and counts as withheld otherwise."""
+        oldest = self._round() - PENDING
+        for stored in store.newest(self._folder, KEPT):
+            claim = stored.claim
+            if claim.peer == self._network.me and claim.run == self._network.swarm and claim.round >= oldest:
+                self._network.put(stored.material)
+                if stored.snapshot is not None:
+                    self._network.put(stored.snapshot)
+
+    def _calibrate(self, say: Callable[[str], None]) -> Calibration:
+        found = self_calibrate(self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS)
+        say(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
+        return found
+
+    def offer(self, slots: Sequence[Slot]) -> None:
+        """As `Kind.offer`."""
+        self.claimer.offer(slots)
+
+    def take(self) -> list[Made]:
+        """As `Kind.take`."""
+        made = []
+        for written in self.claimer.take():
+            proven, slot = written.proven, written.slot
+            claim = make_claim(
+                proven, run=self._network.swarm, round=slot.round, peer=self._network.me, slot=slot.slot,
+                model=digest(written.snapshot),
+            )  # fmt: skip
+            made.append(Made(slot, claim, proven.material, written.snapshot))
+        return made
+
+    def heard(self, claim: Claim) -> None:
+        """Nothing: a question may be answered again."""
+
+    def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
+        """For `shoal verify`."""
+        try:
+            store.save(self._folder, signed, material, self._agreed, snapshot, KEPT)
+        except VerifyError as error:
+            log.warning("%s", error)

@@ -1,0 +1,147 @@
+"""What a claim about a group of completions is about, in bytes: what its author hands out, and the hashes that the claim holds.
+
+The claim is a record of `verification.claims`; its field ``prompt`` is the hash of the question's coordinates, ``sampling`` that
+of what the swarm agreed on, ``output`` that of the tokens, and ``fingerprint`` that of the whole material, its address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgpack
+import torch
+from pydantic import Field, model_validator
+
+from shoal.node.rl.environment import Env
+from shoal.swarm.topics.rollout import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens
+from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
+from shoal.swarm.wire.fields import Count, Label
+
+MOST_TOKENS = 1 << 17  # of a claim, which a proof of activations can hold
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """How completions that are claimed are drawn: the swarm's settings, not the author's."""
+
+    temperature: float
+    max_tokens: int
+    group: int
+    """Completions of each question."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature <= 100 and 1 <= self.max_tokens <= 16_384 and 1 <= self.group <= 64):
+            raise ValueError("a group has 1 to 64 completions of at most 1 to 16,384 tokens, at a temperature from 0 to 100")
+
+    @property
+    def hash(self) -> bytes:
+        """For `Claim.sampling`."""
+        return _hash("sampling", struct.pack(">dII", self.temperature, self.max_tokens, self.group))
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A question, as a rollout names it."""
+
+    env: str
+    version: str
+    config: bytes
+    seed: int
+    index: int
+
+    @staticmethod
+    def of(env: Env, seed: int, index: int) -> Coordinates:
+        """The question number ``index`` of ``seed`` in ``env``."""
+        return Coordinates(env.label, env.made.version, env.config, seed, index)
+
+    @property
+    def hash(self) -> bytes:
+        """For `Claim.prompt`."""
+        return _hash("question", bytes(msgpack.packb([self.env, self.version, self.config, self.seed, self.index])))
+
+
+class Material(Message):
+    """Of one claim. ``policy`` is the name of the policy whose snapshot it is, such as "tiny", and ``snapshot`` its size in bytes;
+    ``proof`` that of the activations of all completions, one after the other; ``dtype`` what its author computed in.
+    """
+
+    KIND, LIMIT = "claim-material", 4096 * KIB
+    policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
+    env: EnvName
+    env_version: Label
+    env_config: EnvConfig
+    seed: QuestionSeed
+    index: Count
+    tokens: Numbers
+    finish: Finishes
+    proof: Annotated[bytes, Field(max_length=2048 * KIB)]
+    dtype: Dtype
+    snapshot: Annotated[int, Field(ge=1, le=2**40)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Material:
+        if not self.tokens or len(self.finish) != len(self.tokens) or not all(self.tokens):
+            raise ValueError("must hold completions of at least one token, each with its finish reason")
+        if sum(map(len, self.tokens)) > 4 * MOST_TOKENS:
+            raise ValueError(f"must hold at most {MOST_TOKENS} tokens")
+        return self
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Of the question."""
+        return Coordinates(self.env, self.env_version, self.env_config, self.seed, self.index)
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Token ids of each completion; anyone's numbers, so they may be negative."""
+        return [struct.unpack(f"<{len(part) // 4}i", part) for part in self.tokens or ()]
+
+
+def encode(material: Material) -> bytes:
+    """At most 4 MiB. Raises MessageError if it would be more."""
+    return pack(material)
+
+
+def decode(data: bytes) -> Material:
+    """What ``encode`` wrote. Raises MessageError for whatever else it is."""
+    return unpack(data, Material)
+
+
+def material_of(
+    at: Coordinates, rows: Sequence[Sequence[int]], finish: Sequence[Finish], *,
+    proof: bytes, policy: str, dtype: str, snapshot: int,
+) -> Material:  # fmt: skip
+    """Of one's own completions. Raises pydantic's ValidationError, a ValueError, for what no claim can hold."""
+    fields = {"env": at.env, "env_version": at.version, "env_config": at.config, "seed": at.seed, "index": at.index}
+    packed = tuple(pack_tokens(row) for row in rows)
+    said = {"policy": policy, "proof": proof, "dtype": dtype, "snapshot": snapshot}
+    return Material.model_validate({**fields, **said, "tokens": packed, "finish": tuple(finish)})
+
+
+def output_hash(rows: Sequence[Sequence[int]]) -> bytes:
+    """Of the tokens of each completion, int32, for `Claim.output`."""
+    return _hash("output", b"".join(struct.pack(">I", len(row)) + pack_tokens(row) for row in rows))
+
+
+def prompt_hash(at: Coordinates) -> bytes:
+    """Of the question, for `Claim.prompt`."""
+    return at.hash
+
+
+def sampling_hash(agreed: Agreed) -> bytes:
+    """Of the agreed settings, for `Claim.sampling`."""
+    return agreed.hash
+
+
+def seed_of(run: str, round: int, peer: str, slot: int, prompt: bytes) -> int:
+    """The seed of `Claim.seed`, below 2^63: it follows from where the claim stands, so its author cannot try several."""
+    return int.from_bytes(_hash("seed", bytes(msgpack.packb([run, round, peer, slot, prompt])))[:8], "big") >> 1
+
+
+def _hash(what: str, data: bytes) -> bytes:
+    return hashlib.sha256(f"shoal/verification/1/{what}\0".encode() + data).digest()

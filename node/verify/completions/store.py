@@ -1,0 +1,174 @@
+"""Claims on disk, so that anybody can check them later: ``claims/ID.claim``, and beside it the policy, ``claims/HASH.safetensors``.
+
+A claim's file holds the signed record, its material and the agreed settings; the policy's weights are found by their hash, because
+several claims may be of one policy. Files are written whole or not at all. A file may come from a stranger: its size is bounded
+before it is read, and nothing in it is used as a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit.snapshot import MOST_BYTES
+from shoal.node.verify.completions.material import Agreed
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import verify
+from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
+from shoal.verification.consensus.records import LIMIT, Claim, Signed, decode
+
+CLAIM, WEIGHTS = ".claim", ".safetensors"
+KEEP = 64  # of a node's own, the newest
+CONTEXT = "shoal/verification/1"  # of the signature over a record
+
+
+class _File(Message):
+    KIND, LIMIT = "stored-claim", 4200 * KIB
+    record: Annotated[bytes, Field(max_length=LIMIT)]
+    signature: Annotated[bytes, Field(max_length=64)]
+    material: Annotated[bytes, Field(max_length=4096 * KIB)]
+    temperature: Annotated[float, Field(ge=0, le=100)]
+    max_tokens: Annotated[int, Field(ge=1, le=16_384)]
+    group: Annotated[int, Field(ge=1, le=64)]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A claim as it was found on disk; ``snapshot`` is None if the policy is not beside it."""
+
+    claim: Claim
+    signature: bytes
+    material: bytes
+    agreed: Agreed
+    snapshot: bytes | None
+
+    @property
+    def signed(self) -> bool:
+        """Whether its author signed it."""
+        return verify(self.claim.peer, CONTEXT, self.claim.encoded, self.signature)
+
+
+def save(folder: Path, signed: Signed, material: bytes, agreed: Agreed, snapshot: bytes | None, keep: int = KEEP) -> Path:
+    """Write a claim into ``folder`` and return its file; only the newest ``keep`` claims, and their policies, stay there.
+
+    Raises VerifyError if it cannot be written, and ValueError for a record that is no claim.
+    """
+    claim = signed.record
+    if not isinstance(claim, Claim):
+        raise ValueError(f"only claims are stored, not a {claim.KIND}")
+    settings = {"temperature": float(agreed.temperature), "max_tokens": agreed.max_tokens, "group": agreed.group}
+    packed = pack(_File.model_validate({"record": claim.encoded, "signature": signed.signature, "material": material, **settings}))
+    path = folder / f"{claim.id.hex()}{CLAIM}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = _weights(folder, claim)
+        if snapshot is not None and not weights.exists():
+            _write(weights, snapshot)
+        _write(path, packed)
+        _prune(folder, keep, path)
+    except OSError as error:
+        raise VerifyError(f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its permissions.") from error
+    return path
+
+
+def load(path: Path) -> Stored:
+    """Read what ``save`` wrote. Raises VerifyError; a wrong signature, or weights of another policy, are for a check to find."""
+    found = _opened(path)
+    try:
+        claim = decode(found.record)
+    except ValueError as error:
+        raise VerifyError(f"{str(path)!r} holds no claim that can be read: take another copy of it.") from error
+    if not isinstance(claim, Claim):
+        raise VerifyError(f"{str(path)!r} holds a {claim.KIND} and no claim: name the file of a claim.")
+    agreed = Agreed(found.temperature, found.max_tokens, found.group)
+    weights = _weights(path.parent, claim)
+    snapshot = _read(weights, MOST_BYTES) if weights.is_file() else None
+    return Stored(claim, found.signature, found.material, agreed, snapshot)
+
+
+def newest(folder: Path, count: int) -> Iterator[Stored]:
+    """The claims in ``folder`` that were written last, at most ``count``; what cannot be read is left out."""
+    paths = sorted(folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in paths[:count]:
+        with contextlib.suppress(VerifyError):
+            yield load(path)
+
+
+def find(name: str, folders: Sequence[Path]) -> Path:
+    """The file of a claim: ``name`` is its path, or its id in hex or the first 4 or more digits of it, looked for in ``folders``.
+
+    Raises VerifyError if there is none, or several.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    if not re.fullmatch(r"[0-9a-f]{4,64}", name):
+        raise VerifyError(f"There is no file {name!r}, and it is no claim's id: give a file, or 4 or more hex digits of an id.")
+    found = {path.name: path for folder in folders if folder.is_dir() for path in folder.glob(f"{name}*{CLAIM}")}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    where = ", ".join(map(str, folders)) or "runs/*/claims"
+    if not found:
+        raise VerifyError(f"There is no claim {name!r} in {where}: name its file, or a node's folder with --folder.")
+    raise VerifyError(f"{len(found)} claims begin with {name!r}: give more digits.")
+
+
+def _opened(path: Path) -> _File:
+    data = _read(path, _File.LIMIT)
+    try:
+        return unpack(data, _File)
+    except MessageError:
+        raise VerifyError(f"{str(path)!r} is no stored claim of this version, or damaged: take another copy of it.") from None
+
+
+def _weights(folder: Path, claim: Claim) -> Path:
+    return folder / f"{claim.model.hex()}{WEIGHTS}"
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        if path.stat().st_size > most:
+            raise VerifyError(f"{str(path)!r} is larger than {most} bytes: it is not what it should be.")
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise VerifyError(f"Cannot read {str(path)!r} ({error.strerror}): check the path and its permissions.") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _prune(folder: Path, keep: int, newest: Path) -> None:
+    claims = sorted(folder.glob(f"*{CLAIM}"), key=lambda path: (path == newest, path.stat().st_mtime_ns), reverse=True)
+    for path in claims[max(keep, 1) :]:
+        path.unlink(missing_ok=True)
+    if len(claims) > keep:
+        needed = {_model_of(path) for path in claims[: max(keep, 1)]}
+        for weights in folder.glob(f"*{WEIGHTS}"):
+            if weights.stem not in needed:
+                weights.unlink(missing_ok=True)
+
+
+def _model_of(path: Path) -> str:
+    """Of a stored claim, the digest of its policy in hex; empty if it cannot be read."""
+    try:
+        claim = decode(_opened(path).record)
+    except (VerifyError, ValueError):
+        return ""
+    return claim.model.hex() if isinstance(claim, Claim) else ""

@@ -1,0 +1,65 @@
+"""What verification has to tell: sentences for people, events for the metrics, standings for the report."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shoal.node.verify.audit.auditing import Audit
+from shoal.node.verify.peers import reasons
+from shoal.verification.consensus.reputation import Table
+
+MOST_NEWS = 256  # sentences, and events, that wait to be told
+
+
+class News:
+    """Gathered by the thread of verification, told by another. ``name``: what a peer is called."""
+
+    def __init__(self, me: str, name: Callable[[str], str], round_s: float) -> None:
+        self._me, self._name, self._round_s = me, name, round_s
+        self._sentences: deque[str] = deque(maxlen=MOST_NEWS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_NEWS)
+        self._banned = dict[str, int]()
+
+    def tell(self, say: Callable[[str], None], write: Callable[..., None]) -> None:
+        """Hand on what happened since the last call: sentences to ``say``, events to ``write``."""
+        while self._sentences:
+            say(self._sentences.popleft())
+        while self._events:
+            write("verify", **self._events.popleft())
+
+    def say(self, sentence: str) -> None:
+        """For people."""
+        self._sentences.append(sentence)
+
+    def audited(self, audit: Audit) -> None:
+        """A claim was checked here: say so if it is invalid."""
+        if not audit.accepted:
+            self.say(f"claim {audit.claim.id.hex()[:12]} of {self._name(audit.claim.peer)} is invalid: {audit.reason}")
+
+    def settled(self, table: Table, check_s: float) -> None:
+        """A further round is reckoned: say who is banned since. ``check_s``: seconds that checking took so far."""
+        banned = {peer: until for peer in table.standings if (until := table.banned_until(peer)) is not None}
+        for peer, until in banned.items():
+            if self._banned.get(peer) != until:
+                ends = time.strftime("%H:%M:%S", time.localtime((until + 1) * self._round_s))
+                who = "this node" if peer == self._me else self._name(peer)
+                self.say(f"{who} is banned until {ends}: {reasons(table.standings[peer])}")
+        self._banned = banned
+        self._events.append({"round": table.round, "banned": sorted(banned), "check_s": check_s})
+
+
+def standings(table: Table) -> dict[str, Any]:
+    """Of each peer, for JSON."""
+    return {
+        peer: {
+            "score": standing.score / 1000,
+            "claims": standing.claims,
+            "seats": standing.seats,
+            "appeals": standing.appeals,
+            "banned_until": table.banned_until(peer),
+        }
+        for peer, standing in table.standings.items()
+    }

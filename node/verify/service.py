@@ -1,0 +1,259 @@
+"""A node's part in verification while it runs: a thread of its own, between the network, the claims it makes and those it checks.
+
+Training hands over what is claimed (`kind`) and reads who is banned; it never waits for anything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shoal.node.config.settings import Settings
+from shoal.node.verify.audit.auditing import Audit, Auditor
+from shoal.node.verify.audit.budget import Budget
+from shoal.node.verify.audit.claim_kind import Kind, Made
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit.network import Network
+from shoal.node.verify.feed import News, standings
+from shoal.node.verify.peers import rules_of
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.verification.consensus.log import decode_log
+from shoal.verification.consensus.log import encode as encode_log
+from shoal.verification.consensus.participant import Participant
+from shoal.verification.consensus.records import Claim, Signed, decode
+from shoal.verification.consensus.reputation import Prices, Table
+from shoal.verification.consensus.types import Refused
+from shoal.verification.consensus.voter import Checked
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+INBOX = 8192  # records that wait to be taken; the oldest go
+MOST_PULLED = 3  # peers who are asked for a log of records at a time
+JOIN_S = 10.0  # seconds in which the thread must have ended
+
+
+class Verification:
+    """Claims what is of ``kind`` and checks what others claim, from `start` until `close`.
+
+    ``clock``: Unix seconds; ``timer``: seconds that never go back; ``salt``: 32 fresh secret bytes with each call.
+    """
+
+    def __init__(
+        self, settings: Settings, kind: Kind, network: Network, *, clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
+    ) -> None:  # fmt: skip
+        self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
+        self._round_s = settings.verify.round_s
+        self._budget = Budget(settings.node.verify_seconds, timer)
+        self._news = News(network.me, network.name, self._round_s)
+        self._participant = Participant(
+            network.me, network.swarm, operator=settings.node.operator or network.me, sign=network.sign, verify=network.verify,
+            publish=lambda signed: network.publish(signed.record.encoded, signed.signature), check=self._check, clock=clock,
+            salt=salt, rules=rules_of(settings.verify), prices=Prices(), round_s=self._round_s,
+        )  # fmt: skip
+        self._auditor: Auditor | None = None
+        self._lock = threading.Lock()  # guards the participant, but while a claim is checked: nothing else changes it then
+        self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
+        self._pull_at = 0.0
+        self._began, self._counts, self._told = timer(), Counter[str](), self._participant.table
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
+        network.open(self._take, self._log, self.is_banned)
+
+    # -- for other threads -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Have a thread of its own `prepare`, and `step` again and again."""
+        self._thread.start()
+
+    @property
+    def table(self) -> Table:
+        """Everybody's standing, as of the newest round that is settled."""
+        return self._participant.table
+
+    def is_banned(self, peer: str) -> bool:
+        """Whether ``peer`` is banned now. Quick, for any thread."""
+        return self.table.is_banned(peer, self._now())
+
+    def _now(self) -> int:
+        """The round of verification."""
+        return int(self._clock() // self._round_s)
+
+    def after_step(self) -> None:
+        """For training, between two inner steps. Quick."""
+        self._kind.after_step()
+
+    def tell(self, say: Callable[[str], None], write: Callable[..., None]) -> None:
+        """Hand on what happened since the last call, sentences for people and events for the metrics."""
+        self._news.tell(say, write)
+
+    def counted(self) -> dict[str, int]:
+        """Claims made here, checks done here, and how many of those found a claim invalid. Quick."""
+        checks = self._auditor.counts if self._auditor is not None else Counter[str]()
+        return {"claimed": self._counts["claimed"], "checked": checks["checked"], "invalid": checks["invalid"]}
+
+    def report(self) -> dict[str, Any]:
+        """What came of it: numbers of claims, of checks, and the standings of all peers."""
+        counts = Counter(self._auditor.counts) if self._auditor is not None else Counter[str]()
+        seconds = self._timer() - self._began
+        return {
+            "claimed": self._counts["claimed"],
+            "planted": self._counts["planted"],
+            **{name: counts[name] for name in ("checked", "valid", "invalid", "skipped", "uncheckable")},
+            "check_s": self._budget.spent,
+            "claim_s": self._kind.seconds,
+            "share": self._budget.spent / seconds if seconds > 0 else 0.0,
+            "pulled": self._counts["pulled"],
+            "lost": self._counts["lost"],
+            "records": dict(self._participant.consensus.counts),
+            "network": self._network.counts,
+            "standings": standings(self.table),
+        }
+
+    def close(self) -> None:
+        """Neither claim nor check any more."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+        self._network.close()
+
+    # -- its own thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            self.prepare()
+            while not self._stop.wait(TICK_S):
+                self.step()
+        except Exception as error:  # training must go on whatever happens here
+            log.warning("verification ended", exc_info=True)
+            self._news.say(f"verification has ended ({type(error).__name__}: {error}): start the node again to take part in it")
+
+    def prepare(self) -> None:
+        """What takes long, once before the first `step`: learn what honest claims look like."""
+        checking = self._kind.prepare(self._news.say)
+        self._auditor = Auditor(
+            checking, self._network, self._budget, self._network.others, self._audited, self._round_s / 20, self._timer
+        )
+
+    def step(self) -> None:
+        """Whatever is due; takes as long as one check, or as fetching a log."""
+        made = self._made()
+        with self._lock:
+            self._step(made)
+        self._pull()
+
+    def _made(self) -> list[Made]:
+        try:
+            return self._kind.take()
+        except VerifyError as error:
+            self._news.say(str(error))
+            return []
+
+    def _step(self, made: Sequence[Made]) -> None:
+        # At first: what came may be of a round that has begun since, and what was made of one that is over: others refuse that.
+        self._participant.tick(most=0)
+        for one in made:
+            self._claim(one)
+        while self._inbox:
+            signed, at = self._inbox.popleft()
+            with contextlib.suppress(Refused):  # counted by the consensus
+                self._participant.take(signed, at)
+                if isinstance(signed.record, Claim):
+                    self._kind.heard(signed.record)
+        self._participant.tick(most=1)
+        self._kind.offer(self._participant.slots())
+        if self._participant.table is not self._told:
+            self._told = self._participant.table
+            self._news.settled(self._told, self._budget.spent)
+
+    def _claim(self, made: Made) -> None:
+        self._network.put(made.material)
+        self._network.put(made.snapshot)
+        try:
+            self._participant.claim(made.claim)
+        except Refused as refused:
+            self._counts["lost"] += 1
+            log.info("a claim was not published: %s", refused)
+            return
+        self._counts["claimed"] += 1
+        self._counts["planted"] += made.slot.planted
+        self._kind.heard(made.claim)
+        self._keep(made.claim, made.material, made.snapshot)
+
+    def _check(self, claim: Claim) -> Checked | None:
+        if self._auditor is None or self._stop.is_set():
+            return None
+        with self._unlocked():
+            return self._auditor.check(claim)
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+
+    # -- the network -----------------------------------------------------------------------------------------------------
+
+    def _take(self, author: str, data: bytes, signature: bytes) -> None:
+        """On the host's loop: decode only; the rest is this object's thread's."""
+        try:
+            record = decode(data)
+        except ValueError as error:
+            raise MessageError(f"A record of verification was refused: {error}.") from None
+        if record.peer != author:
+            raise MessageError("A record of verification was refused: its author did not send it.", "forged")
+        self._inbox.append((Signed(record, signature), self._clock()))
+
+    def _log(self, since: int) -> bytes:
+        with self._lock:
+            return encode_log(self._participant.log(since))
+
+    def _pull(self) -> None:
+        """Fetch the records that this node seems to lack, from one who has them."""
+        wanted = self._participant.wanted
+        if wanted is None or not self._may_pull():
+            return
+        for peer in wanted.peers[:MOST_PULLED]:
+            if self._stop.is_set():
+                return
+            try:
+                found = decode_log(self._network.fetch_log(peer, wanted.since))
+            except (NetworkError, MessageError, ValueError) as error:
+                log.info("no records from %s: %s", peer, error)
+                continue
+            with self._lock:
+                self._counts["pulled"] += self._participant.learn(found)
+                for record in self._participant.consensus.ledger:
+                    if isinstance(record, Claim):
+                        self._kind.heard(record)
+            return
+
+    def _may_pull(self) -> bool:
+        """Not again at once, whatever came of it."""
+        now = self._timer()
+        if now < self._pull_at:
+            return False
+        self._pull_at = now + self._round_s / 20
+        return True
+
+    # -- for people ------------------------------------------------------------------------------------------------------
+
+    def _audited(self, audit: Audit) -> None:
+        self._news.audited(audit)
+        if audit.material is not None:
+            self._keep(audit.claim, audit.material, audit.snapshot)
+
+    def _keep(self, claim: Claim, material: bytes, snapshot: bytes | None) -> None:
+        self._kind.keep(self._participant.consensus.signed(claim), material, snapshot)

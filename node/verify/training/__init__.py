@@ -1,0 +1,1 @@
+"""Claims of training: proving and checking inner steps."""

@@ -1,0 +1,83 @@
+"""The terms on which a swarm's nodes claim inner steps: made from the creator's settings, and compared by those who join.
+
+Steps can be done again only on the same data, by the same schedule of learning rates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.rl.task import RLTask
+from shoal.node.task import Shard, Task
+from shoal.node.verify.training.material import TrainingTerms
+from shoal.swarm.manifest.manifest import Manifest, TrainSettings
+from shoal.swarm.manifest.verify import StretchTerms
+from shoal.verification.calibration.calibration import FEWEST
+from shoal.verification.fingerprints.weights import DIMS
+
+
+def make_stretch_terms(settings: Settings, task: Task) -> StretchTerms:
+    """The terms of a new swarm. ConfigError if the task's steps cannot be done again by others, or are too few."""
+    if isinstance(task, RLTask):
+        raise ConfigError("What a policy learns from cannot be had again by others: say --verify activations with --task rl.")
+    steps, stretch = settings.train.steps, settings.verify.stretch
+    if 0 < steps < FEWEST * stretch:
+        raise ConfigError(
+            f"Training of {steps} steps is too short to be verified by {stretch} of them: "
+            f"make it {FEWEST * stretch} or more (--steps), or leave --verify out."
+        )
+    data = data_digest(task, settings.swarm.shards, settings.train.seed)
+    if data != data_digest(task, settings.swarm.shards, settings.train.seed):
+        raise ConfigError(
+            "The task gives other batches each time, so its steps cannot be done again: "
+            "have batches(shard) depend on the shard alone, or leave --verify out."
+        )
+    return StretchTerms(steps=stretch, dims=DIMS, data=data)
+
+
+def check_stretch_terms(terms: StretchTerms, manifest: Manifest, train: TrainSettings, task: Task) -> None:
+    """ConfigError if this node cannot do again what others do: it trains otherwise, or has other data."""
+    if train.steps != manifest.train.steps:
+        raise ConfigError(
+            f"The swarm verifies training, and its learning rates are for {manifest.train.steps} steps, not {train.steps}: "
+            "leave --steps out."
+        )
+    if data_digest(task, manifest.shards, train.seed) != terms.data:
+        raise ConfigError(
+            "This node has other data than the swarm, so the steps of others cannot be done again here: "
+            "give it the same files with --data, and where it is Python's library the same version of Python."
+        )
+
+
+def training_terms(terms: StretchTerms, manifest: Manifest, swarm: str) -> TrainingTerms:
+    """What all peers agree on; ``swarm``, the digest of the manifest, stands for the task and its options."""
+    return TrainingTerms(swarm, manifest.train, steps=terms.steps, dims=terms.dims)
+
+
+def data_digest(task: Task, shards: int, seed: int) -> str:
+    """Hex SHA-256 of the first batches of the first and the last shard. Draws from no global generator in the end."""
+    found = hashlib.sha256(b"shoal batches 1\0")
+    with torch.random.fork_rng(devices=[]):
+        for index in sorted({0, shards - 1}):
+            _feed(found, next(iter(task.batches(Shard(index, shards, seed)))))
+    return found.hexdigest()
+
+
+def _feed(found: Any, batch: Any) -> None:
+    """What `shoal.node.training.trainer.to_device` moves, with its kind and shape; whatever else a batch holds is not compared."""
+    if isinstance(batch, Tensor):
+        tensor = batch.detach().to("cpu").contiguous()
+        found.update(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    elif isinstance(batch, tuple | list):
+        for part in batch:
+            _feed(found, part)
+    elif isinstance(batch, dict):
+        for name in sorted(batch, key=str):
+            found.update(f"{name}\0".encode())
+            _feed(found, batch[name])

@@ -1,0 +1,118 @@
+"""A swarm's view as text: the headline, the table, the curves, and who met whom. Names in it are strangers' (no markup)."""
+
+from __future__ import annotations
+
+import math
+
+from rich.text import Text
+
+from shoal.node.watch.plot import colour, plot
+from shoal.node.watch.swarm_view import SwarmView
+from shoal.swarm.topics.status import TAIL
+
+RECENT = 32  # rounds of which the picture of exchanges is
+SHADES = " ░▒▓█"
+COLUMNS = ("peer", "state", "round", "step", "loss", "with", "steps/s", "up", "down", "reward", "faults", "heard")
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """``value``, or - if there is none."""
+    return format(value, form) if value is not None and math.isfinite(value) else "-"
+
+
+def nbytes(value: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def plural(count: int, word: str) -> str:
+    """``count`` things."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def headline(view: SwarmView) -> str:
+    """The swarm in one line."""
+    totals = view.totals()
+    title = view.title
+    parts = [f"{title.name} · {title.task} · {title.method}" if title else (view.swarm[:12] + "…" if view.swarm else "shoal watch")]
+    if not totals["known"]:
+        parts.append(plural(totals["connected"], "connection") + ", no status yet")
+    else:
+        low, high = totals["round_min"], totals["round_max"]
+        parts.append(f"{totals['peers']} of {totals['known']} peers")
+        if low is not None:
+            parts.append(f"round {low}" if low == high else f"rounds {low} to {high}")
+        parts.append(f"loss {number(totals['loss'])}")
+        if totals["reward"] is not None:
+            parts.append(f"reward {number(totals['reward'])}")
+        parts.append(f"{totals['steps_per_s']:.1f} steps/s")
+        parts.append(f"{nbytes(totals['sent_per_s'])}/s sent, {nbytes(totals['sent'])} in all")
+        if totals["rollouts_own"] is not None:
+            parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
+        if totals["claims"] is not None:
+            parts.append(f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} invalid")
+        parts.append(plural(totals["connected"], "connection"))
+    if totals["refused"]:
+        parts.append(plural(totals["refused"], "message") + " refused")
+    return "   ".join(parts)
+
+
+def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
+    """For each peer its id and a cell for each of `COLUMNS`."""
+    found = []
+    for index, (key, peer) in enumerate(view.rows()):
+        status, style = peer.status, "" if peer.here else "dim"
+        faults = ", ".join(f"{name} {count}" for name, count in status.faults)
+        cells = [
+            Text(status.name, style=colour(index) if peer.here else "dim"),
+            *(
+                Text(text, style=style)
+                for text in (
+                    "silent" if peer.silent else status.state,
+                    str(status.round),
+                    str(status.step),
+                    number(status.loss),
+                    ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
+                    number(status.steps_per_s, ".1f"),
+                    nbytes(peer.sent_rate) + "/s",
+                    nbytes(peer.received_rate) + "/s",
+                    number(status.reward),
+                    faults or "-",
+                    f"{max(view.now - peer.heard, 0):.0f} s ago",
+                )
+            ),
+        ]
+        found.append((key, cells))
+    return found
+
+
+def losses(view: SwarmView, width: int, height: int) -> Text:
+    """The loss of each peer over its inner steps."""
+    return plot([peer.loss.points for _, peer in view.rows()], width, height)
+
+
+def exchanges(view: SwarmView, width: int, height: int) -> Text:
+    """Who averaged with whom in the newest rounds: a shade for each pair, the darker the oftener."""
+    shown = view.rows()[: max(min(height - 1, (width - 10) // 2), 0)]
+    if not shown:
+        return Text("nobody yet", style="dim")
+    counts = view.pairs(RECENT)
+    most = max(counts.values(), default=0)
+    tails = [key[-TAIL:] for key, _ in shown]
+    text = Text(no_wrap=True, overflow="crop")
+    text.append(" " * 10)
+    for index in range(len(shown)):
+        text.append(f"{index % 100:<2}", style=colour(index))
+    for index, (_, peer) in enumerate(shown):
+        text.append("\n")
+        text.append(f"{peer.status.name[:6]:<6} {index % 100:>2} ", style=colour(index))
+        for other in tails:
+            low, high = sorted((tails[index], other))
+            count = counts.get((low, high), 0)
+            shade = SHADES[math.ceil(count * (len(SHADES) - 1) / most)] if count else ("·" if other != tails[index] else "╲")
+            text.append(shade * 2 if count else f"{shade} ", style="" if count else "dim")
+    return text

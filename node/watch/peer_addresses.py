@@ -1,0 +1,58 @@
+"""Whom a watcher can dial, and when it may try again."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from shoal.swarm.access.link import address_problem
+
+AGAIN_S = 3.0  # seconds before the same peer is dialled again, doubled with each failure
+AGAIN_MAX_S = 60.0
+MOST_FAILURES = 30  # that are counted
+MAX_KNOWN = 1024  # peers whose addresses are kept
+
+
+def dialable(address: str) -> bool:
+    """Whether this client can dial ``address``: TCP, and not through a relay."""
+    return address_problem(address) is None and "/tcp/" in address and "/p2p-circuit" not in address
+
+
+class Book:
+    """Whom to dial: addresses by peer, bounded, and when each may be tried again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._failures: dict[str, int] = {}
+        self._after: dict[str, float] = {}
+
+    def learn(self, peer: str, addresses: Iterable[str]) -> None:
+        """``peer`` says that it is reached there; replaces what was known of it."""
+        usable = tuple(a for a in addresses if dialable(a) and a.endswith(f"/p2p/{peer}"))
+        if not usable:
+            return
+        self._known[peer] = usable
+        self._known.move_to_end(peer)
+        while len(self._known) > MAX_KNOWN:
+            gone, _ = self._known.popitem(last=False)
+            self._failures.pop(gone, None)
+            self._after.pop(gone, None)
+
+    def addresses(self, peer: str) -> tuple[str, ...]:
+        """Where it is reached."""
+        return self._known.get(peer, ())
+
+    def tried(self, peer: str, now: float, *, reached: bool) -> None:
+        """How an attempt ended."""
+        if peer not in self._known:
+            return
+        failures = self._failures[peer] = 0 if reached else min(self._failures.get(peer, 0) + 1, MOST_FAILURES)
+        self._after[peer] = now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
+
+    def due(self, now: float, but: Iterable[str]) -> list[str]:
+        """Peers that may be dialled now, those that failed least first."""
+        left_out = set(but)
+        found = [peer for peer in self._known if peer not in left_out and self._after.get(peer, 0.0) <= now]
+        random.shuffle(found)
+        return sorted(found, key=lambda peer: self._failures.get(peer, 0))

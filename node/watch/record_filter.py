@@ -1,0 +1,64 @@
+"""What a watcher lets in: statuses of its swarm, signed by their authors, newer than the last, and not too many.
+
+Whatever else arrives is counted under its reason, and nothing happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip import envelope as parcels
+from shoal.swarm.p2p.counters import Tally
+from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.topics.status import Status
+from shoal.swarm.wire.envelope import MAX_MESSAGE
+
+QUOTA = Quota(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
+MAX_PEERS = 4096  # whose last status is known
+OLD_S = 600.0  # a status may be dated so far before or after our clock: clocks differ, but nobody shows last week's swarm
+
+
+class Gate:
+    """Opens what was published on the topic of statuses of ``swarm``. Not for several threads at once."""
+
+    def __init__(self, swarm: str, clock: Callable[[], float] = time.time) -> None:
+        self._swarm, self._clock = swarm, clock
+        self._quotas = Quotas(QUOTA, clock)
+        self._issued: OrderedDict[str, float] = OrderedDict()
+        self._room = parcels.room_for(Status)
+        self.tally = Tally()
+
+    def open(self, publisher: str, data: bytes) -> Status:
+        """The status in ``data``. Raises MessageError, whose reason was counted."""
+        self.tally.add("received")
+        try:
+            status = self._open(publisher, data)
+        except MessageError as error:
+            self.tally.reject(error.reason)
+            raise
+        self.tally.add("accepted")
+        return status
+
+    def _open(self, publisher: str, data: bytes) -> Status:
+        if len(data) > MAX_MESSAGE:
+            raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
+        if not self._quotas.take(publisher, 1, len(data)):
+            raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
+        parcel = parcels.open_parcel(data, self._swarm, self._room)
+        opened = parcels.open_body(parcel.encoding, parcel.size, parcel.body, Status)
+        status = opened.message
+        assert isinstance(status, Status)
+        if status.swarm != self._swarm:
+            raise MessageError("A status of another swarm was refused.", "foreign-swarm")
+        if abs(status.issued - self._clock()) > OLD_S:
+            raise MessageError("A status was refused: it is ten minutes old, or a clock is wrong.", "old")
+        if status.issued <= self._issued.get(status.peer, 0.0):
+            raise MessageError("A status was refused: a newer one was there before.", "replayed")
+        self._issued[status.peer] = status.issued
+        self._issued.move_to_end(status.peer)
+        if len(self._issued) > MAX_PEERS:
+            self._issued.popitem(last=False)
+        return status

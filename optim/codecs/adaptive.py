@@ -1,0 +1,124 @@
+"""A codec of its own for each tensor, so that a payload of a given size loses least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.base import Codec, Shape, check_finite, check_payload
+from shoal.optim.codecs.bit_allocation import allocate
+
+REFRESH = 20
+"""Rounds after which the errors are measured anew."""
+
+
+class AutoCodec:
+    """Spends ``bits`` a value on average, more on the tensors that gain more by it.
+
+    Every ``every`` rounds each candidate encodes each tensor that is to be sent, and ``allocate`` finds the choice with the least
+    sum of squared errors. Wrapped in error feedback ("auto:2+ef") it is measured on what is owed, errors included.
+
+    The two ends of an exchange may choose differently, so a payload says what was chosen: one byte a tensor, the index of
+    the candidate; then the candidates' payloads, each beginning at a multiple of 4 bytes; then zeros up to the size that
+    follows from the shapes: the budget, or what the smallest candidates need if that is more. So a receiver knows the size before.
+
+    Raises:
+        ValueError: ``bits`` is not in (0, 32].
+    """
+
+    displacement = True
+
+    def __init__(self, bits: float, candidates: Sequence[Codec], every: int = REFRESH) -> None:
+        if not 0 < bits <= 32:
+            raise ValueError(f"auto takes the bits a value, above 0 and up to 32, got {bits:g}")
+        self.bits, self.candidates, self.every = bits, tuple(candidates), every
+        self._shapes: list[Shape] = []
+        self._choice: list[int] = []
+        self._age = 0
+
+    @property
+    def name(self) -> str:
+        """As in ``codec_named``."""
+        return f"auto:{self.bits:g}"
+
+    @property
+    def choice(self) -> list[str]:
+        """The names of the codecs that the tensors of the last ``encode`` got."""
+        return [self.candidates[index].name for index in self._choice]
+
+    def nbytes(self, shapes: Sequence[Shape]) -> int:
+        """Size of the payload in bytes."""
+        return _padded(len(shapes)) + self._budget(shapes)
+
+    @torch.no_grad()
+    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Measure if it is time, then encode. ValueError for NaN or infinity."""
+        check_finite(tensors, "a tensor to be sent")
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        due = shapes != self._shapes or self._age >= self.every
+        choice = self._measure(tensors, shapes) if due else self._choice
+        payload = torch.zeros(self.nbytes(shapes), dtype=torch.uint8)
+        payload[: len(shapes)] = torch.tensor(choice, dtype=torch.uint8)
+        offset = _padded(len(shapes))
+        for tensor, index in zip(tensors, choice, strict=True):
+            part = self.candidates[index].encode([tensor])
+            payload[offset : offset + part.numel()] = part
+            offset += _padded(part.numel())
+        self._shapes, self._choice, self._age = shapes, choice, 1 if due else self._age + 1
+        return payload
+
+    def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        """By the choice that the payload names. ValueError if it names none, or one that does not fit."""
+        payload = check_payload(payload, self.nbytes(shapes), self.name)
+        choice = payload[: len(shapes)].tolist()
+        if max(choice, default=0) >= len(self.candidates):
+            raise ValueError(f"the payload names codec {max(choice)}, there are {len(self.candidates)}")
+        offset, tensors = _padded(len(shapes)), []
+        for shape, index in zip(shapes, choice, strict=True):
+            size = self.candidates[index].nbytes([shape])
+            if offset + size > payload.numel():
+                raise ValueError("the payload names codecs that need more bytes than it has")
+            tensors += self.candidates[index].decode(payload[offset : offset + size], [shape])
+            offset += _padded(size)
+        return tensors
+
+    def fresh(self) -> AutoCodec:
+        """The same, not measured yet."""
+        return AutoCodec(self.bits, self.candidates, self.every)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present choice and its age."""
+        return {"codec": self.name, "shapes": list(self._shapes), "choice": list(self._choice), "age": self._age}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. ValueError if it is another codec's; nothing is changed then."""
+        choice = [int(index) for index in state_dict.get("choice", [])]
+        if state_dict.get("codec") != self.name or not all(0 <= index < len(self.candidates) for index in choice):
+            raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")
+        self._shapes = [tuple(shape) for shape in state_dict["shapes"]]
+        self._choice, self._age = choice, int(state_dict["age"])
+
+    def _sizes(self, shapes: Sequence[Shape]) -> list[list[int]]:
+        return [[_padded(codec.nbytes([shape])) for codec in self.candidates] for shape in shapes]
+
+    def _budget(self, shapes: Sequence[Shape]) -> int:
+        asked = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
+        return max(asked, sum(map(min, self._sizes(shapes))))
+
+    def _measure(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:
+        errors = []
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            row = []
+            for codec in self.candidates:
+                (got,) = codec.decode(codec.encode([tensor]).to(tensor.device), [shape])
+                row.append(float((tensor.float() - got).double().square().sum()))
+            errors.append(row)
+        return allocate(errors, self._sizes(shapes), self._budget(shapes))
+
+
+def _padded(size: int) -> int:
+    return (size + 3) // 4 * 4

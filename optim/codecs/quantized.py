@@ -1,0 +1,106 @@
+"""Codecs that send every value, in 8 or 1 bits, with one float32 scale for each block of consecutive values of a tensor.
+
+For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8 and 1/8 + 1/256 with sign.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.bitpack import byte_table, look_up, pack, packed_bytes
+from shoal.optim.codecs.blockwise import SectionCodec, blocks, check_received, check_sent, numel, slabs
+
+
+class DenseCodec(SectionCodec):
+    """A section is one float32 scale a block, then the codes of all values in row-major order, ``width`` bits each."""
+
+    width: int
+    block: int
+    """Values that share a scale; a tensor's last block may be shorter."""
+
+    @abstractmethod
+    def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Write the scales of the rows of ``values`` (blocks x values) into ``scales``; return the packed codes as flat bytes."""
+
+    @abstractmethod
+    def restore(self, codes: Tensor, values: Tensor) -> None:
+        """Fill ``values`` with what the packed codes stand for at a scale of 1."""
+
+    def section(self, shape: Shape) -> int:
+        """Scales and codes."""
+        return 4 * blocks(numel(shape), self.block) + packed_bytes(numel(shape), self.width)
+
+    def _parts(self, section: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        at = 4 * blocks(count, self.block)
+        return section[:at].view(torch.float32), section[at:]
+
+    def write(self, tensor: Tensor, section: Tensor) -> None:
+        """Encode one tensor."""
+        scales, codes = self._parts(section, tensor.numel())
+        for first, values in slabs(tensor.reshape(-1), self.block):
+            packed = self.quantise(values, scales[first : first + len(values)])
+            at = packed_bytes(first * self.block, self.width)
+            codes[at : at + packed.numel()].copy_(packed)
+        check_sent(scales)
+
+    def read(self, section: Tensor, shape: Shape) -> Tensor:
+        """Decode one tensor."""
+        flat = torch.empty(numel(shape), dtype=torch.float32, device=section.device)
+        scales, codes = self._parts(section, flat.numel())
+        check_received(scales)
+        for first, values in slabs(flat, self.block):
+            at = packed_bytes(first * self.block, self.width)
+            self.restore(codes[at : at + packed_bytes(values.numel(), self.width)], values)
+            values.mul_(scales[first : first + len(values), None])
+        return flat.view(shape)
+
+
+def _largest(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The magnitudes of ``values``, and each row's largest, written into ``scales`` and in a form that can be divided by."""
+    magnitudes = values.abs()
+    torch.amax(magnitudes, dim=1, out=scales)
+    return magnitudes, torch.where(scales > 0, scales, 1).unsqueeze(1)
+
+
+class Int8Codec(DenseCodec):
+    """127 equal steps to either side of zero up to the block's largest magnitude s; error at most s/254.
+
+    Precise enough for whole weights too, if the pseudo-gradients of a round are not small against s/254.
+    """
+
+    name, displacement, width, block = "int8", False, 8, 256
+
+    def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Round to the nearest step."""
+        magnitudes, divisor = _largest(values, scales)
+        steps = torch.div(values, divisor, out=magnitudes).mul_(127).round_()
+        return steps.to(torch.int8).view(torch.uint8).view(-1)
+
+    def restore(self, codes: Tensor, values: Tensor) -> None:
+        """Divided first, so that the largest value comes back exactly. The code -128, which is never sent, counts as -127."""
+        values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(127)
+
+
+class SignCodec(DenseCodec):
+    """1 bit, as in 1-bit Adam (2102.02888): every value becomes its sign times the block's mean magnitude.
+
+    Zero counts as positive. Use it with error feedback ("sign+ef"): without, what is small is lost for good. The paper compresses
+    twice, each time with feedback: the peers' contributions and the mean that a reducer sends back. Where there is a reducer,
+    it needs a codec of its own (``fresh``); between pairs nothing is sent back.
+    """
+
+    name, width, block = "sign", 1, 1024
+
+    def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
+        """One bit a value, 1 for negative."""
+        torch.mean(values.abs(), dim=1, out=scales)
+        return pack((values < 0).view(torch.uint8).view(-1), self.width)
+
+    def restore(self, codes: Tensor, values: Tensor) -> None:
+        """By table."""
+        levels = torch.tensor([1.0, -1.0], device=codes.device)
+        values.view(-1).copy_(look_up(codes, byte_table(levels), values.numel()))

@@ -1,0 +1,43 @@
+"""Codecs by name.
+
+    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2, sign, auto:BITS
+
+``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose errors fade by 0.95 a round;
+``auto:2`` spends 2 bits a value, more on some tensors than on others. A name has no two spellings once it is a codec's ``name``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shoal.optim.codecs.adaptive import AutoCodec
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
+from shoal.optim.codecs.e3m0 import E3M0Codec
+from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.quantized import Int8Codec, SignCodec
+from shoal.optim.codecs.topk import TopK2Codec
+
+INT8, E3M0, SIGN, TOPK2 = Int8Codec(), E3M0Codec(), SignCodec(), TopK2Codec()
+
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, E3M0, TOPK2, SIGN)}
+_SHORT: dict[str, Codec] = {"fp32": FLOAT32, "fp16": FLOAT16, "bf16": BFLOAT16}
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_NAME = re.compile(rf"(?P<base>[a-z0-9]+)(?::(?P<bits>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?", re.ASCII)
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of that name, without state of others: a new instance where it has any. ValueError lists the known ones."""
+    match = _NAME.fullmatch(name) if len(name) <= 64 else None
+    codec = _base(match["base"], match["bits"]) if match else None
+    if match is None or codec is None:
+        known = ", ".join(_CODECS)
+        raise ValueError(
+            f"unknown codec {name[:64]!r}: choose one of {known} or auto:BITS, each with +ef or +ef:BETA for error feedback"
+        )
+    return ErrorFeedback(codec, float(match["beta"] or 1)) if match["ef"] else codec
+
+
+def _base(base: str, bits: str | None) -> Codec | None:
+    if base == "auto":
+        return AutoCodec(float(bits), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)) if bits else None
+    return None if bits else _CODECS.get(base) or _SHORT.get(base)

@@ -1,0 +1,76 @@
+"""Averaging what is no parameter: BatchNorm's running mean and variance travel at the end of a contribution, in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.codecs.base import FLOAT32, Codec, Shape
+from shoal.optim.codecs.state import Stateful, fresh
+
+
+def float_buffers(model: nn.Module) -> list[Tensor]:
+    """The model's floating-point buffers that are part of its state_dict, each once. Counters and masks are not among them."""
+    saved = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+
+
+@dataclass(frozen=True)
+class WithTail:
+    """``codec`` for all tensors but the last ``count``, which travel as float32: a lossy codec would ruin running statistics."""
+
+    codec: Codec
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Both codecs' names, since both partners must send the same tail."""
+        return f"{self.codec.name},{self.count}xfloat32"
+
+    @property
+    def displacement(self) -> bool:
+        """What the codec for the head says."""
+        return bool(getattr(self.codec, "displacement", False))
+
+    def nbytes(self, shapes: Sequence[Shape]) -> int:
+        """Size of the payload in bytes."""
+        head, tail = self._cut(shapes)
+        return self._room(head) + FLOAT32.nbytes(tail)
+
+    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The head, zeros up to a multiple of 4 bytes, the tail."""
+        head, tail = list(tensors[: -self.count]), list(tensors[-self.count :])
+        payload = self.codec.encode(head)
+        gap = payload.new_zeros(self._room([tuple(tensor.shape) for tensor in head]) - payload.numel())
+        return torch.cat([payload, gap, FLOAT32.encode(tail)])
+
+    def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        """ValueError if the size is wrong."""
+        if payload.numel() != self.nbytes(shapes):
+            raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}")
+        head, tail = self._cut(shapes)
+        parts = self.codec.decode(payload[: self.codec.nbytes(head)], head)
+        return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
+
+    def fresh(self) -> WithTail:
+        """With a fresh codec for the head."""
+        return WithTail(fresh(self.codec), self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The head's."""
+        return self.codec.state_dict() if isinstance(self.codec, Stateful) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The head's."""
+        if isinstance(self.codec, Stateful):
+            self.codec.load_state_dict(state_dict)
+
+    def _cut(self, shapes: Sequence[Shape]) -> tuple[Sequence[Shape], Sequence[Shape]]:
+        return shapes[: -self.count], shapes[-self.count :]
+
+    def _room(self, head: Sequence[Shape]) -> int:
+        return (self.codec.nbytes(head) + 3) // 4 * 4

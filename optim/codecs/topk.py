@@ -1,0 +1,150 @@
+"""SparseLoCo's codec (2508.15706): of each chunk of 4,096 values the 64 largest, with two bits of value each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.bitpack import pack, pack12, packed_bytes, unpack, unpack12
+from shoal.optim.codecs.blockwise import CPU_SLAB, GPU_SLAB, SectionCodec, check_received, check_sent, numel
+
+CHUNK, SIDE, KEEP = 4096, 64, 64
+
+
+class TopK2Codec(SectionCodec):
+    """Keeps 1 value in 64 as one of +-lo, +-hi; all others become 0. 108 bytes for 16,384: a ratio of 151.7.
+
+    A chunk is a square of 64 x 64 of a matrix both of whose sides are multiples of 64, else a run of 4,096 values in row-major
+    order, the last run perhaps shorter (of n values it keeps n/64, rounded up). Of the kept values, ordered by magnitude, the
+    larger half become hi and the others lo, which are the means of their magnitudes (one step of Lloyd's algorithm; the paper's
+    levels are not given in what we could read). lo and hi travel as bfloat16, whose range is that of the values.
+
+    A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all signs (1 bit each, 1 for
+    negative). Indices and signs of the larger half come first, so the bit that tells hi from lo need not be sent. A chunk with
+    fewer values above zero than it may keep fills up by repeating its first index, which means nothing: zero stays zero.
+
+    Meant for error feedback ("topk2+ef:0.95"): without, what is never among the largest is never sent.
+    """
+
+    name = "topk2"
+
+    def section(self, shape: Shape) -> int:
+        """Whole chunks, then the short one."""
+        whole, rest = divmod(numel(shape), CHUNK)
+        return whole * _chunk_bytes(CHUNK) + (_chunk_bytes(rest) if rest else 0)
+
+    def write(self, tensor: Tensor, section: Tensor) -> None:
+        """Encode one tensor."""
+        whole, rest = divmod(tensor.numel(), CHUNK)
+        at = whole * _chunk_bytes(CHUNK)
+        if whole:
+            first = 0
+            levels, indices, signs = _parts(section[:at], whole, CHUNK)
+            for chunks in _chunks(tensor, whole):
+                span = slice(first, first + len(chunks))
+                _select(chunks, levels[span], indices[span], signs[span])
+                first += len(chunks)
+        if rest:
+            _select(tensor.reshape(-1)[-rest:].view(1, rest), *_parts(section[at:], 1, rest))
+
+    def read(self, section: Tensor, shape: Shape) -> Tensor:
+        """Decode one tensor: only the kept values are touched."""
+        flat = torch.zeros(numel(shape), dtype=torch.float32, device=section.device)
+        whole, rest = divmod(flat.numel(), CHUNK)
+        at = whole * _chunk_bytes(CHUNK)
+        if whole:
+            places, values = _restore(section[:at], whole, CHUNK)
+            chunk = torch.arange(whole, device=flat.device).unsqueeze(1)
+            if _square(shape):
+                across, width = shape[1] // SIDE, shape[1]
+                row = chunk // across * SIDE + places // SIDE
+                places = row * width + chunk % across * SIDE + places % SIDE
+            else:
+                places += chunk * CHUNK
+            flat[places.view(-1)] = values.view(-1)
+        if rest:
+            places, values = _restore(section[at:], 1, rest)
+            flat[places.view(-1) + whole * CHUNK] = values.view(-1)
+        return flat.view(shape)
+
+
+def _square(shape: Shape) -> bool:
+    return len(shape) == 2 and shape[0] % SIDE == 0 and shape[1] % SIDE == 0
+
+
+def _chunks(tensor: Tensor, whole: int) -> Iterator[Tensor]:
+    """The whole chunks of a tensor, some at a time, as rows."""
+    slab = GPU_SLAB if tensor.is_cuda else CPU_SLAB
+    if _square(tuple(tensor.shape)):
+        across = tensor.shape[1] // SIDE
+        squares = tensor.reshape(-1, SIDE, across, SIDE)
+        step = max(slab // (across * CHUNK), 1)
+        for first in range(0, len(squares), step):
+            yield squares[first : first + step].transpose(1, 2).reshape(-1, CHUNK)
+    else:
+        flat = tensor.reshape(-1)
+        for first in range(0, whole, slab // CHUNK):
+            end = min(first + slab // CHUNK, whole)
+            yield flat[first * CHUNK : end * CHUNK].view(-1, CHUNK)
+
+
+def _kept(size: int) -> int:
+    return (size + SIDE - 1) // SIDE
+
+
+def _chunk_bytes(size: int) -> int:
+    return 4 + packed_bytes(_kept(size), 12) + packed_bytes(_kept(size), 1)
+
+
+def _parts(section: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a section that holds ``chunks`` chunks of ``size`` values: levels, packed indices, packed signs, row by row."""
+    sizes = [chunks * 4, chunks * packed_bytes(_kept(size), 12), chunks * packed_bytes(_kept(size), 1)]
+    levels, indices, signs = torch.split(section, sizes)
+    return levels.view(torch.bfloat16).view(chunks, 2), indices.view(chunks, -1), signs.view(chunks, -1)
+
+
+def _select(chunks: Tensor, levels: Tensor, indices: Tensor, signs: Tensor) -> None:
+    """Encode rows of equal size."""
+    keep = _kept(chunks.shape[1])
+    magnitudes, places = chunks.abs().topk(keep, dim=1)
+    levels.copy_(torch.stack([_mean(half) for half in _halves(magnitudes)], dim=1))
+    check_sent(levels)
+    places = torch.where(magnitudes == 0, places[:, :1], places)
+    indices.copy_(pack12(places))
+    negative = (chunks.gather(1, places) < 0).to(torch.uint8)
+    if keep % 8:
+        signs.copy_(pack(negative.view(-1), 1).view(1, -1))  # a short chunk is alone
+    else:
+        signs.copy_(pack(negative.view(-1), 1).view(len(chunks), -1))
+
+
+def _halves(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns that become hi, and those that become lo: none of them if only one is kept."""
+    half = (kept.shape[1] + 1) // 2
+    return kept[:, :half], kept[:, half:]
+
+
+def _mean(magnitudes: Tensor) -> Tensor:
+    """Of each row's values above zero; 0 if there are none."""
+    return magnitudes.sum(1) / (magnitudes != 0).sum(1).clamp(min=1)
+
+
+def _restore(section: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
+    """Places within the chunks and values, both of shape (chunks, kept). ValueError for bytes that no ``_select`` writes."""
+    keep = _kept(size)
+    levels, indices, signs = _parts(section, chunks, size)
+    check_received(levels)
+    places = unpack12(indices, keep)
+    ordered, head = places.sort(dim=1).values, places[:, :1]
+    # With a place named twice the value would depend on the order in which a device writes.
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != head)
+    if bool((ordered[:, -1] >= size).any()) or bool(twice.any()):
+        raise ValueError("the payload names a place twice, or one that is not in its chunk")
+    high, low = levels.float().unsqueeze(2).unbind(1)
+    values = torch.cat((high.expand(-1, (keep + 1) // 2), low.expand(-1, keep // 2)), dim=1)
+    negative = unpack(signs.reshape(-1), 1, chunks * signs.shape[1] * 8).view(chunks, -1)[:, :keep]
+    values = torch.where(negative.bool(), -values, values)
+    return places, torch.where(places == head, values[:, :1], values)

@@ -1,0 +1,261 @@
+"""The exchange over torch.distributed, for processes that torchrun started: ``optim`` alone is enough then.
+
+    dist.init_process_group("gloo")                                    # or "nccl", for the training's own collectives
+    opt = DiLoCo(inner, Distributed(), every=50)                       # the mean over all ranks
+    opt = NoLoCo(inner, Distributed(size=2), every=50)                 # with one other rank, drawn anew each round
+
+    mesh = init_device_mesh("cuda", (peers, gpus), mesh_dim_names=("peer", "shard"))
+    fully_shard(model, mesh=mesh["shard"])                             # before the inner optimizer is made
+    opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of a peer with shard r of the others
+
+A round goes as in the swarm: find out who is there, move the bytes, count them only if everybody has them. The first and the last
+of these go through the job's store (optim/agreement.py), so somebody late is waited for without any collective in flight. The
+bytes go through gloo groups of our own, in main memory, whatever the training uses: they do not mix with the training's
+collectives, which may run meanwhile, and other than nccl's a failure leaves the process alive. A thread does it all.
+
+When a rank dies, gloo notices if bytes were moving, or else the others wait up to 10 s for its word, and the round is ``None`` for
+all. Later rounds wait for it once at most (``wait``) and then go on among those who are left. It comes back only with the whole
+job (``torchrun --max-restarts``); what dies and returns by itself belongs into a swarm. When the store dies (it lives with
+torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. Each is said in one warning.
+
+Rules and codecs see a shard as if it were the model. Nothing changes where every value is treated by itself, as with float codecs
+and all rules but these: CO2's clip and Decoupled DiLoCo's merge take norms, and block-wise codecs cut blocks, of the shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.exchange.base import Handle, Mean, Nobody, RoundKey
+from shoal.optim.exchange.gloo_groups import GIVEN_UP, Load, Wires
+from shoal.optim.exchange.pairing import groups
+from shoal.optim.exchange.store_agreement import Agreement, Offer, Place, Seat
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+CONFIRM_S = 10.0
+KEEP = 64  # rounds after which what was said in one is deleted from the store; twice that for what was decided
+_instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+
+
+@dataclass(eq=False)
+class _Round:
+    """An exchange in flight; also its handle."""
+
+    key: RoundKey
+    seat: Seat
+    offer: Offer | None
+    load: Load | None
+    limit: float
+    finished: threading.Event = field(default_factory=threading.Event)
+    mean: Mean | None = None
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        """True once ``result`` would return without waiting."""
+        return self.finished.is_set()
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        """Wait at most ``deadline`` seconds, then call the round off, for all its members (and shards) or for none."""
+        if not self.finished.wait(self.limit if deadline is None else min(deadline, self.limit)):
+            self.seat.closed.set()
+            self.finished.wait(CLOSE_S)
+            with self.seat.lock:
+                voted = self.seat.voted
+            if voted:  # the others may count on the mean: what they decided is in the store, and near
+                self.finished.wait(self.limit)
+        if self.error is not None:
+            raise self.error
+        return self.mean
+
+
+class Distributed:
+    """``optim.Exchange`` between the processes of a torch.distributed job. Peer ids are "0", "1", ... in the order of ranks.
+
+    Made by all ranks of ``group`` together, in the same order if there are several; their rounds have to come in the same order.
+
+    Args:
+        group: the ranks; None: all.
+        size: peers that average in a round, grouped by ``optim.pairing`` anew each time; 2: pairs. 0: everybody.
+        seed: of the pairing; the same for all.
+        shards: processes of one peer, consecutive ranks. Each exchanges with those of the same place in the other peers, about its
+            own part of the model (FSDP2) or about its copy (DDP); a round counts for all of a peer's shards or for none.
+        wait: seconds that a round waits for a rank; then it goes on without it, and without waiting until that rank comes again.
+        exchange_timeout: seconds that moving the bytes of one round may take.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or the ranks cannot be cut into peers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        size: int = 0,
+        seed: int = 0,
+        shards: int = 1,
+        wait: float = 60.0,
+        exchange_timeout: float = 600.0,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call init_process_group first, under torchrun")
+        ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+        if shards < 1 or len(ranks) % shards or size < 0:
+            raise ValueError(f"{len(ranks)} ranks cannot be cut into peers of {shards} shards in groups of {size}")
+        store = dist.distributed_c10d._get_default_store()
+        if hasattr(store, "clone"):
+            store = store.clone()  # a connection of its own: whoever waits in the other one would hold us up
+        peer, shard = divmod(ranks.index(dist.get_rank()), shards)
+        self._peers, self._size, self._seed = [str(number) for number in range(len(ranks) // shards)], size, seed
+        self._place = Place(peer, shard, shards)
+        self._timeout, self._limit = exchange_timeout, wait + 3 * exchange_timeout
+        store = PrefixStore(f"shoal/{'-'.join(map(str, ranks))}/{next(_instances[ranks])}", store)
+        self._agreement = Agreement(store, self._place, wait)
+        self._wires = Wires(store, self._place, exchange_timeout)
+        self._uses: Counter[RoundKey] = Counter()
+        self._old: deque[tuple[RoundKey, Seat]] = deque()
+        self._broken = False
+        self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._pending: deque[_Round] = deque()
+        self._thread = threading.Thread(target=self._work, name="shoal-distributed", daemon=True)
+        self._thread.start()
+        # At the interpreter's end a thread within torch would bring the process down.
+        self._closing = weakref.finalize(self, _close, self._queue, self._pending, self._thread)
+
+    @classmethod
+    def for_shards(
+        cls, mesh: DeviceMesh, *, size: int = 0, seed: int = 0, wait: float = 60.0, exchange_timeout: float = 600.0
+    ) -> Distributed:
+        """For a mesh of (peers, shards) over all ranks, as ``init_device_mesh`` makes it. ValueError for another."""
+        if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+            raise ValueError(f"the mesh must have two dimensions, peers and shards, over all ranks in order: {mesh.mesh.tolist()}")
+        return cls(size=size, seed=seed, shards=mesh.size(1), wait=wait, exchange_timeout=exchange_timeout)
+
+    @property
+    def peer(self) -> str:
+        """The own peer id."""
+        return str(self._place.peer)
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        """Copy the tensors and return; the rest happens in the background. ValueError from the codec, or for no weight."""
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        try:
+            payload = codec.encode(tensors)
+        except ValueError:
+            self.absent(key)  # so that the others do not wait for this one
+            raise
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+        what = f"{len(shapes)} tensors of shapes {digest}, {payload.numel()} bytes of {codec.name}"
+        return self._begin(key, Offer(what, float(weight)), Load(payload, shapes, codec))
+
+    def absent(self, key: RoundKey) -> None:
+        """Stay out of this round, and tell the others, so that they do not wait."""
+        self._begin(key, None, None)
+
+    def close(self) -> None:
+        """End the exchanges in flight, without a mean, and tell the others not to wait any more."""
+        self._closing()
+
+    def _begin(self, key: RoundKey, offer: Offer | None, load: Load | None) -> Handle:
+        if self._broken or not self._closing.alive:
+            return Nobody()
+        expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
+        peers = tuple(sorted(map(int, expected)))
+        # The same key may come again, after a load_state_dict: that is another round.
+        run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
+        name = f"round {key.round}, fragment {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
+        self._uses[key] += 1
+        round = _Round(key, Seat(name, peers), offer, load, self._limit * (1 + len(self._pending)))
+        self._pending.append(round)
+        self._queue.put(round)
+        return round
+
+    def _work(self) -> None:
+        while (round := self._queue.get()) is not None:
+            try:
+                if not self._broken:
+                    round.mean = self._meet(round)
+            except RuntimeError as error:  # what the store raises
+                self._broken = True
+                logger.warning(
+                    "the store of torch.distributed is gone (%s): every later round goes on alone. Restart the job, best under "
+                    "torchrun --max-restarts.", str(error).split("\n")[0],
+                )  # fmt: skip
+            except BaseException as error:
+                round.error = error
+            round.load = None  # the handle may be kept for long
+            self._pending.remove(round)
+            round.finished.set()
+        with contextlib.suppress(RuntimeError):
+            self._agreement.leave()
+
+    def _meet(self, round: _Round) -> Mean | None:
+        agreement, seat = self._agreement, round.seat
+        self._forget(round)
+        if len(seat.expected) < 2:
+            return None
+        if round.offer is None or round.load is None or seat.closed.is_set():
+            agreement.come(seat, None)
+            return None
+        agreement.come(seat, round.offer)
+        members = agreement.members(seat)
+        if self._place.peer not in members:
+            return None
+        mean: Mean | str = GIVEN_UP
+        began = time.monotonic()
+        try:
+            offers = agreement.offers(seat, members)
+            if (other := next((o.what for o in offers if o.what != round.offer.what), None)) is not None:
+                mean = f"peers sent {round.offer.what} and {other}; all must be set up alike"
+            else:
+                weights = [offer.weight for offer in offers]
+                mean = self._wires.mean(seat, members, weights, round.load, lambda: agreement.over(seat))
+        finally:
+            # The bytes end at about the same time for all, so who takes much longer to say so is dead.
+            limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
+            counts = agreement.agree(seat, members, isinstance(mean, Mean), limit)
+            if not counts:
+                self._wires.drop(members)
+        if isinstance(mean, Mean) and counts:
+            return mean
+        logger.warning("no mean in %s: %s.", seat.label, mean if isinstance(mean, str) else GIVEN_UP)
+        return None
+
+    def _forget(self, round: _Round) -> None:
+        self._old.append((round.key, round.seat))
+        if len(self._old) > KEEP:
+            self._agreement.forget_offer(self._old[-KEEP - 1][1])
+        if len(self._old) > 2 * KEEP:
+            key, seat = self._old.popleft()
+            self._agreement.forget(seat)
+            if all(key != other for other, _ in self._old):
+                del self._uses[key]
+
+
+def _close(rounds: queue.SimpleQueue[_Round | None], pending: deque[_Round], thread: threading.Thread) -> None:
+    for round in list(pending):
+        round.seat.closed.set()
+    rounds.put(None)
+    thread.join(2 * CLOSE_S)

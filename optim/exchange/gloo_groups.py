@@ -1,0 +1,124 @@
+"""Moving the payloads of a round between the processes of one job, with gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
+
+from shoal.optim.codecs.base import FLOAT32, Codec, Shape, check_finite
+from shoal.optim.codecs.tail import WithTail
+from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.optim.exchange.store_agreement import Pause, Place, Seat
+
+CONNECT_S = 10.0
+GIVEN_UP = "another rank has given it up"
+Gloo = Any
+"""A ``ProcessGroupGloo``, of which torch's stubs know no collective."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a process brings into a round."""
+
+    payload: Tensor
+    shapes: list[Shape]
+    codec: Codec
+
+    @property
+    def plain(self) -> bool:
+        """True if the payload is nothing but the values as float32."""
+        return self.codec == FLOAT32 or (isinstance(self.codec, WithTail) and self.codec.codec == FLOAT32)
+
+
+class Wires:
+    """A gloo group for each set of peers that has met, between processes of the same shard.
+
+    Groups are made here and not by ``dist.new_group``, which all ranks of the job would have to call, dead ones too.
+    All members keep a group, or all make a new one: whoever is among them calls ``drop`` when a round did not count.
+    """
+
+    def __init__(self, store: Store, place: Place, timeout: float) -> None:
+        self._store, self._place, self._timeout = store, place, timedelta(seconds=timeout)
+        self._groups: dict[tuple[int, ...], Gloo] = {}
+        self._abandoned: list[tuple[Work, Gloo]] = []
+
+    def mean(
+        self, seat: Seat, members: tuple[int, ...], weights: Sequence[float], load: Load, over: Callable[[], bool]
+    ) -> Mean | str:
+        """The weighted mean of what the members' payloads stand for, the same bits on all; or why it cannot be had.
+
+        ``weights`` in the order of ``members``. ``over`` is asked now and then and ends the waiting. The payload is used up.
+        """
+        # A group with an operation in it cannot be ended, and deleting it would wait: only when gloo has let go.
+        self._abandoned = [(work, group) for work, group in self._abandoned if not work.is_completed()]
+        peers = [str(peer) for peer in members]
+        try:
+            group = self._group(seat, members)
+            # Of two equal weights the sum has the bits of ``weighted_mean``, the swarm's and the simulation's.
+            if load.plain and (len(members) > 2 or weights[0] == weights[1]):
+                share = weights[members.index(self._place.peer)] / sum(weights)
+                if not self._sum(group, load.payload, share, over):
+                    return GIVEN_UP
+                mean = Mean(load.codec.decode(load.payload, load.shapes), sum(weights), tuple(sorted(peers)))
+            else:
+                payloads = self._gather(group, load.payload, len(members), over)
+                if not payloads:
+                    return GIVEN_UP
+                parts = [self._decoded(load, payload) for payload in payloads]
+                mean = weighted_mean(list(zip(peers, weights, parts, strict=True)))
+            check_finite(mean.tensors, "the mean")
+        except ValueError as error:
+            return str(error)
+        except RuntimeError as error:
+            first = str(error).split("\n")[0][:200]
+            return (
+                f"a connection between ranks failed ({first}): if a rank died, the others go on without it; to have it back "
+                "restart the job, best under torchrun --max-restarts"
+            )
+        return mean
+
+    def drop(self, members: tuple[int, ...]) -> None:
+        """Use this group no more."""
+        self._groups.pop(members, None)
+
+    def _group(self, seat: Seat, members: tuple[int, ...]) -> Gloo:
+        if members not in self._groups:
+            store = PrefixStore(f"gloo/{seat.name}/{self._place.shard}", self._store)
+            timeout = min(timedelta(seconds=CONNECT_S), self._timeout)
+            self._groups[members] = ProcessGroupGloo(store, members.index(self._place.peer), len(members), timeout)
+        return self._groups[members]
+
+    def _gather(self, group: Gloo, payload: Tensor, count: int, over: Callable[[], bool]) -> list[Tensor]:
+        """Everybody's payload to everybody, in the order of the members; empty if it is over."""
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        payloads = [torch.empty_like(payload) for _ in range(count)]
+        return payloads if self._finish(group, group.allgather([payloads], [payload], options), over) else []
+
+    def _decoded(self, load: Load, payload: Tensor) -> Iterable[Tensor]:
+        """Decoded when its turn has come, so that not all are in memory at once."""
+        yield from load.codec.decode(payload, load.shapes)
+
+    def _sum(self, group: Gloo, payload: Tensor, share: float, over: Callable[[], bool]) -> bool:
+        """Adds on the way: each process sends and receives two payloads' worth, however many there are. False if it is over."""
+        options = AllreduceOptions()
+        options.timeout = self._timeout
+        return self._finish(group, group.allreduce([payload.view(torch.float32).mul_(share)], options), over)
+
+    def _finish(self, group: Gloo, work: Work, over: Callable[[], bool]) -> bool:
+        """Wait for the bytes; RuntimeError if gloo failed, False if it is over."""
+        pause = Pause(Event())
+        while not work.is_completed():
+            if over():
+                self._abandoned.append((work, group))
+                return False
+            pause()
+        work.wait()
+        return True

@@ -1,0 +1,263 @@
+"""Many peers in one process, with a virtual clock: deterministic, instant, and with faults at will.
+
+Each peer is a thread running an ordinary training loop, but only one runs at a time: the one whose virtual time is least.
+The same seed therefore gives the same bits, whatever the machine does.
+
+    def peer(exchange):
+        opt = NoLoCo(inner(model), exchange, every=25)
+        for batch in batches: ...; opt.step(); exchange.sleep(0.1)      # a step takes 0.1 virtual seconds
+        return model
+    models = Simulation(["a", "b", "c", "d"], seed=0).run(peer)         # {peer: what it returned}
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.pairing import common, groups
+from shoal.optim.exchange.robust import TRUSTING, Defence
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, as pure functions: the same faults in every run."""
+
+    delay: Callable[[str, RoundKey], float] = lambda peer, key: 0.0
+    """Virtual seconds between a peer's start of an exchange and the moment the others have its contribution."""
+    drop: Callable[[str, RoundKey], bool] = lambda peer, key: False
+    """True: this peer's contribution is lost, and its group gets nothing in that round (both or neither)."""
+    kill: Mapping[str, float] = field(default_factory=dict)
+    """Peer id -> virtual time from which it is gone."""
+
+
+class _Killed(BaseException):
+    """Unwinds a killed peer's thread; not an Exception, so that a training loop does not catch it."""
+
+
+@dataclass
+class _Peer:
+    name: str
+    turn: threading.Event = field(default_factory=threading.Event)
+    wake: float = 0.0
+    ready: Callable[[], bool] | None = None
+    """Wakes the peer before ``wake`` as soon as it is true."""
+    over: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Simulation(Generic[T]):
+    """Runs peers against an in-process exchange.
+
+    Args:
+        peers: their ids; all are members from the start.
+        seed: of the pairing.
+        size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
+        wait: virtual seconds that a peer waits for its group in a round before it goes on alone.
+        defences: what each peer refuses, and takes for the mean; the others trust everybody. As over the network, a pair of which
+            one refuses goes apart, and a group goes on without whom not all of the others can use.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[str],
+        *,
+        seed: int = 0,
+        size: int = 2,
+        wait: float = 10.0,
+        faults: Faults | None = None,
+        defences: Mapping[str, Defence] | None = None,
+    ) -> None:
+        self.peers, self.seed, self.size, self.wait = list(peers), seed, size, wait
+        self.faults, self.defences = faults or Faults(), dict(defences or {})
+        self.now = 0.0
+        self._peers = {name: _Peer(name) for name in self.peers}
+        self._scheduler = threading.Event()
+        self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
+        self._fetched: set[tuple[RoundKey, str]] = set()
+        self._alone: set[tuple[RoundKey, str]] = set()
+        self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
+        self._means: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
+        """Who is in the mean that a peer takes; nobody, if it goes on alone."""
+        self._events = sorted(self.faults.kill.values())  # a heap of the moments at which somebody may become ready sooner
+        # Groups of a round, as long as they hold: the number of deaths by then, and each peer's group.
+        self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
+
+    def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
+        """Run ``peer(exchange)`` for every peer to its end; raises the first exception of any peer. Killed peers have no entry.
+
+        Once only (RuntimeError): its clock and its rounds are used up then.
+        """
+        if any(p.over for p in self._peers.values()):
+            raise RuntimeError("this simulation has run: make a new one")
+        threads = [
+            threading.Thread(target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True)
+            for p in self._peers.values()
+        ]
+        for thread in threads:
+            thread.start()
+        while running := [p for p in self._peers.values() if not p.over]:
+            chosen = min(running, key=self._wakes_at)  # ties: the order of ``peers``
+            while self._events and self._events[0] <= self.now:
+                heapq.heappop(self._events)
+            if self._events and self._events[0] < self._wakes_at(chosen):
+                self.now = self._events[0]  # an arrival or a death may make somebody ready sooner
+                continue
+            self.now = max(self.now, self._wakes_at(chosen))
+            chosen.turn.set()
+            self._scheduler.wait()
+            self._scheduler.clear()
+        for p in self._peers.values():
+            if p.error is not None and not isinstance(p.error, _Killed):
+                raise p.error
+        return {p.name: p.value for p in self._peers.values() if p.error is None}
+
+    def _wakes_at(self, peer: _Peer) -> float:
+        if not self._alive(peer.name):
+            return self.now  # to unwind; it has no group any more, so it must not be asked whether it is ready
+        if peer.ready is not None and peer.ready():
+            return min(self.now, peer.wake)
+        return min(peer.wake, self.faults.kill.get(peer.name, float("inf")))
+
+    def _thread(self, peer: _Peer, function: Callable[[SimulatedExchange], T]) -> None:
+        try:
+            self._wait_for_turn(peer)
+            peer.value = function(SimulatedExchange(self, peer.name))
+        except BaseException as error:
+            peer.error = error
+        finally:
+            peer.over = True
+            self._groups.clear()
+            self._scheduler.set()
+
+    def _wait_for_turn(self, peer: _Peer) -> None:
+        peer.turn.wait()
+        peer.turn.clear()
+        if not self._alive(peer.name):
+            raise _Killed
+
+    def _alive(self, name: str) -> bool:
+        return self.now < self.faults.kill.get(name, float("inf"))
+
+    def _yield(self, name: str, until: float, ready: Callable[[], bool] | None = None) -> None:
+        peer = self._peers[name]
+        peer.wake, peer.ready = until, ready
+        self._scheduler.set()
+        self._wait_for_turn(peer)
+        peer.ready = None
+
+    def _group(self, name: str, key: RoundKey) -> tuple[str, ...]:
+        """The group of the round among those still to be had: a dead partner is replaced if another peer is left over."""
+        if (key, name) in self._decided:
+            return self._decided[key, name]
+        if (key, name) in self._alone:
+            return (name,)
+        deaths = sum(at <= self.now for at in self.faults.kill.values())
+        if key not in self._groups or self._groups[key][0] != deaths:
+            there = [
+                p
+                for p in self.peers
+                if self._alive(p)
+                and not (self._peers[p].over and (key, p) not in self._posted)
+                and (key, p) not in self._alone
+                and (key, p) not in self._decided
+            ]
+            found = groups(self.seed, key.round, there, self.size)
+            self._groups[key] = (deaths, {p: group for group in found for p in group})
+        return self._groups[key][1][name]
+
+    def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
+        """All contributions of the group have arrived."""
+        return all((key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group)
+
+    def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
+        """The first to see the group complete decides for all: from now on every member gets this mean, or dies."""
+        held = {place: self._held(place, group, key) for place in range(len(group))}
+        mean, takers = common(held)
+        for place, peer in enumerate(group):
+            self._decided[key, peer] = group
+            self._means[key, peer] = tuple(p for at, p in enumerate(group) if mean >> at & 1) if takers >> place & 1 else ()
+
+    def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
+        """The places of those whose contributions a member does not refuse, as bits."""
+        defence, own = self.defences.get(group[me], TRUSTING), self._posted[key, group[me]][2]
+        held = 1 << me
+        for at, peer in enumerate(group):
+            theirs = self._posted[key, peer][2]
+            if at != me and all(bool(tensor.isfinite().all()) for tensor in theirs):
+                held |= (defence.problem(key, lambda: own, peer, theirs) is None) << at
+        return held
+
+    def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
+        """Drop a round's tensors once the whole group has them: a long run would keep them all."""
+        self._fetched.add((key, name))
+        if all((key, peer) in self._fetched for peer in group):
+            for peer in group:
+                self._posted[key, peer][2].clear()
+
+
+class SimulatedExchange:
+    """One peer's end of a ``Simulation``; also its clock."""
+
+    def __init__(self, simulation: Simulation[Any], peer: str) -> None:
+        self.simulation, self.peer = simulation, peer
+
+    def sleep(self, seconds: float) -> None:
+        """Let virtual time pass, as computing does."""
+        self.simulation._yield(self.peer, self.simulation.now + seconds)
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> _Waiting:
+        """Post the contribution, as the codec would deliver it."""
+        simulation = self.simulation
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        arrived = codec.decode(codec.encode(tensors), shapes)
+        lost = simulation.faults.drop(self.peer, key)
+        at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
+        simulation._posted[key, self.peer] = (at, weight, arrived)
+        heapq.heappush(simulation._events, at)
+        return _Waiting(simulation, self.peer, key, simulation.now + simulation.wait)
+
+
+class _Waiting:
+    def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float) -> None:
+        self.simulation, self.peer, self.key, self.until = simulation, peer, key, until
+        self._mean: Mean | None = None
+
+    def done(self) -> bool:
+        simulation = self.simulation
+        group = simulation._group(self.peer, self.key)
+        return len(group) == 1 or simulation._complete(group, self.key) or simulation.now >= self.until
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        simulation, key = self.simulation, self.key
+        if self._mean is not None:  # its tensors may have been released
+            return self._mean
+        until = self.until if deadline is None else min(self.until, simulation.now + deadline)
+        simulation._yield(self.peer, until, self.done)
+        group = simulation._group(self.peer, key)
+        if len(group) == 1 or not simulation._complete(group, key):
+            simulation._alone.add((key, self.peer))
+            simulation._groups.pop(key, None)
+            simulation._posted[key, self.peer][2].clear()
+            return None
+        if (key, self.peer) not in simulation._decided:
+            # A group that is decided leaves whole, so the others' groups stay as they are.
+            simulation._decide(group, key)
+        contributions = []
+        for peer in simulation._means[key, self.peer]:
+            _, weight, tensors = simulation._posted[key, peer]
+            contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
+        simulation._release(group, self.peer, key)
+        if contributions:
+            self._mean = simulation.defences.get(self.peer, TRUSTING).mean(self.peer, key.fragment, contributions)
+        return self._mean

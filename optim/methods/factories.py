@@ -1,0 +1,281 @@
+"""The methods of the field, each a rule, a schedule and the documented defaults.
+
+Every factory takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. What the group is (a pair,
+everyone) is the exchange's choice: NoLoCo and GASLoC are meant for pairs, the others for a mean over everyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
+from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.topk import TopK2Codec
+from shoal.optim.exchange.base import Exchange
+from shoal.optim.outer.fragments import layers, positions, strided
+from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
+from shoal.optim.outer.weighting import Weight, by_rate, equal
+from shoal.optim.rules.base import Rule
+from shoal.optim.rules.delayed import CO2Rule, EagerRule
+from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule
+from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
+from shoal.optim.rules.sparta import SpartaRule
+from shoal.optim.rules.stability import warn_if_unstable
+from shoal.optim.schedule.round_length import RoundLength
+from shoal.optim.schedule.schedule import Delayed, Every, Schedule, Streaming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
+"""SparseLoCo's codec, ``topk2+ef:0.95``; a pattern: each optimizer gets one with a memory of its own."""
+
+
+class Options(TypedDict, total=False):
+    """What every method takes; see ``OuterOptimizer``."""
+
+    codec: Codec
+    run: str
+    slow_device: torch.device | str
+    on_round: Callable[[RoundInfo], None] | None
+    weight: float | Weight
+    length: RoundLength | None
+    buffers: Literal["ignore", "average"]
+    model: nn.Module | None
+
+
+def _outer(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    rule: Rule,
+    schedule: Schedule,
+    options: Options,
+    fragments: Sequence[Sequence[Tensor]] | None = None,
+    weights_sent_by: str | None = None,
+) -> OuterOptimizer:
+    if weights_sent_by is not None:
+        check_sends_weights(options.get("codec", FLOAT32), weights_sent_by)
+    return OuterOptimizer(inner, exchange, rule=rule, schedule=schedule, fragments=fragments, **options)
+
+
+def _weighted(options: Options, method: str) -> bool:
+    """True if peers count differently. ValueError for a codec that cannot hold weights divided by what a peer counts."""
+    if options.get("weight", equal) is equal:
+        return False
+    if options.get("codec", FLOAT32).name.startswith("float16"):
+        raise ValueError(
+            f"{method} with uneven weights sends weights divided by the tokens, for which float16 has too small a range: "
+            "choose bfloat16 or float32"
+        )
+    return True
+
+
+def NoLoCo(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 50,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    pull: float | None = None,
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """NoLoCo (2506.10911): every ``every`` inner steps average with one random peer. See ``NoLoCoRule`` for the mathematics.
+
+    Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent, unless peers have
+    different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
+    """
+    rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options, "NoLoCo"))
+    warn_if_unstable(lr, momentum, 0, nesterov=False)
+    return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="NoLoCo")
+
+
+def LocalSGD(
+    inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]
+) -> OuterOptimizer:
+    """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group.
+
+    With different weights (``weight`` given) what each has learnt is weighted, not where each began, so that the mean over all
+    peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two tensors. Where
+    the group is everyone, all begin equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one.
+    """
+    weighted = _weighted(options, "LocalSGD")
+    rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
+    return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="LocalSGD")
+
+
+def GASLoC(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 50,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    mix: float = 1.0,
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
+
+    The defaults are NoLoCo's, for comparison; the paper's were not available to us.
+    """
+    _weighted(options, "GASLoC")
+    warn_if_unstable(lr, momentum, 0, nesterov=True)
+    return _outer(inner, exchange, GASLoCRule(lr, momentum, mix), Every(every), options, weights_sent_by="GASLoC")
+
+
+def DiLoCo(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 500,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """DiLoCo (2311.08105), with the paper's defaults; ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
+
+    Alone it is SNOO, without momentum Lookahead. The best lr rises with the number of peers (2503.09799: 0.4 alone, 0.6 for 2 to 4,
+    0.8 for 8); a short ``every`` wants less momentum.
+    """
+    warn_if_unstable(lr, momentum, 0, nesterov=nesterov)
+    return _outer(inner, exchange, DiLoCoRule(lr, momentum, nesterov), Every(every), options)
+
+
+def StreamingDiLoCo(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 100,
+    fragments: int | Sequence[Sequence[Tensor]] = 4,
+    lag: int = 1,
+    mix: float = 0.5,
+    lr: float = 0.4,
+    momentum: float = 0.9,
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """Streaming DiLoCo (2501.18512): a fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
+
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; there are never more than
+    layers), or lists of parameters.
+    Each fragment has a momentum of its own. Evaluate within ``averaged()``: the slow weights are better than any peer's own.
+    lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
+    An exchange that fails keeps the fast weights (torchft throws the round away).
+    """
+    parts = _cut(fragments, options)
+    warn_if_unstable(lr, momentum, 0, nesterov=True)
+    schedule = Streaming(every, len(parts) if parts else 1, lag)
+    return _outer(inner, exchange, DiLoCoRule(lr, momentum, mix=mix), schedule, options, parts)
+
+
+def DecoupledDiLoCo(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 24,
+    fragments: int | Sequence[Sequence[Tensor]] = 24,
+    lag: int = 2,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    plain: Sequence[Tensor] = (),
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """Decoupled DiLoCo's mathematics (2604.21428): fragments, the RDA merge, weights tokens^2 / steps (``DecoupledRule``).
+
+    Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``: parameters merged by a plain mean
+    (embeddings). lr and momentum are what reimplementers assume; the paper's outer lr was not available to us.
+    """
+    parts = _cut(fragments, options)
+    parameters: list[Tensor] = [p for group in inner.param_groups for p in group["params"]]
+    marked = {id(parameter) for parameter in plain}
+    places = frozenset(
+        (number, position)
+        for number, part in enumerate(positions(parts or [parameters], parameters))
+        for position, index in enumerate(part)
+        if id(parameters[index]) in marked
+    )
+    warn_if_unstable(lr, momentum, 0, nesterov=True)
+    schedule = Streaming(every, len(parts) if parts else 1, lag)
+    options.setdefault("weight", by_rate)
+    return _outer(inner, exchange, DecoupledRule(lr, momentum, places), schedule, options, parts)
+
+
+def Eager(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 30,
+    lr: float = 0.4,
+    momentum: float = 0.6,
+    nesterov: bool = True,
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """Eager updates (2502.12996): the exchange takes a whole round; the own motion is applied at once (``EagerRule``).
+
+    The paper's outer settings were not available to us. These are stable for any number of peers; momentum 0.9 is not.
+    """
+    return _outer(inner, exchange, EagerRule(lr, momentum, nesterov), Delayed(every), options)
+
+
+def CO2(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    every: int = 48,
+    lr: float = 1.0,
+    momentum: float = 0.2,
+    penalty: float | None = None,
+    clip: float | None = 1.0,
+    keep: bool = False,
+    **options: Unpack[Options],
+) -> OuterOptimizer:
+    """CO2-style (2401.16265): the exchange takes a whole round; heavy ball with a staleness penalty and a clip (``CO2Rule``).
+
+    Defaults from the official code: 48 steps and lr 1 (fairscale), momentum 0.2 and clip 1 (its language-model script; fairscale
+    has 0.5 and none). Its penalty is 1; ours is gap-aware.
+    """
+    # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): the least that it damps a lasting motion.
+    damping = penalty if penalty is not None else (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
+    rule = CO2Rule(lr, momentum, penalty, clip, keep)
+    warn_if_unstable(lr / damping, momentum, 1, nesterov=False)
+    return _outer(inner, exchange, rule, Delayed(every), options)
+
+
+def SparseLoCo(
+    inner: torch.optim.Optimizer,
+    exchange: Exchange,
+    *,
+    codec: Codec | None = None,
+    every: int = 30,
+    lr: float = 1.0,
+    **options: Any,
+) -> OuterOptimizer:
+    """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds its error back.
+
+    There is no outer momentum: the error buffer plays its role. (The file of that name by NoLoCo's authors has both.)
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose errors fade by 0.95 a round.
+    """
+    options["codec"] = SPARSE.fresh() if codec is None else codec
+    return DiLoCo(inner, exchange, every=every, lr=lr, momentum=0.0, **options)
+
+
+def SPARTA(
+    inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 1, part: float = 0.005, **options: Unpack[Options]
+) -> OuterOptimizer:
+    """SPARTA: every ``every`` steps the mean of a random ``part`` of the parameters (``SpartaRule``)."""
+    return _outer(inner, exchange, SpartaRule(part), Every(every), options, weights_sent_by="SPARTA")
+
+
+def _cut(fragments: int | Sequence[Sequence[Tensor]], options: Options) -> Sequence[Sequence[Tensor]] | None:
+    if not isinstance(fragments, int):
+        return fragments
+    if fragments == 1:
+        return None
+    model = options.get("model")
+    if model is None:
+        raise ValueError(f"to cut {fragments} fragments by layer, hand in model=, or lists of parameters as fragments=")
+    return strided(model, min(fragments, len(layers(model))))

@@ -1,0 +1,109 @@
+"""Every method by its name: what makes it, whom it wants to meet, what it sends, which knobs it has.
+
+    method = method_named("streaming")
+    opt = method.make(inner, exchange, every=50, lag=5, model=model)      # what is not given has the method's own default
+    method.knobs                                                          # {"every": 100, "fragments": 4, ...}
+
+The command line, the node, the tests and the benchmarks go through this table, so that a new method is one line here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
+from shoal.optim.exchange.base import Exchange
+from shoal.optim.methods.factories import (
+    CO2,
+    SPARSE,
+    SPARTA,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Eager,
+    GASLoC,
+    LocalSGD,
+    NoLoCo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
+from shoal.optim.outer.optimizer import OuterOptimizer
+
+NO_KNOBS = ("codec", "plain")
+"""Arguments of factories that are objects and not settings."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table."""
+
+    name: str
+    factory: Callable[..., OuterOptimizer]
+    group: Literal["pair", "everyone", "nobody"]
+    """Whom the mean is meant to be over."""
+    sends: Literal["weights", "displacement"]
+    """Whole weights, or pseudo-gradients, which stand the codecs below 8 bits."""
+    when: str
+    """What it is for, in a few words."""
+    slow: bool = False
+    """Evaluate with the slow weights (``OuterOptimizer.averaged``): with a delay the fast ones are not where the group is."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the factory that make this method and are no knobs."""
+    weights: Literal["equal", "tokens", "rate"] = "equal"
+    """How contributions are weighed where nothing is said (optim/weights.py)."""
+    codec: Codec = FLOAT32
+    """Its own codec, where none is asked for."""
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Its own keyword arguments and their defaults; besides them it takes all of ``shoal.optim.methods.factories.Options``."""
+        parameters = inspect.signature(self.factory).parameters.values()
+        skip = (*NO_KNOBS, *self.fixed)
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in skip}
+
+    def make(self, inner: torch.optim.Optimizer, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
+        """The optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that the method or codec cannot use."""
+        return self.factory(inner, exchange, **self.fixed, **arguments)
+
+    def check_codec(self, codec: Codec) -> None:
+        """ValueError if what this method sends would not survive ``codec``."""
+        if self.sends == "weights":
+            check_sends_weights(codec, self.name)
+
+
+_ALL = (
+    Method("noloco", NoLoCo, "pair", "weights", "the default: no barrier, a late or dead peer holds up one other at most"),
+    Method("local", LocalSGD, "pair", "weights", "the simplest: plain averaging with a partner, nothing to tune"),
+    Method("gasloc", GASLoC, "pair", "weights", "gossip like noloco, with Nesterov's momentum on the outer iterate"),
+    Method("none", LocalSGD, "nobody", "weights", "training alone, to compare with"),
+    Method("diloco", DiLoCo, "everyone", "displacement", "few, equal, reliable peers: all hold the same weights after a round"),
+    Method("diloco-hb", DiLoCo, "everyone", "displacement", "diloco with heavy-ball momentum", fixed={"nesterov": False}),
+    Method("streaming", StreamingDiLoCo, "everyone", "displacement", "a thin link: fragments, sent while training", slow=True),
+    Method(
+        "decoupled", DecoupledDiLoCo, "everyone", "displacement", "uneven peers: fragments, merged by direction",
+        slow=True, weights="rate",
+    ),
+    Method("eager", Eager, "everyone", "displacement", "a slow link: the exchange has a whole round of time", slow=True),
+    Method("co2", CO2, "everyone", "displacement", "the same, with a penalty on stale means and a clip", slow=True),
+    Method("sparseloco", SparseLoCo, "everyone", "displacement", "the fewest bytes: the largest values in 2 bits", codec=SPARSE),
+    Method("sparta", SPARTA, "everyone", "weights", "a trickle: at each step a random 0.5 % of the weights is averaged"),
+)
+METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
+"""All methods, in the order in which to show them."""
+
+
+def method_named(name: str) -> Method:
+    """ValueError lists the known ones."""
+    method = METHODS.get(name)
+    if method is None:
+        raise ValueError(f"unknown method {name[:64]!r}: choose one of {', '.join(METHODS)}")
+    return method
+
+
+def methods_with(knob: str) -> list[str]:
+    """The names of the methods that have that knob."""
+    return [method.name for method in METHODS.values() if knob in method.knobs]

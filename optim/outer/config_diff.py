@@ -1,0 +1,50 @@
+"""In what two outer optimizers differ, where peers must not: rule, schedule, codec, weights, length of a round, fragments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from shoal.optim.outer.optimizer import OuterOptimizer
+
+
+def difference(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
+    """The first thing in which ``mine`` averages otherwise than ``other``, such as "every is 20 and not 50"; None if nothing.
+
+    ``other`` may be on the device "meta": tensors are not looked at.
+    """
+    for one, two in ((mine.rule, other.rule), (mine.schedule, other.schedule)):
+        if type(one) is not type(two):
+            return f"it is {_name(one)} and not {_name(two)}"
+        for item in fields(one):  # type: ignore[arg-type]
+            found = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
+            if found is not None:
+                return found
+    pairs = {
+        "the codec": (mine.codec.name, other.codec.name),
+        "the weight": (_shown(mine.weight), _shown(other.weight)),
+        "the round": (_length(mine), _length(other)),
+        "the number of averaged buffers": (len(mine._buffers), len(other._buffers)),
+        "the number of fragments": (mine.fragments, other.fragments),
+    }
+    differing = (found for what, (one, two) in pairs.items() if (found := _differ(what, one, two)) is not None)
+    cut = None if mine._parts == other._parts else "its fragments hold other parameters"
+    return next(differing, cut)
+
+
+def _differ(what: str, one: object, two: object) -> str | None:
+    return None if one == two else f"{what} is {one} and not {two}"
+
+
+def _name(thing: object) -> str:
+    return type(thing).__name__.removesuffix("Rule")
+
+
+def _shown(weight: Any) -> str:
+    return getattr(weight, "__name__", str(weight))
+
+
+def _length(opt: OuterOptimizer) -> str:
+    """The kind of length, and how long if that is a number; seconds that are asked for are the same whoever asks."""
+    public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
+    return " ".join([_name(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])

@@ -1,0 +1,45 @@
+"""One contribution between its sending and its applying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.state import Rejectable
+from shoal.optim.exchange.base import Handle, Mean
+from shoal.optim.rules.base import RoundFacts
+
+
+@dataclass
+class Flight:
+    """What ``OuterOptimizer`` remembers of an exchange."""
+
+    handle: Handle
+    facts: RoundFacts
+    contribution: list[Tensor]
+    step: int
+    position: int
+    """In the schedule, when it was sent."""
+    landed: bool = False
+    mean: Mean | None = None
+    listening: bool = False
+    """It went with weight 0."""
+
+    def land(self, codec: Codec) -> None:
+        """Wait for the outcome, once, and tell it to the codec."""
+        if self.landed:
+            return
+        self.mean = self.handle.result()
+        self.landed = True
+        if isinstance(codec, Rejectable) and codec.pending:  # an exchange without a partner in view need not have encoded
+            if self.mean is None:
+                codec.rejected(self.contribution)
+            else:
+                codec.accepted()
+
+    def drop(self, codec: Codec) -> None:
+        """Forget it. What it carried is still in the difference of slow and fast weights, and will be sent with that."""
+        if not self.landed and isinstance(codec, Rejectable) and codec.pending:
+            codec.rejected(self.contribution)

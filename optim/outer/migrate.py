@@ -1,0 +1,165 @@
+"""Going on from what another outer optimizer saved: another method, codec, number of fragments, or length of rounds.
+
+What means the same to both is taken over; the rest begins anew, and is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.state import Stateful, check_shapes, fresh
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.outer.state import OuterState
+from shoal.optim.rules.base import START, RoundFacts, State, kind_of, same_memory
+
+NAMES = {
+    "momentum": "the outer momentum",
+    "offset": "the outer momentum",
+    "eager": "the note of what was applied before its mean had come",
+    "share": "the share in the last mean",
+    "moved": "the length of the last outer step",
+    "usual": "the usual length of a mean",
+}
+"""What the rules' memories are, for people. (Without ``START`` what is sent is measured from the slow weights: nothing is lost.)"""
+
+
+def carry_over(
+    opt: OuterState,
+    saved: Mapping[str, Any],
+    *,
+    kind: str | None = None,
+    groups: bool = True,
+    methods: tuple[str, str] | None = None,
+) -> list[str]:
+    """Load what ``state_dict`` of any outer optimizer of the same model returned, and say what of it could not be used here.
+
+    Slow weights, the inner optimizer's state (of the same kind of optimizer), steps, tokens and the round's number always come
+    over (the model's own weights are the user's to restore); the memory of a rule or a codec where it means the same; the place in
+    the round where the schedule is the same, else a round begins.
+
+    Args:
+        opt: as it was made, before any step.
+        saved: what ``state_dict`` returned.
+        kind: of the rule that saved it (``kind_of``), where an older version did not note it.
+        methods: what to call the method that saved it and the present one; by default the kinds of their rules.
+        groups: take over learning rates and the like too, not only what the inner optimizer keeps for each parameter.
+
+    Returns:
+        What was dropped: phrases such as "the outer momentum of diloco (the method is noloco now)"; empty if nothing.
+
+    Raises:
+        ValueError: the shapes are those of another model; nothing is changed then.
+    """
+    check_shapes("the saved outer state 'slow'", saved["slow"], opt.slow)
+    dropped: list[str] = []
+    state: dict[str, Any] = {
+        "inner": _inner(opt.inner.state_dict(), saved["inner"], groups, dropped),
+        "slow": saved["slow"],
+        "rounding": saved.get("rounding", {}),
+        "rule": _rule(opt, saved, saved.get("kind", kind), methods, dropped),
+        "codecs": _codecs(opt, saved, dropped),
+        "steps": saved["steps"],
+        "tokens": saved.get("tokens", 0),
+        "round": saved["round"],
+        "applied": [int(saved["round"]) - 1] * opt.fragments,  # nothing is in flight
+    }
+    if saved.get("schedule") == repr(opt.schedule):
+        state |= {name: saved[name] for name in ("position", "length", "sent_at") if name in saved}
+    else:
+        state["position"] = int(saved["steps"]) // opt.schedule.every * opt.schedule.every
+        state["sent_at"] = [[state["steps"], state["tokens"]]] * opt.fragments
+    opt.load_state_dict(state)
+    return dropped
+
+
+def _inner(mine: dict[str, Any], theirs: Mapping[str, Any], groups: bool, dropped: list[str]) -> dict[str, Any]:
+    """The inner optimizer's state to load. ValueError if the parameters are grouped in another way."""
+    own, saved = mine["param_groups"], theirs["param_groups"]
+    if [len(group["params"]) for group in own] != [len(group["params"]) for group in saved]:
+        raise ValueError("the saved inner optimizer has other parameter groups")
+    # A version of torch may add a setting; another optimizer has some that this one lacks, and lacks some.
+    if not all(set(a) <= set(b) or set(b) <= set(a) for a, b in zip(_plain(own), _plain(saved), strict=True)):
+        dropped.append("the inner optimizer's state (it is another optimizer now)")
+        return mine
+    merged = [{**a, **b} if groups else {**b, **a} for a, b in zip(own, saved, strict=True)]
+    return {"state": theirs["state"], "param_groups": merged}
+
+
+def _plain(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Without what a scheduler adds."""
+    return [{name: value for name, value in group.items() if name != "initial_lr"} for group in groups]
+
+
+def _rule(
+    opt: OuterState, saved: Mapping[str, Any], was: str | None, methods: tuple[str, str] | None, dropped: list[str]
+) -> State:
+    now, own = kind_of(opt.rule), opt.rule.initial(opt.slow)
+    kept: State = {}
+    lost = []
+    for name, tensors in saved["rule"].items():
+        means_the_same = was == now or (name == "momentum" and was is not None and same_memory(was, now))
+        if means_the_same and name in own and _fit(tensors, own[name]):
+            kept[name] = tensors
+        elif name != START and any(bool(tensor.any()) for tensor in tensors):
+            lost.append(NAMES.get(name, repr(name)))
+    if START in own and START not in kept:
+        kept[START] = saved["slow"]
+    if lost:
+        before, present = methods or (was or "a method that was not noted", now)
+        why = f"the method is {present} now" if before != present else "it is not used any more"
+        dropped.append(f"{', '.join(lost)} of {before} ({why})")
+    return kept
+
+
+def _fit(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    return [tensor.shape for tensor in tensors] == [tensor.shape for tensor in own]
+
+
+def _codecs(opt: OuterState, saved: Mapping[str, Any], dropped: list[str]) -> list[dict[str, Any]]:
+    """The codecs' memories, one for each fragment, or none at all."""
+    memories: list[dict[str, Any]] = list(saved.get("codecs", []))
+    if not any(memories):
+        return []
+    names = sorted({str(memory.get("codec")) for memory in memories})
+    if len(memories) != opt.fragments:
+        why = f"there are {opt.fragments} fragments now, not {len(memories)}"
+    elif not all(_loads(opt.codec, memory, _sent(opt, fragment)) for fragment, memory in enumerate(memories)):
+        why = f"the codec is {opt.codec.name} now" if names != [opt.codec.name] else "other tensors are sent now"
+    else:
+        return memories
+    if any(_holds(memory) for memory in memories):
+        dropped.append(f"the memory of the codec {' and '.join(names)} ({why})")
+    return []
+
+
+def _loads(codec: Codec, memory: dict[str, Any], sent: Sequence[torch.Size]) -> bool:
+    """True if this codec can go on with that memory, of tensors of the shapes ``sent``."""
+    trial = fresh(codec)
+    if not isinstance(trial, Stateful):
+        return not memory
+    try:
+        trial.load_state_dict(memory)
+    except (ValueError, KeyError, TypeError):
+        return False
+    error = memory.get("error")
+    return error is None or [tensor.shape for tensor in error] == list(sent)
+
+
+def _holds(memory: Mapping[str, Any]) -> bool:
+    """False if nothing is lost without it."""
+    error = memory.get("error")
+    return bool(memory.get("choice")) or any(bool(tensor.any()) for tensor in error or [])
+
+
+@torch.no_grad()
+def _sent(opt: OuterState, fragment: int) -> list[torch.Size]:
+    """The shapes of what the rule sends of a fragment: it alone knows."""
+    slow = [tensor.clone() for tensor in opt.slow_of(fragment)]
+    state = opt.rule.initial(slow)
+    facts = RoundFacts(RoundKey("", 0, fragment))
+    return [tensor.shape for tensor in opt.rule.contribution(slow, [tensor.clone() for tensor in slow], state, facts)]

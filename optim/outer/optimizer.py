@@ -1,0 +1,319 @@
+"""The outer optimizer: a real ``torch.optim.Optimizer`` that wraps the user's inner one.
+
+It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate schedulers and ``GradScaler`` act on it as on
+any optimizer. Every ``schedule`` point it hands a contribution to the exchange, applies the outer rule to the slow weights
+(float32, on the CPU unless told otherwise) and puts the fast weights back into the model. If nobody answers, the rule is applied
+to the own contribution alone: local progress is never thrown away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.codecs.state import fresh
+from shoal.optim.codecs.tail import WithTail, float_buffers
+from shoal.optim.exchange.base import Exchange, Handle, KnowsOptimizer, Mean, Nobody, RoundKey, TellsAbsence
+from shoal.optim.outer.fragments import positions
+from shoal.optim.outer.fsdp import check_whole, local
+from shoal.optim.outer.in_flight import Flight
+from shoal.optim.outer.state import OuterState
+from shoal.optim.outer.weighting import Weight, equal
+from shoal.optim.rules.base import START, RoundFacts, Rule, State, assign
+from shoal.optim.schedule.round_length import RoundLength, Steps
+from shoal.optim.schedule.schedule import Schedule, Send
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What happened in one exchange; handed to ``on_round``."""
+
+    key: RoundKey
+    members: tuple[str, ...]
+    """Peer ids in the mean; empty when nobody answered."""
+    step: int
+    """Inner steps finished when the mean was applied."""
+    lag: int
+    """Inner steps between sending and applying."""
+
+
+class OuterOptimizer(OuterState):
+    """Wraps ``inner``; use it in place of ``inner`` in the training loop.
+
+    Args:
+        inner: any optimizer; its state is local, never exchanged or reset.
+        exchange: where contributions go.
+        rule: the outer mathematics (optim/rule.py).
+        schedule: when to send and apply (optim/schedule.py).
+        codec: how contributions become bytes. One with a memory (error feedback) is copied for each fragment.
+        run: names the run; peers of different runs never meet.
+        slow_device: where the slow weights and the rule's state live, in float32.
+        on_round: called with a ``RoundInfo`` after each applied exchange.
+        fragments: the parameters of each fragment; None: one fragment with all of them.
+        weight: of a contribution, as a number or a function of the tokens (``count``) and inner steps since the fragment was sent
+            last (optim/weights.py). 0: stay out of this round's mean, as if absent.
+        length: of a round, in the schedule's steps, or in tokens or seconds (optim/length.py). Not to be shared by optimizers.
+        buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
+            is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
+        model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
+
+    Raises:
+        ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        rule: Rule,
+        schedule: Schedule,
+        codec: Codec = FLOAT32,
+        run: str = "run",
+        slow_device: torch.device | str = "cpu",
+        on_round: Callable[[RoundInfo], None] | None = None,
+        fragments: Sequence[Sequence[Tensor]] | None = None,
+        weight: float | Weight = equal,
+        length: RoundLength | None = None,
+        buffers: Literal["ignore", "average"] = "ignore",
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(inner.param_groups, inner.defaults)  # some schedulers look into the defaults
+        self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
+        self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
+        self.length = length or Steps()
+        self._share_with_inner()
+        self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        wrong = [p.dtype for p in self._params if not p.is_floating_point()]
+        if wrong or not self._params:
+            raise ValueError(f"the outer optimizer averages floating-point parameters, got {wrong or 'none'}")
+        everything = list(range(len(self._params)))
+        self._parts = [everything] if fragments is None else positions(fragments, self._params)
+        if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
+            raise ValueError('buffers must be "ignore", or "average" together with model=')
+        check_whole(self._params, model)
+        self._model = model
+        self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
+        device = torch.device(slow_device)
+        # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
+        pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
+        parts = [local(p) for p in self._params]
+        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
+        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
+        self._rounding: dict[int, Tensor] = {}
+        """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
+        self.rule_state: State = rule.initial(self.slow)
+        self._codecs = [codec] + [fresh(codec) for _ in self._parts[1:]]
+        self.steps = 0
+        self.position = 0
+        """In the schedule: ``steps``, unless rounds are of another ``length``."""
+        self.round = 0
+        """Label of the next exchange; a peer that fell behind may set it forward to meet the others again."""
+        self.tokens = 0
+        """As told to ``count``."""
+        self._sent_at = [(0, 0) for _ in self._parts]
+        """Steps and tokens when each fragment was sent last."""
+        self.applied = [-1] * len(self._parts)
+        """The round whose outcome each fragment was given last; -1: none yet."""
+        self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._listening: set[int] = set()
+        """Fragments whose next contribution does not count."""
+        if isinstance(exchange, KnowsOptimizer):
+            exchange.attach(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
+        if hasattr(self, "slow"):
+            raise ValueError("add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged")
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One inner step, then whatever the schedule asks for (which may wait for a partner, within the exchange's limits)."""
+        loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
+        for _ in self.after_inner():
+            pass  # whoever lands a flight waits for it
+        return loss
+
+    def after_inner(self) -> Iterator[Handle]:
+        """The rest of ``step``, after the inner optimizer's. Yields each exchange whose outcome is wanted next; iterate to the end.
+
+        For who cannot block, as a simulator that has one thread for all peers: it lets the exchange come to its end, then goes on.
+        """
+        self.steps += 1
+        for position in self.length.reached(self.position, self.schedule, self.tokens):
+            self.position = position
+            for action in self.schedule.at(position):
+                if isinstance(action, Send):
+                    yield from [flight.handle for flight in self._in_flight.get(action.fragment, ()) if not flight.landed]
+                    self._send(action.fragment)
+                else:
+                    due = self._flight_due(action.fragment, action.after)
+                    if due is not None and not due.landed:
+                        yield due.handle
+                    self._due(action.fragment, action.after)
+        self._detach()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def count(self, tokens: int) -> None:
+        """Tell how many tokens (or samples) the coming step has learnt from, for weights that depend on them."""
+        self.tokens += tokens
+
+    def listen(self) -> None:
+        """Take part in the next round (of every fragment) with weight 0: for who has joined late, and has hardly trained yet.
+
+        The mean is then that of the others, and they go on as if this peer were absent. The exchange must take weights of 0;
+        ``Distributed`` does not.
+        """
+        self._listening = set(range(len(self._parts)))
+
+    @torch.no_grad()
+    def _read_fast(self, part: Sequence[int]) -> None:
+        for index in part:
+            param = local(self._params[index])
+            self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
+        self._synchronize()
+        # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
+        # weights would creep back to the model's coarse grid even when nothing is learnt.
+        for index in part:
+            if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
+                self._fast[index].add_(self._lost(index))
+
+    def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
+        part = self._parts[fragment]
+        state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
+        return [self.slow[index] for index in part], [self._fast[index] for index in part], state
+
+    def _weigh(self, fragment: int) -> float:
+        steps, tokens = self._sent_at[fragment]
+        weight = self.weight(self.tokens - tokens, self.steps - steps) if callable(self.weight) else self.weight
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of a contribution must be finite and not negative, got {weight}")
+        return float(weight)
+
+    @torch.no_grad()
+    def _send(self, fragment: int) -> None:
+        if fragment >= len(self._parts):
+            raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
+        for flight in self._in_flight[fragment]:
+            flight.land(self._codecs[fragment])  # a fragment is in one exchange at a time
+        weight = self._weigh(fragment)
+        self._read_fast(self._parts[fragment])
+        slow, fast, state = self._of(fragment)
+        listening = fragment in self._listening
+        self._listening.discard(fragment)
+        stated = 1.0 if listening or not weight else weight
+        facts = RoundFacts(RoundKey(self.run, self.round, fragment), stated, stated)
+        contribution = self.rule.contribution(slow, fast, state, facts)
+        codec = self._codecs[fragment]
+        tail = self._buffers if fragment == 0 else []
+        if weight > 0:
+            wire = WithTail(codec, len(tail)) if tail else codec
+            sent = 0.0 if listening else weight
+            handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], sent, wire)
+        else:
+            handle = Nobody()
+            if isinstance(self.exchange, TellsAbsence):
+                self.exchange.absent(facts.key)
+        flight = Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0, listening=listening)
+        self._in_flight[fragment].append(flight)
+        self._sent_at[fragment] = (self.steps, self.tokens)
+        self.round += 1
+
+    def _flight_due(self, fragment: int, after: int | None) -> Flight | None:
+        return next((f for f in self._in_flight[fragment] if after is None or f.position == self.position - after), None)
+
+    def _due(self, fragment: int, after: int | None) -> None:
+        flights, due = self._in_flight[fragment], self._flight_due(fragment, after)
+        if due is not None:
+            self._apply(fragment, due)
+        elif flights and flights[-1].position == self.position:  # a delayed schedule's first round: there was none before
+            slow, fast, state = self._of(fragment)
+            self._detach()
+            with torch.no_grad():
+                self.rule.apply(slow, fast, [], state, RoundFacts(flights[-1].facts.key, members=0))
+            self._restart(self._parts[fragment])
+
+    def _detach(self) -> None:
+        """Copy what this step's contributions share with the staging buffers or the slow weights, before those change."""
+        just_sent = [flight for flights in self._in_flight.values() for flight in flights if flight.step == self.steps]
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
+        for flight in just_sent:
+            flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in flight.contribution]
+
+    @torch.no_grad()
+    def _apply(self, fragment: int, flight: Flight) -> None:
+        flight.land(self._codecs[fragment])
+        lag, mean, part = self.steps - flight.step, flight.mean, self._parts[fragment]
+        if lag > 0:
+            self._detach()
+            self._read_fast(part)
+        slow, fast, state = self._of(fragment)
+        count, weight = len(flight.contribution), flight.facts.weight
+        total, members = weight, 1
+        if mean is not None:
+            total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
+            if flight.listening and members < len(mean.members):  # where nobody has weight all count
+                weight = 0.0
+        facts = RoundFacts(flight.facts.key, weight, total, members, lag, flight.contribution)
+        tensors = flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
+        self.rule.apply(slow, fast, tensors, state, facts)
+        self._restart(part)
+        if mean is not None and fragment == 0:
+            assign(self._buffers, mean.tensors[count:])
+        # Only now: had anything above raised, a second call would find the exchange still there.
+        self._in_flight[fragment].remove(flight)
+        self.applied[fragment] = facts.key.round
+        self._report(facts.key, mean, lag)
+
+    def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:
+        if self.on_round is not None:
+            self.on_round(RoundInfo(key, () if mean is None else mean.members, self.steps, lag))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
+        everything = range(len(self._params))
+        with torch.no_grad():
+            kept = [local(param).detach().clone() for param in self._params]
+        self._write(everything, self.slow)
+        try:
+            yield
+        finally:
+            self._write(everything, kept)
+
+    @torch.no_grad()
+    def finish(self, *, average: bool = False) -> None:
+        """Apply what is still in flight (waiting within the exchange's limits). Call it once after the last step.
+
+        ``average``: then take the plain mean of the slow weights (and the averaged buffers) over the group once more, as float32,
+        and leave it in the model too. Gossip leaves the peers an ensemble; this makes the group equal. All must do it.
+        """
+        for fragment, flights in self._in_flight.items():
+            for flight in list(flights):
+                self._apply(fragment, flight)
+        if not average:
+            return
+        key = RoundKey(self.run, self.round, len(self._parts))
+        self.round += 1
+        mean = self.exchange.start(key, [*self.slow, *self._buffers], 1.0, FLOAT32).result()
+        if mean is not None:
+            assign([*self.slow, *self._buffers], mean.tensors)
+        assign(self._fast, self.slow)
+        self._restart(range(len(self._params)))
+        if START in self.rule_state:
+            assign(self.rule_state[START], self.slow)
+        self._report(key, mean, 0)

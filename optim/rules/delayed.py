@@ -1,0 +1,166 @@
+"""Rules for means that arrive a whole round late, while the next round is computed: CO2-style and eager updates.
+
+Under ``Delayed`` each round ends with: wait for the mean of the round before, send the own motion of this round, then apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.optim.rules.base import START, RoundFacts, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.rules.diloco import outer_step
+from shoal.optim.rules.stability import warn_if_unstable
+
+USUAL = 0.9
+"""How slowly the usual length of the mean pseudo-gradient follows the present one."""
+
+
+@dataclass(frozen=True)
+class CO2Rule:
+    """CO2-style (2401.16265): heavy ball on the mean of the round before, with a penalty for its staleness and a clip.
+
+        g = start - fast is sent;  G = mean(g of the round before)
+        m <- clip(momentum m + G / L, +-clip);   slow <- slow - lr m;   fast <- slow
+
+    "CO2-style": only the paper's abstract, reviews and code were available to us. Ours, not necessarily the paper's, is the
+    gap-aware penalty L = 1 + ||slow's last move|| / C, C = running mean of ||G|| (first G, then 0.9 C + 0.1 ||G||), both over the
+    fragment. A number for ``penalty`` is that constant L, as in the official code (whose default 1 is no penalty).
+    Not followed: the official code clips a copy (so never), and averages the live parameters while they are trained.
+    The paper sends the weights, we send their motion; with equal starts that is the same, and it suits any codec.
+
+    What was learnt since the last send is in no mean yet. By default it is discarded from ``fast`` and comes back with its mean one
+    round later. ``keep=True`` leaves it there: fast moves by (slow's move + own g of the round before), so that its own motion is
+    never applied twice.
+
+    The first round has no mean: fast goes on from where it is.
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("momentum", "moved", "usual")
+    lr: float = 1.0
+    momentum: float = 0.2
+    penalty: float | None = None
+    """None: gap-aware. Else a constant of at least 1."""
+    clip: float | None = 1.0
+    """Largest absolute value in the momentum; None: no limit."""
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        check_rate_and_momentum(self.lr, self.momentum)
+        if self.penalty is not None and not self.penalty >= 1:
+            raise ValueError(f"penalty must be at least 1, got {self.penalty}: 1 is no penalty")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be positive, got {self.clip}: None is no clip")
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """Momentum 0, start = slow; ``moved`` is the squared length of each tensor's last move, ``usual`` C for each tensor."""
+        state = {"momentum": zeros(slow), START: [tensor.clone() for tensor in slow]}
+        if self.penalty is None:
+            state["moved"] = [tensor.new_zeros(()) for tensor in slow]
+            state["usual"] = [tensor.new_zeros(()) for tensor in slow]
+        return state
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """The motion since the last contribution."""
+        motion = pseudo_gradient(state[START], fast)
+        assign(state[START], fast)
+        return motion
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """One outer step; none as long as there is no mean."""
+        if facts.members == 0:
+            return
+        gap = self._gap(mean, state)
+        for index, (m, start, s, f, g) in enumerate(zip(state["momentum"], state[START], slow, fast, mean, strict=True)):
+            m.mul_(self.momentum).add_(g / gap)
+            if self.clip is not None:
+                m.clamp_(-self.clip, self.clip)
+            s.sub_(m, alpha=self.lr)
+            if self.keep:
+                correction = facts.sent[index] - self.lr * m
+                f.add_(correction)
+                start.add_(correction)
+            else:
+                f.sub_(start).add_(s)  # what was learnt after the last send stays: nothing, when that was just now
+                start.copy_(s)
+            if self.penalty is None:
+                state["moved"][index].copy_((self.lr * torch.linalg.vector_norm(m)) ** 2)
+
+    def _gap(self, mean: Sequence[Tensor], state: State) -> float | Tensor:
+        """The penalty of this mean; advances C."""
+        if self.penalty is not None:
+            return self.penalty
+        length = _length(mean)
+        usual = state["usual"][0]
+        usual = torch.where(usual > 0, USUAL * usual + (1 - USUAL) * length, length)
+        assign(state["usual"], [usual] * len(mean))
+        moved = torch.stack(state["moved"]).sum().sqrt()
+        return 1 + torch.where(usual > 0, moved / usual.clamp_min(torch.finfo(usual.dtype).tiny), 0.0)
+
+
+def _length(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).square().sum().sqrt()
+
+
+@dataclass(frozen=True)
+class EagerRule:
+    """Eager updates (2502.12996): the others' motion of the round before, the own one of this round.
+
+        e = (1/K) g of this round;   G = mean(g of the round before) - e of the round before + e
+        DiLoCo's outer step with G;   fast <- slow
+
+    1/K is the own share in the last mean: 1 as long as nobody has answered (the paper does not say what the first round does), so
+    alone this is DiLoCo to the rounding. What was applied eagerly is kept, so that exactly this is taken back when the mean has
+    come, even if the share has changed or an exchange was dropped.
+
+    The more peers, the more of the mean is late: at momentum 0.9 lr must stay below 0.77 for 2 peers, 0.41 for 4, 0.32 for 8
+    (stability.py); a warning says so once the share is known.
+
+    The slow weights differ between the peers by their own eager parts. The paper leaves open whether they should be made equal now
+    and then; ``finish(average=True)`` does so at the end.
+    """
+
+    lr: float = 0.4
+    momentum: float = 0.6
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        check_rate_and_momentum(self.lr, self.momentum)
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """Momentum 0, start = slow, nothing applied in advance, and the share of a peer alone."""
+        state = {START: [tensor.clone() for tensor in slow], "eager": zeros(slow)}
+        state["share"] = [tensor.new_ones(()) for tensor in slow]
+        return state | ({"momentum": zeros(slow)} if self.momentum else {})
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """The motion since the last outer step."""
+        return pseudo_gradient(state[START], fast)
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """One outer step. When the mean is not late, all motion is in it and nothing is applied in advance."""
+        if facts.members > 0:
+            for share in state["share"]:
+                share.fill_(facts.share)
+            if facts.lag > 0:
+                warn_if_unstable(self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(facts.share, 2))
+        gradients = []
+        for index, (e, share) in enumerate(zip(state["eager"], state["share"], strict=True)):
+            g = -e
+            if facts.members == 0 or facts.lag > 0:
+                e.copy_((state[START][index] - fast[index]) * share)
+                g.add_(e)
+            else:
+                e.zero_()
+            gradients.append(g if facts.members == 0 else g.add_(mean[index]))
+        outer_step(slow, gradients, state, self.lr, self.momentum, self.nesterov)
+        assign(fast, slow)
+        assign(state[START], slow)

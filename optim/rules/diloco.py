@@ -1,0 +1,135 @@
+"""DiLoCo and the rules built on it: the mean pseudo-gradient goes through SGD with momentum on the slow weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.optim.rules.base import RoundFacts, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+
+
+@dataclass(frozen=True)
+class DiLoCoRule:
+    """DiLoCo (2311.08105): with momentum m, outer lr b and G = mean(g),
+
+        v <- m v + G;   slow <- slow - b (G + m v)   (nesterov)   or   slow <- slow - b v   (heavy ball);   fast <- slow
+
+    The Nesterov form is that of torch.optim.SGD(nesterov=True), which the paper's and most public code uses. It equals the form
+    with lr inside the buffer (MuLoCo's code) only while lr is constant. The "DiLoCo" of NoLoCo's authors is the heavy ball.
+
+    One peer alone: SNOO (2510.15830), and without momentum Lookahead. Without momentum over everyone: SparseLoCo's outer step.
+
+    ``mix`` (Streaming DiLoCo, 2501.18512; torchft and MaxText do the same): fast <- mix fast + (1 - mix) slow. 0 discards what
+    was learnt while the exchange was in flight, 1 never hears the others. The next pseudo-gradient is measured from the new slow
+    weights, not from the mix. The inner optimizer's state is neither sent nor reset.
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("momentum",)
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    mix: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rate_and_momentum(self.lr, self.momentum)
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones")
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """Momentum 0; no buffer without momentum."""
+        return {"momentum": zeros(slow)} if self.momentum else {}
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """The pseudo-gradients."""
+        return pseudo_gradient(slow, fast)
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """One outer step."""
+        outer_step(slow, mean, state, self.lr, self.momentum, self.nesterov)
+        for s, f in zip(slow, fast, strict=True):
+            if self.mix == 0:
+                f.copy_(s)
+            elif self.mix < 1:
+                f.mul_(self.mix).add_(s, alpha=1 - self.mix)
+
+
+def outer_step(
+    slow: Sequence[Tensor], gradients: Sequence[Tensor], state: State, lr: float, momentum: float, nesterov: bool
+) -> None:
+    """SGD with momentum in torch's form on ``slow``, in place; ``gradients`` are not changed."""
+    if momentum == 0:
+        for s, g in zip(slow, gradients, strict=True):
+            s.sub_(g, alpha=lr)
+        return
+    for v, s, g in zip(state["momentum"], slow, gradients, strict=True):
+        v.mul_(momentum).add_(g)
+        if nesterov:
+            s.sub_(g, alpha=lr).sub_(v, alpha=lr * momentum)
+        else:
+            s.sub_(v, alpha=lr)
+
+
+def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tensor]:
+    """Decoupled DiLoCo's merge (2604.21428): the mean length times the direction of the mean direction, tensor by tensor.
+
+    Args:
+        mean_units: weighted means of g / ||g||, of the parameters' shapes.
+        mean_norms: weighted means of ||g||, scalars. The paper prints this radial factor as a vector, which is an erratum.
+    """
+    merged = []
+    for unit, norm in zip(mean_units, mean_norms, strict=True):
+        length = torch.linalg.vector_norm(unit)
+        merged.append(unit * torch.where(length > 0, norm / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0))
+    return merged
+
+
+@dataclass(frozen=True)
+class DecoupledRule:
+    """Decoupled DiLoCo's outer step (2604.21428): DiLoCo's Nesterov form on the ``rda`` merge of the pseudo-gradients.
+
+    Directions and lengths are both sent, so that the merge is a mean and any exchange can take it. The merge restores the full
+    length whatever a codec left of the direction, so use it with codecs that keep it (one toy run with top-k and error feedback
+    ended far worse than in float32; the cause is not isolated). The quorum, the grace window and the merging server are the
+    exchange's; tokens^2 / steps is ``weights.by_rate``. Whoever receives a fragment goes on from the slow weights (the paper's
+    choice).
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("momentum",)
+    lr: float = 0.7
+    momentum: float = 0.9
+    plain: frozenset[tuple[int, int]] = frozenset()
+    """(fragment, position in it) of the parameters that get a plain mean, as the paper has it for embeddings."""
+
+    def __post_init__(self) -> None:
+        check_rate_and_momentum(self.lr, self.momentum)
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """As DiLoCo's."""
+        return {"momentum": zeros(slow)} if self.momentum else {}
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """Unit vectors (the pseudo-gradient itself where plain), then one scalar length for each."""
+        gradients = pseudo_gradient(slow, fast)
+        lengths = [torch.linalg.vector_norm(g) for g in gradients]
+        for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
+            if (facts.key.fragment, position) not in self.plain and length > 0:
+                g.div_(length)
+        return gradients + lengths
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """One outer step."""
+        count = len(slow)
+        merged = rda(mean[:count], mean[count:])
+        for position in range(count):
+            if (facts.key.fragment, position) in self.plain:
+                merged[position] = mean[position]
+        outer_step(slow, merged, state, self.lr, self.momentum, nesterov=True)
+        assign(fast, slow)

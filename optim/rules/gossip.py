@@ -1,0 +1,165 @@
+"""The rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo, GASLoC.
+
+The others: rules_diloco.py (DiLoCo and what is built on it), rules_delayed.py (CO2, eager updates), sparta.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.optim.rules.base import RoundFacts, Rule, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+
+__all__ = ["GASLoCRule", "LocalSGDRule", "NoLoCoRule", "Rule", "State"]
+
+
+def _divided(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """By the own weight, so that the weighted mean of it, times the mean weight (``_mean_weight``), is a plain mean."""
+    return list(tensors) if weight == 1.0 else [tensor / weight for tensor in tensors]
+
+
+def _mean_weight(facts: RoundFacts) -> float:
+    return facts.total / max(facts.members, 1)
+
+
+@dataclass(frozen=True)
+class NoLoCoRule:
+    """NoLoCo (2506.10911v1, Eq. 1-3), in the form of the authors' code, whose sign of the second term is the descending one.
+
+    With g = slow - fast, momentum a, outer lr b and pull c, means taken over the group:
+
+        v <- a v + b mean(g) + c (slow - mean(slow));   slow <- slow - v;   fast <- slow
+
+    This is heavy ball, not Nesterov. When c = b (as in the authors' runs; the paper gives no value) the two terms collapse to
+    b (slow - mean(fast)): only the fast weights travel, half the bytes. Otherwise g and slow both travel.
+
+    ``weighted``: peers contribute with different weights. Only mean(g) is weighted then; mean(slow) stays a plain mean, so that
+    the pull moves the members by opposite amounts and the mean over all peers is conserved (ours: the paper has no weights).
+    That needs both tensors, whatever the pull. All peers must agree on it.
+
+    The replicas' spread contracts for 0 < c < 2 (1 - a^2) with pairs (our derivation; the paper's Eq. 74 recommends values
+    that diverge for a = 0.9): outside of it a warning says so.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.5
+    pull: float | None = None
+    """None: equal to ``lr``."""
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        check_rate_and_momentum(self.lr, self.momentum)
+        if not self.gamma >= 0:
+            raise ValueError(f"pull must not be negative, got {self.gamma}")
+        limit = 2 * (1 - self.momentum**2)
+        if self.gamma >= limit and self.gamma != 0:
+            warnings.warn(
+                f"pull {self.gamma:g} with momentum {self.momentum:g} lets the peers drift apart: keep pull below {limit:g} "
+                "or lower the momentum",
+                stacklevel=3,
+            )
+
+    @property
+    def gamma(self) -> float:
+        """The pull towards the group's mean slow weights."""
+        return self.lr if self.pull is None else self.pull
+
+    @property
+    def sends_weights_only(self) -> bool:
+        """The one-tensor form."""
+        return self.gamma == self.lr and not self.weighted
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """Momentum 0."""
+        return {"momentum": zeros(slow)}
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """``fast`` in the one-tensor form, else the pseudo-gradients followed by ``slow`` (divided by the own weight)."""
+        if self.sends_weights_only:
+            return list(fast)
+        return pseudo_gradient(slow, fast) + _divided(slow, facts.weight)
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """One outer step."""
+        velocity = state["momentum"]
+        if self.sends_weights_only:
+            for v, s, mean_fast in zip(velocity, slow, mean, strict=True):
+                v.mul_(self.momentum).add_(s - mean_fast, alpha=self.lr)
+                s.sub_(v)
+        else:
+            count, scale = len(slow), _mean_weight(facts)
+            for v, s, g, mean_slow in zip(velocity, slow, mean[:count], mean[count:], strict=True):
+                v.mul_(self.momentum).add_(g, alpha=self.lr)
+                if facts.members > 1 or facts.weight == 0:  # alone nothing pulls, and rounding must not either
+                    v.add_(s - mean_slow * scale, alpha=self.gamma)
+                s.sub_(v)
+        assign(fast, slow)
+
+
+@dataclass(frozen=True)
+class LocalSGDRule:
+    """Local SGD / FedAvg: the slow weights become the mean of the fast weights. With pairs: epidemic averaging."""
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """Nothing to remember."""
+        return {}
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """The fast weights."""
+        return list(fast)
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """Replace slow and fast by the mean."""
+        assign(slow, mean)
+        assign(fast, slow)
+
+
+@dataclass(frozen=True)
+class GASLoCRule:
+    """GASLoC (2606.11081): gossip on the outer iterate, with momentum on it.
+
+    With h = fast - slow, outer lr b, mix a and momentum c, the mean a plain one over the group (never weighted, so that the mean
+    over all peers is conserved; peers that made more steps count more by their larger h):
+
+        u <- slow + b h;   slow <- u - a (u - mean(u)) + c (u - u of the round before);   fast <- slow
+
+    The paper writes a graph Laplacian; for a group of n that averages completely it is n (u - mean(u)), so its step size is a/n
+    (a/2 for pairs). The u before the first round is the first slow weights, as in Nesterov's own form: alone, this is DiLoCo's
+    torch form with the same lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.5
+    mix: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_rate_and_momentum(self.lr, self.momentum)
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must lie in [0, 1], got {self.mix}: 0 never averages, 1 averages completely")
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """``offset``: slow minus the last u."""
+        return {"offset": zeros(slow)}
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """u, divided by the own weight."""
+        return _divided([s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)], facts.weight)
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """One outer step."""
+        scale = _mean_weight(facts)
+        for offset, s, f, mean_u in zip(state["offset"], slow, fast, mean, strict=True):
+            u = s.lerp(f, self.lr)
+            offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum
+            offset.add_(mean_u * scale - u, alpha=self.mix)
+            s.copy_(u).add_(offset)
+        assign(fast, slow)

@@ -1,0 +1,89 @@
+"""SPARTA (openreview stFPf3gzq1): every few steps a small random part of the parameters is averaged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.rules.base import RoundFacts, State, assign
+
+MASK_32 = 0xFFFFFFFF
+
+
+def chosen(key: RoundKey, count: int, part: float) -> Tensor:
+    """round(part * count) different positions below ``count``, ascending, int64 on the CPU.
+
+    They follow from the key alone, in integer arithmetic, so that every peer finds the same ones on any machine and with any
+    version of torch, and no mask is sent. The positions are cut into as many runs as are wanted, of lengths that differ by at most
+    one, and one is drawn in each: so their number is fixed, and a position is chosen with probability ``part`` (to that one).
+    """
+    wanted = min(round(part * count), count)
+    if wanted == 0:
+        return torch.empty(0, dtype=torch.int64)
+    seed = hashlib.sha256(f"shoal/sparta/1:{key.run}:{key.round}:{key.fragment}".encode()).digest()
+    edges = torch.arange(wanted + 1, dtype=torch.int64)
+    edges = edges * (count // wanted) + edges * (count % wanted) // wanted  # = edges * count // wanted, without overflow
+    low, length = edges[:-1], edges[1:] - edges[:-1]
+    draws = torch.arange(wanted, dtype=torch.int64)
+    for start in range(0, 16, 4):
+        draws = _mixed(draws ^ int.from_bytes(seed[start : start + 4], "little"))
+    return low + draws % length
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers (held in int64) that leaves no pattern: two rounds of xorshift and multiply."""
+    for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
+        values = values & MASK_32
+        values = ((values ^ (values >> 16)) * factor) & MASK_32
+    return values ^ (values >> 15)
+
+
+@dataclass(frozen=True)
+class SpartaRule:
+    """SPARTA: the chosen values of ``fast`` become their mean over the group; all others stay the peer's own.
+
+    The mask follows from (run, round, fragment): the public code sends it, which costs more than the values. It has a fixed number
+    of values over the whole fragment, so that small tensors are reached too. There is no outer optimizer: slow equals fast.
+    When the mean comes late, the values move by (mean - what was sent), so that what was learnt since then stays.
+    """
+
+    part: float = 0.005
+    """Of all values, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part <= 1:
+            raise ValueError(f"part must lie in [0, 1], got {self.part}: it is the part of all values that is averaged")
+
+    def initial(self, slow: Sequence[Tensor]) -> State:
+        """Nothing to remember."""
+        return {}
+
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+        """One flat tensor of the chosen values."""
+        return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, facts.key), strict=True)])]
+
+    def apply(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+    ) -> None:
+        """Replace (or, when late, shift) the chosen values."""
+        places = self._places(fast, facts.key)
+        sizes = [at.numel() for at in places]
+        sent = torch.split(facts.sent[0], sizes)
+        for f, at, theirs, own in zip(fast, places, torch.split(mean[0], sizes), sent, strict=True):
+            flat = f.view(-1)
+            flat[at] = theirs if facts.lag == 0 else flat[at] + (theirs - own)
+        assign(slow, fast)
+
+    def _places(self, tensors: Sequence[Tensor], key: RoundKey) -> list[Tensor]:
+        """For each tensor the chosen positions in it."""
+        ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0)
+        flat = chosen(key, int(ends[-1]), self.part)
+        cuts = [0, *torch.searchsorted(flat, ends).tolist()]
+        begins = [0, *ends[:-1].tolist()]
+        parts = zip(cuts, cuts[1:], begins, tensors, strict=False)
+        return [(flat[first:last] - begin).to(tensor.device) for first, last, begin, tensor in parts]

@@ -1,0 +1,177 @@
+"""Invitations to a swarm that is by invitation only: the creator signs them, a link carries one, a member shows it with its record.
+
+An invitation is for one peer id, or for whoever holds a one-time key, whose private half is in the link: such a link is good for
+whoever has it. Its holder signs its own peer id with that key, so that what others see of it is of no use to them. An invitation
+counts until it expires, being a member included.
+
+    link  = sealed Invitation (+ 32 bytes: the seed of the one-time key), in base64url
+    shown = Admission: the sealed Invitation, when its holder came in, and the one-time key's signature over both and its peer id
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import math
+import secrets
+import struct
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgpack
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import Field, model_validator
+
+from shoal.swarm.errors import AdmissionError, MessageError
+from shoal.swarm.identity import Identity, verify
+from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.fields import Nonce, PeerId, SwarmId
+
+MAX_USES = 65_536
+MAX_SHOWN = KIB  # bytes of an admission, packed
+CLOCK = 60.0  # seconds by which the clocks of those who judge may be ahead of the creator's
+_CONTEXT = "shoal/entry/1"
+_SEED = 32  # bytes
+ASK = "ask the creator of the swarm for a new link (`shoal invite`)"
+
+
+class Invitation(Message):
+    """What the creator signs. ``expires`` and ``issued`` in Unix seconds; ``uses``: how many peers may be in by it at a time.
+
+    Of ``key`` (a one-time key, as a peer id) and ``peer`` (the one who is invited) exactly one is given.
+    """
+
+    KIND = "invitation"
+    swarm: SwarmId
+    id: Nonce
+    issued: Annotated[float, Field(ge=0)]
+    expires: Annotated[float, Field(ge=0)]
+    uses: Annotated[int, Field(ge=1, le=MAX_USES)]
+    key: PeerId | None = None
+    peer: PeerId | None = None
+
+    @model_validator(mode="after")
+    def _for_one_or_a_key(self) -> Invitation:
+        if (self.key is None) == (self.peer is None):
+            raise ValueError("must be for a peer or for a key")
+        if self.peer is not None and self.uses != 1:
+            raise ValueError("for a peer must be for one use")
+        return self
+
+
+class Admission(Message):
+    """What a member shows: its sealed invitation (none: it is the creator), and of one for a key ``since`` and ``signature``.
+
+    ``since``: Unix seconds at which its holder came in.
+    """
+
+    KIND, LIMIT = "admission", MAX_SHOWN
+    invitation: Annotated[bytes, Field(max_length=KIB - 256)] = b""
+    since: Annotated[float, Field(ge=0)] = 0.0
+    signature: Annotated[bytes, Field(max_length=64)] = b""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An admission that was found right, but for its date and for others who came by the same invitation."""
+
+    id: bytes
+    since: float
+    expires: float
+    uses: int
+
+
+def issue(
+    identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: str | None = None, now: float | None = None
+) -> str:
+    """The text of an invitation by ``identity``, for a link; good for ``lives`` seconds.
+
+    ``uses``: how many peers may be in by it at a time. ``peer``: the only one who may. Raises ValueError for what makes no sense.
+    """
+    if not 0 < lives < math.inf or not 1 <= uses <= MAX_USES or (peer is not None and uses != 1):
+        raise ValueError(f"lives must be positive, uses from 1 to {MAX_USES}, and 1 for a certain peer")
+    now = time.time() if now is None else now
+    seed = b"" if peer is not None else secrets.token_bytes(_SEED)
+    invitation = Invitation(
+        swarm=swarm,
+        id=secrets.token_bytes(16),
+        issued=now,
+        expires=now + lives,
+        uses=uses,
+        key=_one_time(seed).peer_id if seed else None,
+        peer=peer,
+    )
+    return base64.urlsafe_b64encode(msgpack.packb([seal(invitation, identity), seed])).rstrip(b"=").decode()
+
+
+def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
+    """What ``identity`` shows of the invitation ``text``, packed. AdmissionError if the text is damaged."""
+    sealed, seed = _parts(text)
+    try:
+        _, invitation = unseal(sealed, Invitation)
+    except MessageError as error:
+        raise AdmissionError(f"The invitation in the link is damaged: copy the whole link again, or {ASK}.") from error
+    if invitation.key is None:
+        return pack(Admission(invitation=sealed))
+    if len(seed) != _SEED or (key := _one_time(seed)).peer_id != invitation.key:
+        raise AdmissionError(f"The key of the invitation in the link is damaged: copy the whole link again, or {ASK}.")
+    since = max(time.time() if now is None else now, invitation.issued)  # a clock that is late is no reason to be refused
+    signature = key.sign(_CONTEXT, _entry(sealed, identity.peer_id, since))
+    return pack(Admission(invitation=sealed, since=since, signature=signature))
+
+
+@functools.lru_cache(maxsize=4096)  # every record of a member shows the same one
+def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> Entry | str:
+    """The entry that ``peer`` shows, or one sentence that says why it is none. Whether it is expired is `expiry`'s to say."""
+    if not shown:
+        return f"it has no invitation to this swarm, which is by invitation only: {ASK}."
+    try:
+        found = unpack(shown, Admission)
+        signer, invitation = unseal(found.invitation, Invitation)
+    except MessageError:
+        return f"its invitation is malformed or forged: {ASK}."
+    if signer != creator:
+        return f"its invitation was not signed by the creator of the swarm: {ASK}."
+    if invitation.swarm != swarm:
+        return f"its invitation is for swarm {invitation.swarm}, not for {swarm}: {ASK}."
+    if invitation.key is None:
+        if invitation.peer != peer:
+            return f"its invitation is for peer {invitation.peer}, not for {peer}: use that one's key file (--identity), or {ASK}."
+        return Entry(invitation.id, 0.0, invitation.expires, 1)
+    if not verify(invitation.key, _CONTEXT, _entry(found.invitation, peer, found.since), found.signature):
+        return f"its invitation was used by another peer, not by {peer}: {ASK}."
+    if found.since < invitation.issued:
+        return f"its invitation was used before it was made: set the clock by NTP, or {ASK}."
+    return Entry(invitation.id, found.since, invitation.expires, invitation.uses)
+
+
+def expiry(entry: Entry, now: float) -> str:
+    """One sentence if the invitation has expired at ``now``, Unix seconds; else nothing."""
+    if now <= entry.expires + CLOCK:
+        return ""
+    date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(entry.expires, 2**38)))
+    return f"its invitation expired on {date} UTC: {ASK}."
+
+
+def _entry(sealed: bytes, peer: str, since: float) -> bytes:
+    return hashlib.sha256(sealed).digest() + struct.pack(">d", since) + peer.encode()
+
+
+def _one_time(seed: bytes) -> Identity:
+    return Identity(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def _parts(text: str) -> tuple[bytes, bytes]:
+    """The sealed invitation and the seed in a link's text, which is bounded by the link's length. AdmissionError."""
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        parts = msgpack.unpackb(raw, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
+        sealed, seed = parts
+        if isinstance(sealed, bytes) and isinstance(seed, bytes) and len(sealed) <= Invitation.LIMIT + ENVELOPE:
+            return sealed, seed
+    except (binascii.Error, ValueError, TypeError, msgpack.UnpackException):
+        pass
+    raise AdmissionError(f"The invitation in the link is damaged: copy the whole link again, or {ASK}.")

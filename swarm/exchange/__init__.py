@@ -1,0 +1,1 @@
+"""Averaging with other peers: what exchanges in pairs and in groups share."""

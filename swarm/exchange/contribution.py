@@ -1,0 +1,101 @@
+"""What one peer brings to one round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import Codec, Shape
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.robust import TRUSTING, Defence
+from shoal.swarm.exchange.handle import Decision
+from shoal.swarm.exchange.stats import Health, Problem
+from shoal.swarm.wire.digest import digest
+from shoal.swarm.wire.member import Offer
+
+BARRED = "this node has banned its caller for a while, for what it said in verification"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """``payload`` is a uint8 tensor, encoded by ``codec`` from tensors of ``shapes``; ``sha256`` is its digest."""
+
+    key: RoundKey
+    payload: Tensor
+    shapes: tuple[Shape, ...]
+    codec: Codec
+    weight: float
+    sha256: bytes
+    decision: Decision[Any] = field(default_factory=lambda: Decision())
+    """Kept when the contribution moves to another round: it is decided once."""
+    defence: Defence = TRUSTING
+    """What this node makes of the others' contributions to the round."""
+    health: Health = field(default_factory=Health)
+    """Where this node counts how its exchanges go."""
+
+    def view(self) -> memoryview:
+        """The payload's bytes, without a copy."""
+        return self.payload.numpy().data
+
+    def tensors(self) -> list[Tensor]:
+        """As the others decode them; may be views into the payload."""
+        return self.codec.decode(self.payload, self.shapes)
+
+    def differs(self, theirs: Offer) -> str | None:
+        """Why this cannot be averaged with what is offered, in words, or None."""
+        if theirs.codec != self.codec.name:
+            return f"the codec is {self.codec.name} here and {theirs.codec} there"
+        if theirs.fragment != self.key.fragment:
+            return f"the fragment is {self.key.fragment} here and {theirs.fragment} there"
+        reason = shapes_differ(self.shapes, theirs.shapes)
+        if reason is None and theirs.nbytes != self.payload.numel():
+            reason = f"the payload has {self.payload.numel()} bytes here and {theirs.nbytes} there"
+        return reason
+
+    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, list[Tensor]]:
+        """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Slow: for a worker thread."""
+        try:
+            tensors = self.codec.decode(payload, self.shapes)
+        except ValueError as error:  # what a codec raises at bytes that its other side never made
+            return Problem("damaged", f"it is not {self.codec.name}: {error}"), []
+        if not finite(tensors):
+            return Problem("damaged", "it holds NaN or infinity"), tensors
+        distrust = self.defence.problem(self.key, self.tensors, peer, tensors)
+        return None if distrust is None else Problem("suspicious", distrust), tensors
+
+
+def contribution(
+    swarm: str,
+    key: RoundKey,
+    tensors: Sequence[Tensor],
+    weight: float,
+    codec: Codec,
+    defence: Defence = TRUSTING,
+    health: Health | None = None,
+) -> Contribution:
+    """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
+    if key.run != swarm:
+        raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
+    payload = codec.encode(tensors)
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    sha256 = digest(payload.numpy().data)
+    return Contribution(key, payload, shapes, codec, float(weight), sha256, defence=defence, health=health or Health())
+
+
+def finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no value is NaN or infinity."""
+    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | None:
+    """The first difference between two lists of shapes, in words, or None."""
+    if len(mine) != len(theirs):
+        return f"the model has {len(mine)} tensors here and {len(theirs)} there"
+    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        if here != there:
+            return f"tensor {number} has shape {list(here)} here and {list(there)} there"
+    return None

@@ -1,0 +1,65 @@
+"""Which exchange a node takes: pairs, or everyone."""
+
+from __future__ import annotations
+
+from shoal.optim import method_named
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.manifest.manifest import OuterSettings
+from shoal.swarm.membership.membership import Membership
+
+
+def make_watch(outer: OuterSettings) -> Watch:
+    """How a node defends itself against what others send."""
+    method = method_named(outer.method)
+    # Methods with one partner divide whole weights by what the peer counts.
+    return Watch(
+        robust=outer.robust,
+        suspect=outer.suspect,
+        times=outer.radius,
+        sends=method.sends,
+        measured=outer.weighing == "equal" or method.group != "pair",
+    )
+
+
+def make_exchange(
+    membership: Membership, outer: OuterSettings, watch: Watch, *, seed: int, model: str, fragments: int = 1
+) -> SwarmExchange | GroupExchange:
+    """The exchange of the swarm's method, which asks ``watch`` what to refuse. ``fragments``: that its optimizer sends in turn."""
+    if method_named(outer.method).group == "everyone":
+        return GroupExchange(
+            membership.host,
+            membership.identity,
+            swarm=membership.swarm,
+            model=model,
+            seed=seed,
+            members=membership.directory.members,
+            look=membership.directory.look,
+            barred=membership.directory.is_barred,
+            fragments=fragments,
+            quorum=outer.quorum,
+            grace=outer.grace_s,
+            max_group=outer.max_group,
+            # A mask belongs to its round: in another one the others would send other values.
+            follow=outer.method != "sparta",
+            wait=outer.wait_s,
+            chunk_timeout=outer.chunk_timeout_s,
+            exchange_timeout=outer.exchange_timeout_s,
+            defence=watch,
+        )
+    return SwarmExchange(
+        membership.host,
+        membership.identity,
+        swarm=membership.swarm,
+        model=model,
+        seed=seed,
+        members=membership.directory.members,
+        departed=membership.directory.departed,
+        look=membership.directory.look,
+        barred=membership.directory.is_barred,
+        wait=outer.wait_s,
+        chunk_timeout=outer.chunk_timeout_s,
+        exchange_timeout=outer.exchange_timeout_s,
+        defence=watch,
+    )

@@ -1,0 +1,136 @@
+"""Reduction by gathering: every member sends its payload to every other, and each computes the same mean from the same bytes.
+
+Costs a node as many payloads as there are other members, in either direction, and works with every codec, for what is averaged are
+the decoded tensors. Received bytes stay in scratch of exactly the own payload's size until their digest, their form and their
+finiteness are checked; then they are held whole, and stay as small as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import buffer
+from shoal.optim.exchange.base import Mean
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.group.reduction import Streams
+from shoal.swarm.exchange.group.roster import Group
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.digest import HashList
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.stream import Stream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Whole, verified contributions of a group: peer id -> weight and payload."""
+
+    me: str
+    mine: Contribution
+    parts: Mapping[str, tuple[float, Tensor]]
+
+    def mean(self) -> Mean:
+        """In order of peer ids, so that every member gets the same bits; in place of the first payload: ask for it once."""
+        contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
+        return self.mine.defence.mean(self.me, self.mine.key.fragment, contributions)
+
+    def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
+        yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time
+
+
+class Gathering:
+    """One group's payloads, at this node. All coroutines run on the host's loop."""
+
+    def __init__(self, streams: Streams, group: Group, me: str, mine: Contribution, until: float) -> None:
+        self._streams, self.group, self._me, self._mine, self._until = streams, group, me, mine, until
+        self._parts = {me: (mine.weight, mine.payload)}
+        self._moving: dict[str, asyncio.Future[None]] = {}
+        self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
+
+    async def run(self) -> None:
+        """Exchange payloads with everybody; returns when each has succeeded or failed."""
+        try:
+            await asyncio.gather(*(self._with(peer) for peer in self._called))
+        finally:
+            for moving in self._moving.values():
+                moving.cancel()
+            if self._moving:
+                await asyncio.wait(self._moving.values())  # afterwards nobody refers to the own payload any more
+
+    def places(self) -> int:
+        """Whose contributions are held whole, as bits."""
+        return self.group.places(self._parts)
+
+    def result(self, mean: int) -> Gathered:
+        """What was decided, ready to be averaged."""
+        return Gathered(self._me, self._mine, {peer: self._parts[peer] for peer in self.group.at(mean)})
+
+    def lose(self, places: int) -> None:
+        """These members have died: what they have not sent will not come."""
+        for peer in self.group.at(places):
+            if peer in self._called:
+                self._called[peer].set()
+            if peer in self._moving:
+                self._moving[peer].cancel()
+
+    async def _with(self, peer: str) -> None:
+        """Call, or be called by, one member: of two the first in order calls."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            if self._me > peer:
+                await asyncio.wait_for(self._called[peer].wait(), self._streams.chunk_timeout)
+            elif not self._called[peer].is_set():
+                self._moving[peer] = asyncio.ensure_future(self._call(peer))
+        if peer in self._moving:
+            await asyncio.wait({self._moving[peer]})
+        self._called[peer].set()
+
+    async def _call(self, peer: str) -> None:
+        try:
+            stream = await self._streams.open(peer, self.group.nonce)
+            try:
+                await self._swap(stream)
+            finally:
+                stream.close()
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
+            self._mine.health.failed(self._mine.key, peer, error)
+
+    async def accept(self, stream: Stream) -> None:
+        """A member has called."""
+        peer = stream.peer_id
+        if peer not in self._called or self._called[peer].is_set() or self._me < peer:
+            return
+        self._moving[peer] = asyncio.ensure_future(self._swap(stream))
+        self._called[peer].set()
+        await asyncio.wait({self._moving[peer]})
+
+    async def _swap(self, stream: Stream) -> None:
+        peer, ready = stream.peer_id, self.group.readies[stream.peer_id]
+        # The size equals our own payload's (group_roster.py checked it), so a peer cannot make us allocate more than that.
+        scratch = buffer(ready.nbytes)
+        incoming = scratch.numpy().data
+        hashes = HashList(incoming)
+        try:
+            await stream.swap(
+                self._mine.view(), incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
+                on_progress=hashes.advance,
+            )  # fmt: skip
+            if hashes.digest() != ready.sha256:
+                raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
+            problem, _ = await asyncio.to_thread(self._mine.problem, peer, scratch)
+            if problem is not None:
+                raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
+            self._parts[peer] = (ready.weight, scratch)
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
+            self._mine.health.failed(self._mine.key, peer, error)

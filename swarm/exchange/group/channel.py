@@ -1,0 +1,73 @@
+"""The line between a member and its leader: small messages both ways, and signs of life while there is nothing to say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.envelope import M, Message, pack, unpack
+from shoal.swarm.wire.group import GroupAlive
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.stream import Stream
+
+BEATS = 4  # signs of life within the time after which silence counts as death
+
+
+class Line:
+    """``patience``: seconds of silence after which the other side counts as gone. Use it on the host's loop only.
+
+    A stopped process keeps its streams open, and a slow link may take minutes for a payload: only signs of life, on a stream
+    that carries nothing large, tell them apart.
+    """
+
+    def __init__(self, stream: Stream, patience: float) -> None:
+        self.stream, self.patience = stream, patience
+        self.peer = stream.peer_id
+        self._sending = asyncio.Lock()
+
+    async def tell(self, message: Message | bytes) -> None:
+        """Send a message, or bytes that are packed already. NetworkError."""
+        data = message if isinstance(message, bytes) else pack(message)
+        async with self._sending:
+            await self.stream.send(data, self.patience)
+
+    async def hear(self, until: float, *types: type[M]) -> M:
+        """The next message but signs of life, within the loop's time ``until``.
+
+        Meanwhile signs of life go out. NetworkError if the other side is silent or ends the line, MessageError if it says
+        something else.
+        """
+        loop = asyncio.get_running_loop()
+        limit = max(GroupAlive.LIMIT, *(kind.LIMIT for kind in types))
+        reading: asyncio.Future[bytes] | None = None
+        beat = loop.time() + self.patience / BEATS
+        try:
+            while True:
+                now = loop.time()
+                if now >= until:
+                    raise NetworkError(f"peer {short(self.peer)} did not come to an end in time.", "timeout")
+                if now >= beat:
+                    await self.tell(GroupAlive())
+                    beat = now + self.patience / BEATS
+                if reading is None:
+                    reading = asyncio.ensure_future(self.stream.receive(limit, self.patience))
+                await asyncio.wait({reading}, timeout=min(until, beat) - now)
+                if reading.done():
+                    data, reading = reading.result(), None
+                    message: Message = unpack(data, GroupAlive, *types)
+                    for kind in types:
+                        if isinstance(message, kind):
+                            return message
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait({reading})  # only one may read from a stream
+                if not reading.cancelled():
+                    reading.exception()  # seen: asyncio need not complain about it
+
+    def close(self) -> None:
+        """Send what is buffered, then end the line."""
+        self.stream.close()

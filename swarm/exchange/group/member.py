@@ -1,0 +1,285 @@
+"""One round of a group exchange, as a member sees it: find the leader, be put into a group, hold its contributions, obey.
+
+Who leads a round follows from (seed, round, peer id), so no message is needed to agree; a leader that does not answer within
+moments is passed over for the next in order. The group's promises:
+
+1. A member ends with the mean of one set of contributions that the leader decided on, or with its own alone; never with a mixture,
+   for what is received stays in scratch and becomes the result in one assignment.
+2. All who take a mean take the same one: its set is in the leader's signed decision, and a member takes it only if it holds all of
+   it and its own contribution is in it. A member that died meanwhile may be in the mean or not, the same for all.
+3. The leader decides only once every member that is left has reported what it holds whole, and never for fewer than two.
+4. If the leader dies before it decides, everybody goes on with its own contribution. A member that loses its line to it asks it,
+   and the other members, for the decision once more. They disagree in one case only: the leader decided, and a member that holds
+   everything can reach neither it nor anybody who heard of the decision before its second is over (or was told to leave in that
+   moment). Then that member goes on with its own contribution, one whole outcome like the others'. No protocol can do better: this
+   is the two generals' problem.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.group.allgather import Gathering
+from shoal.swarm.exchange.group.allreduce import AllReducing
+from shoal.swarm.exchange.group.channel import Line
+from shoal.swarm.exchange.group.decision_log import Decisions
+from shoal.swarm.exchange.group.leader import Leader
+from shoal.swarm.exchange.group.liveness import View
+from shoal.swarm.exchange.group.reduction import Outcome, Reduction, Streams
+from shoal.swarm.exchange.group.roster import Group, open_group, ready_message
+from shoal.swarm.exchange.group.rounds import Rounds
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.memory_stream import pipe
+from shoal.swarm.p2p.stream import Stream, Traffic, short
+from shoal.swarm.wire.envelope import Message, seal, unpack
+from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+LEADER_PROTOCOL = "/shoal/group/1"
+TRIED = 8  # leaders tried in one round
+PROBE_S = 2.0  # seconds for a leader to say that it is there
+PROBE_PART = 1 / 3  # of the patience that is left, if that is less: two who sleep must not use up a round
+LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last word may take
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Meeting:
+    """One round of this node."""
+
+    mine: Contribution
+    until: float
+    """The loop's time at which it goes on alone unless a group was formed."""
+    entered: bool = False
+    """A group was formed, so this round is used up, whatever comes of it."""
+    elsewhere: GroupReceipt | None = None
+    """A peer told that it is itself in the group of another leader."""
+    moved_to: int = 0
+    """A later round in which the swarm is with this fragment."""
+
+
+class Groups:
+    """The groups of one host. All coroutines run on the host's loop. ``largest``: members that a group may have."""
+
+    def __init__(
+        self,
+        host: Host,
+        identity: Identity,
+        leader: Leader,
+        decisions: Decisions,
+        rounds: Rounds,
+        *,
+        swarm: str,
+        model: str,
+        seed: int,
+        view: View,
+        largest: int,
+        follow: bool,
+        wait: float,
+        chunk_timeout: float,
+        exchange_timeout: float,
+    ) -> None:
+        self._host, self._identity, self._leader, self._decisions, self._rounds = host, identity, leader, decisions, rounds
+        self._swarm, self._model, self._seed, self._view = swarm, model, seed, view
+        self._largest, self._follow, self._wait = largest, follow, wait
+        self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
+        self._streams = Streams(host, view, chunk_timeout)
+        self._local: set[asyncio.Task[None]] = set()
+        host.serve(LEADER_PROTOCOL, leader.serve)
+
+    async def meet(self, mine: Contribution) -> Outcome | None:
+        """Take part in a round. None: go on with the own contribution alone."""
+        meeting = _Meeting(mine, asyncio.get_running_loop().time() + self._wait)
+        try:
+            await self._meet(meeting)
+        except Exception:  # whatever a peer made this node stumble over costs one round, never the training
+            log.warning("round %d was given up because of an error in shoal; please report it", mine.key.round, exc_info=True)
+        finally:
+            self._rounds.end(meeting.mine.key.round, meeting.mine.key.fragment)
+        outcome: Outcome | None = mine.decision.received
+        return outcome
+
+    async def _meet(self, meeting: _Meeting) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            key = meeting.mine.key
+            self._rounds.begin(key.round, key.fragment)
+            leaders = self._view.order(self._seed, key.round)
+            if len(leaders) < 2:
+                return
+            for peer in leaders[:TRIED]:
+                await self._try(meeting, peer, self._view.addresses(peer))
+                hint, meeting.elsewhere = meeting.elsewhere, None
+                if hint is not None and hint.leader is not None and not meeting.entered:
+                    await self._try(meeting, hint.leader, hint.addresses)
+                if meeting.entered or loop.time() >= meeting.until:
+                    return
+                if meeting.moved_to > key.round:
+                    break
+            if meeting.moved_to <= key.round:
+                return
+            self._rounds.end(key.round, key.fragment)
+            self._rounds.next_round = max(self._rounds.next_round, meeting.moved_to)
+            if not self._follow:
+                return
+            meeting.mine = replace(meeting.mine, key=replace(key, round=meeting.moved_to))
+
+    async def _try(self, meeting: _Meeting, leader: str, addresses: Sequence[str]) -> None:
+        """Join the group of one leader; returns early if it cannot be had."""
+        loop = asyncio.get_running_loop()
+        patience = meeting.until - loop.time()
+        ready = ready_message(meeting.mine, self._swarm, self._model, patience)
+        sealed = seal(ready, self._identity)
+        self._leader.expect(ready)
+        probe = loop.time() + max(min(patience * PROBE_PART, PROBE_S), 0.01)
+        try:
+            stream = await self._open(leader, addresses, probe - loop.time())
+        except NetworkError as error:
+            log.info("round %d: its leader cannot be had: %s", ready.round, error)
+            meeting.mine.health.failed(meeting.mine.key, leader, error)
+            self._view.silence(leader)
+            return
+        line = Line(stream, self._chunk_timeout)
+        try:
+            await stream.send(sealed, max(probe - loop.time(), 0.01))
+            try:
+                answer = await stream.receive(GroupReceipt.LIMIT, max(probe - loop.time(), 0.01))
+            except NetworkError:
+                self._view.silence(leader)
+                raise
+            receipt = unpack(answer, GroupReceipt)
+            if receipt.verdict != "noted":
+                self._note(meeting, leader, receipt)
+                return
+            self._rounds.join(ready.round, ready.fragment, leader)
+            if leader != self._identity.peer_id:
+                await self._leader.leave(ready.round, ready.fragment, leader)
+            formed: Message = await line.hear(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
+            until = loop.time() + self._exchange_timeout
+            before: Group | None = None
+            while isinstance(formed, GroupFormed):
+                group = open_group(formed, leader, sealed, self._largest)
+                barred = self._view.barred(group.members) if before is None else ()
+                if barred:  # the next leader may know better; whoever is barred later ends what it has begun
+                    raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
+                meeting.entered = True
+                self._rounds.end(ready.round, ready.fragment)
+                if before is not None:
+                    self._view.miss(set(before.members) - set(group.members))
+                elif group.alone:
+                    for late in self._view.expected() - set(group.members):
+                        meeting.mine.health.failed(meeting.mine.key, late, "timeout")
+                    self._view.miss(self._view.here() - set(group.members))
+                again = await self._attempt(line, group, meeting.mine, until)
+                if again is None:
+                    return
+                before, formed = group, again
+            if isinstance(formed, GroupReceipt):
+                self._note(meeting, leader, formed)
+        except (NetworkError, MessageError) as error:
+            self._view.miss([leader])
+            if leader != self._identity.peer_id:  # then it was nobody's fault: nobody else came
+                meeting.mine.health.failed(meeting.mine.key, leader, error)
+            log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
+        finally:
+            self._rounds.leave(ready.round, ready.fragment)
+            line.close()
+
+    async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
+        if leader != self._identity.peer_id:
+            return await self._host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
+        # The own daemon connects to others only. What goes over this line is no traffic.
+        mine, theirs = pipe()
+        serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, Traffic())))
+        self._local.add(serving)
+        serving.add_done_callback(self._local.discard)
+        return Stream(leader, *mine, Traffic())
+
+    async def _serve_myself(self, stream: Stream) -> None:
+        try:
+            await self._leader.serve(stream)
+            await stream.drained(LINGER_S)
+        except (NetworkError, MessageError) as error:
+            log.info("this node left the group that it leads: %s", error)
+        finally:
+            stream.close()
+
+    def _note(self, meeting: _Meeting, leader: str, receipt: GroupReceipt) -> None:
+        key = meeting.mine.key
+        log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
+        if receipt.verdict == "passed":
+            usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
+            meeting.moved_to = max(meeting.moved_to, self._rounds.within(receipt.round, key.round, usual))
+        elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
+            meeting.elsewhere = receipt
+        elif receipt.verdict == "refuse":
+            log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
+            meeting.mine.health.failed(key, leader, "refused")
+
+    async def _attempt(self, line: Line, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
+        """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
+        if group.reduction == "allreduce" and mine.defence.gathers:
+            raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
+        way = AllReducing if group.reduction == "allreduce" else Gathering
+        reduction: Reduction = way(self._streams, group, self._identity.peer_id, mine, until)
+        began = asyncio.get_running_loop().time()
+        self._streams.begin(reduction)
+        reducing = asyncio.ensure_future(reduction.run())
+        listening = asyncio.ensure_future(self._listen(line, reduction, mine, until))
+        try:
+            await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():
+                reducing.result()
+                if mine.decision.closed:
+                    return None
+                await line.tell(GroupReport(nonce=group.nonce, held=reduction.places()))
+            try:
+                word = await listening
+                if isinstance(word, GroupFormed):
+                    return word
+                sealed = word.decision
+            except NetworkError as error:
+                log.info("round %d: the line to the leader broke: %s", mine.key.round, error)
+                self._view.miss([group.leader])
+                sealed = await self._ask(group) if reducing.done() else None
+            mean = self._decisions.open(sealed, group.leader, group.nonce)
+        finally:
+            for task in (reducing, listening):
+                task.cancel()
+            await asyncio.wait({reducing, listening})
+            self._streams.end(reduction)
+        if sealed is not None and mean:
+            self._decisions.heard(group.nonce, sealed)
+            mine_in = mean & group.places([self._identity.peer_id])
+            if mine_in and not mean & ~reduction.places() and not mine.decision.closed:
+                mine.decision.received = reduction.result(mean)
+                mine.health.done(mine.key, asyncio.get_running_loop().time() - began)
+        return None
+
+    async def _listen(self, line: Line, reduction: Reduction, mine: Contribution, until: float) -> GroupFormed | GroupReply:
+        while True:
+            word: Message = await line.hear(until + 4 * self._chunk_timeout, GroupFormed, GroupReply, GroupLost)
+            if isinstance(word, GroupFormed | GroupReply):
+                return word
+            if isinstance(word, GroupLost) and word.nonce == reduction.group.nonce:
+                reduction.lose(word.lost)
+                self._view.miss(reduction.group.at(word.lost))
+                for peer in reduction.group.at(word.lost):
+                    mine.health.failed(mine.key, peer, "broken")
+
+    async def _ask(self, group: Group) -> bytes | None:
+        others = [peer for peer in group.members if peer != self._identity.peer_id]
+        if group.leader not in others and group.leader != self._identity.peer_id:
+            others.append(group.leader)
+        return await self._decisions.ask(
+            group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others]
+        )

@@ -1,0 +1,105 @@
+"""What the two reductions of a group share: their face, and the streams between its members."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.optim.exchange.base import Mean
+from shoal.swarm.exchange.group.liveness import View
+from shoal.swarm.exchange.group.roster import Group
+from shoal.swarm.wire.envelope import pack, unpack
+from shoal.swarm.wire.group import GroupHello
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.p2p.stream import Stream
+
+PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
+MAX_HELD = 64  # callers from groups that this node has not heard of yet
+
+
+class Outcome(Protocol):
+    """What was decided on, whole and verified."""
+
+    def mean(self) -> Mean:
+        """The mean; to be asked for once, for it may be computed in place."""
+        ...
+
+
+class Reduction(Protocol):
+    """One attempt of one group, at one member."""
+
+    @property
+    def group(self) -> Group:
+        """Of whom."""
+        ...
+
+    async def run(self) -> None:
+        """Do it; returns when all that can be had is there. What failed is missing from ``places``."""
+        ...
+
+    async def accept(self, stream: Stream) -> None:
+        """Another member has opened a stream for this; it is closed when this returns."""
+        ...
+
+    def lose(self, places: int) -> None:
+        """These members have died."""
+        ...
+
+    def places(self) -> int:
+        """Whose contributions are held whole, as bits."""
+        ...
+
+    def result(self, mean: int) -> Outcome:
+        """What was decided; ``mean`` is a part of ``places``."""
+        ...
+
+
+class Streams:
+    """The streams between the members of this host's groups. All coroutines run on the host's loop."""
+
+    def __init__(self, host: Host, view: View, chunk_timeout: float) -> None:
+        self._host, self._view, self.chunk_timeout = host, view, chunk_timeout
+        self._running: dict[bytes, Reduction] = {}
+        self._held: dict[asyncio.Event, bytes] = {}
+        host.serve(PAYLOAD_PROTOCOL, self._serve)
+
+    async def open(self, peer: str, nonce: bytes) -> Stream:
+        """A stream to a member, for the group with this nonce. NetworkError."""
+        stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=self._view.addresses(peer), timeout=self.chunk_timeout)
+        try:
+            await stream.send(pack(GroupHello(nonce=nonce)), self.chunk_timeout)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    def begin(self, reduction: Reduction) -> None:
+        """Hand it the streams of its group from now on, and those that came before this node had heard of it."""
+        nonce = reduction.group.nonce
+        self._running[nonce] = reduction
+        for event, wanted in self._held.items():
+            if wanted == nonce:
+                event.set()
+
+    def end(self, reduction: Reduction) -> None:
+        """Its group is over."""
+        self._running.pop(reduction.group.nonce, None)
+
+    async def _serve(self, stream: Stream) -> None:
+        hello = unpack(await stream.receive(GroupHello.LIMIT, self.chunk_timeout), GroupHello)
+        if hello.nonce not in self._running:
+            if len(self._held) >= MAX_HELD:
+                return
+            event = asyncio.Event()
+            self._held[event] = hello.nonce
+            try:
+                await asyncio.wait_for(event.wait(), self.chunk_timeout)
+            except asyncio.TimeoutError:
+                return
+            finally:
+                del self._held[event]
+        reduction = self._running.get(hello.nonce)
+        if reduction is not None and stream.peer_id in reduction.group.readies:
+            await reduction.accept(stream)

@@ -1,0 +1,125 @@
+"""Who is in a group, and what each of them signed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.envelope import unseal
+from shoal.swarm.wire.fields import pack_shapes
+from shoal.swarm.wire.group import MAX_PATIENCE, GroupFormed, GroupReady
+from shoal.swarm.wire.nonce import fresh_nonce
+
+_LENGTH = 2  # bytes before each ready message in a list
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group as all of its members see it. A member's place is its position in the order of peer ids."""
+
+    nonce: bytes
+    leader: str
+    reduction: Literal["gather", "allreduce"]
+    alone: bool
+    """Whoever is not in it was not there."""
+    readies: Mapping[str, GroupReady]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Their peer ids, in order."""
+        return tuple(sorted(self.readies))
+
+    @property
+    def everybody(self) -> int:
+        """All places, as bits."""
+        return (1 << len(self.readies)) - 1
+
+    def weight(self, peer: str) -> float:
+        """What a member counts: what it signed; where nobody has any weight all count the same."""
+        return self.readies[peer].weight if any(ready.weight for ready in self.readies.values()) else 1.0
+
+    def places(self, peers: Iterable[str]) -> int:
+        """The places of ``peers``, as bits."""
+        wanted = set(peers)
+        return sum(1 << place for place, peer in enumerate(self.members) if peer in wanted)
+
+    def at(self, places: int) -> tuple[str, ...]:
+        """The peers at ``places``, in order."""
+        return tuple(peer for place, peer in enumerate(self.members) if places >> place & 1)
+
+
+def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -> GroupReady:
+    """What this node says of its contribution; ``patience`` in seconds."""
+    return GroupReady(
+        swarm=swarm,
+        round=mine.key.round,
+        fragment=mine.key.fragment,
+        model=model,
+        codec=mine.codec.name,
+        shapes=hashlib.sha256(pack_shapes(mine.shapes)).digest(),
+        nbytes=mine.payload.numel(),
+        weight=mine.weight,
+        sha256=mine.sha256,
+        patience=min(max(patience, 0.0), MAX_PATIENCE),
+        nonce=fresh_nonce(),
+    )
+
+
+def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
+    """Why two contributions cannot be averaged, in words, or None. Weights may differ."""
+    if theirs.swarm != mine.swarm:
+        return f"this node is in swarm {mine.swarm}, the contribution is for {theirs.swarm}"
+    if (theirs.round, theirs.fragment) != (mine.round, mine.fragment):
+        return (
+            f"it is of round {theirs.round} and fragment {theirs.fragment}, not of round {mine.round} and fragment {mine.fragment}"
+        )
+    if theirs.codec != mine.codec:
+        return f"the codec is {mine.codec} here and {theirs.codec} there"
+    if theirs.model != mine.model or theirs.shapes != mine.shapes:
+        return "the tensors have other shapes or types here than there"
+    if theirs.nbytes != mine.nbytes:
+        return f"the payload has {mine.nbytes} bytes here and {theirs.nbytes} there"
+    return None
+
+
+def enlist(sealed: Iterable[bytes]) -> bytes:
+    """Sealed ready messages as one byte string."""
+    return b"".join(len(message).to_bytes(_LENGTH, "big") + message for message in sealed)
+
+
+def _each(listed: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(listed):
+        start = at + _LENGTH
+        at = start + int.from_bytes(listed[at:start], "big")
+        if at > len(listed):
+            raise MessageError("a group was refused: its list of members ends in the middle of one.")
+        yield listed[start:at]
+
+
+def open_group(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Group:
+    """The group in ``formed``, every member checked against what this node itself signed (``mine``, sealed).
+
+    Raises MessageError: this node is not in it, a signature is wrong, a member is listed twice or brings something that cannot
+    be averaged with ours, or there are more than ``largest`` or fewer than two.
+    """
+    _, own = unseal(mine, GroupReady)
+    readies: dict[str, GroupReady] = {}
+    included = False
+    for sealed in _each(formed.members):
+        peer, ready = unseal(sealed, GroupReady)
+        if peer in readies or len(readies) == largest:
+            raise MessageError(f"a group from peer {short(leader)} was refused: a member is in it twice, or it is too large.")
+        reason = difference(own, ready)
+        if reason is not None:
+            raise MessageError(f"a group from peer {short(leader)} was refused: with its member {short(peer)} {reason}.")
+        readies[peer] = ready
+        included = included or sealed == mine
+    if not included or len(readies) < 2:
+        raise MessageError(f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is.")
+    return Group(formed.nonce, leader, formed.reduction, formed.alone, readies)

@@ -1,0 +1,131 @@
+"""The synchronous side of every exchange over the network: the training thread's handle on a round that the host's loop runs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from shoal.optim.exchange.base import Mean
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.stats import Health
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+SLICE_S = 0.1
+CLOSE_S = 5.0
+
+R = TypeVar("R")
+
+
+@dataclass
+class Decision(Generic[R]):
+    """What became of a contribution; written in the host's loop only, in one assignment, and never twice."""
+
+    received: R | None = None
+    """Set at the commit."""
+    closed: bool = False
+    """The training thread has gone on alone: nothing may be committed any more."""
+
+
+class Counter(Protocol):
+    """Whatever knows the round that a node is in."""
+
+    next_round: int
+
+
+class Waiter:
+    """What the rounds of one exchange share: which is next, how long the training thread may wait for them, and how long it did."""
+
+    def __init__(self, host: Host, counter: Counter, limit: float) -> None:
+        self.host = host
+        self._counter = counter
+        self.limit = limit
+        """Seconds that one round can take at most."""
+        self.until = float("inf")
+        self.health = Health()
+        """How its exchanges went."""
+        self.waited = 0.0
+        """Seconds that the calling thread was blocked here, in all."""
+
+    @property
+    def next_round(self) -> int:
+        """The label of the next round; more than one ahead of the last when this node caught up with the swarm."""
+        return self._counter.next_round
+
+    @next_round.setter
+    def next_round(self, round: int) -> None:
+        self._counter.next_round = round
+
+    def hurry(self, seconds: float) -> None:
+        """Let no round take longer than ``seconds`` from now on: the node is about to leave. Callable from a signal handler."""
+        self.until = time.monotonic() + seconds
+
+
+class SwarmHandle(Generic[R]):
+    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in ``decision``."""
+
+    def __init__(
+        self, waiter: Waiter, decision: Decision[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
+    ) -> None:
+        self._waiter, self._decision, self._make = waiter, decision, mean
+        self._future: concurrent.futures.Future[R | None] = waiter.host.submit(work)
+        self._mean: Mean | None = None
+
+    def done(self) -> bool:
+        """True once ``result`` would not wait."""
+        return self._future.done()
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is called off."""
+        began = time.monotonic()
+        limit = self._waiter.limit if deadline is None else min(deadline, self._waiter.limit)
+        try:
+            received = self._wait(began + limit)
+        except concurrent.futures.CancelledError:
+            received = self._decision.received
+        finally:
+            self._waiter.waited += time.monotonic() - began
+        return self._mean_of(received)
+
+    async def settled(self) -> Mean | None:
+        """As ``result()``, for a coroutine on the host's loop and by its clock."""
+        work = asyncio.wrap_future(self._future)
+        await asyncio.wait({work}, timeout=self._waiter.limit)
+        if not work.done():
+            self._decision.closed = True
+            self._future.cancel()
+            await asyncio.wait({work})
+        return self._mean_of(self._decision.received if work.cancelled() else work.result())
+
+    def _mean_of(self, received: R | None) -> Mean | None:
+        if received is not None and self._mean is None:  # once, for it is computed in place
+            self._mean = self._make(received)
+        return self._mean
+
+    def _wait(self, until: float) -> R | None:
+        while True:
+            left = min(until, self._waiter.until) - time.monotonic()
+            if left <= 0 and not self._future.done():
+                self._call_off()
+                self._future.cancel()
+            try:
+                # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
+                return self._future.result(min(max(left, 0), SLICE_S))
+            except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+                continue
+
+    def _call_off(self) -> None:
+        try:
+            self._waiter.host.call(_close(self._decision), CLOSE_S)
+        except NetworkError:  # the loop has ended or hangs, so nothing can be committed in it meanwhile
+            self._decision.closed = True
+
+
+async def _close(decision: Decision[Any]) -> None:
+    """In the loop, so that it comes either before the commit, which then does not happen, or after it."""
+    decision.closed = True

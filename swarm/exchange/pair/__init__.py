@@ -1,0 +1,1 @@
+"""The exchange with one partner: matchmaking, transfer and commit."""

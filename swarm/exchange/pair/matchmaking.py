@@ -1,0 +1,389 @@
+"""How two peers that finish a round at different times find each other, without a coordinator and without waiting for the dead.
+
+Each peer computes its mate of the round (optim/pairing.py) and calls it. A call is answered
+
+    accept    I am at that round and free for you
+    (held)    I am not at that round yet: the answer comes when I am
+    wait      I am calling you myself, and of calls that cross, mine counts
+    busy      I am taken, or about to call somebody else
+    passed    I am beyond that round; my next one is ``round``
+    refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
+
+When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
+it. A peer whose mate cannot be had (busy, wrong view of the membership) tries the next candidates, then calls back those
+whom it turned away meanwhile, then listens for a moment for others in the same plight, then goes on alone. So of two peers that
+are left over and called each other too early, neither listens before it has called the other again. If it knows beforehand that
+its mate is dead, it calls only those who are left over too, and goes on at once if there are none (swarm/mates.py). If a transfer
+breaks off it goes on alone at once, for the time of the round is spent. A peer that is told "passed" moves its contribution to the
+swarm's round and tries there: so a slow peer, or one that slept, meets the others again. A call is held only by a peer that is
+behind its caller, so no cycle of peers can wait for each other; every wait also ends at the round's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.pairing import rank
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import BARRED, Contribution
+from shoal.swarm.exchange.pair.pairing import Mates
+from shoal.swarm.exchange.pair.transfer import Received, Transfers
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.member import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
+from shoal.swarm.wire.nonce import fresh_nonce
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.p2p.stream import Stream
+
+EXCHANGE_PROTOCOL = "/shoal/exchange/1"
+TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
+PROBE_S = 1.0  # seconds for a candidate who is not the mate to answer
+SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all that a peer whose mate cannot be had tries
+MAX_HELD = 64
+LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a peer left over listens for others left over
+WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Meeting:
+    """One round of this node."""
+
+    contribution: Contribution
+    mate: str | None = None
+    """Whom the round belongs with: only its failure to come is one, for others may well be busy."""
+    dialing: str | None = None
+    expecting: str | None = None
+    """A peer that said "wait"."""
+    listening: bool = False
+    engaged: asyncio.Future[Received | None] | None = None
+    """Set as soon as a call was accepted; its result is the exchange's."""
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set together with ``engaged``."""
+    turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
+    """Peers that called while this node was calling somebody else: it calls them back before it listens."""
+    broken: bool = False
+    """A transfer began and was not committed."""
+    swarm_round: int = 0
+    """The furthest round that a peer told of while we tried to meet it."""
+
+    @property
+    def key(self) -> RoundKey:
+        """The round that this node is in."""
+        return self.contribution.key
+
+
+class Rendezvous:
+    """Finds a partner for each round. All coroutines run on the host's loop."""
+
+    def __init__(
+        self,
+        host: Host,
+        identity: Identity,
+        transfers: Transfers,
+        *,
+        swarm: str,
+        model: str,
+        seed: int,
+        wait: float,
+        members: Callable[[], Mapping[str, Member]],
+        departed: Callable[[], Mapping[str, Member]] = dict,
+        look: Callable[[], None] = lambda: None,
+        barred: Callable[[str], bool] = lambda peer: False,
+    ) -> None:
+        self._host, self._identity, self._transfers = host, identity, transfers
+        self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
+        self._members, self._look, self._barred = members, look, barred
+        self._meeting: Meeting | None = None
+        self._began = float("-inf")
+        """When this node began to look for a partner in its last round."""
+        self._mates = Mates(identity.peer_id, seed, model, members, departed)
+        self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
+        self.next_round = 0
+        """The round that this node will be in next; callers for earlier ones are told so."""
+        host.serve(EXCHANGE_PROTOCOL, self._serve)
+
+    async def meet(self, contribution: Contribution) -> tuple[Received | None, RoundKey]:
+        """Find a partner and exchange. Returns what was received, or None, and the round in which it happened."""
+        meeting = self._meeting = Meeting(contribution)
+        self.next_round = contribution.key.round
+        try:
+            return await self._meet(meeting), meeting.key
+        except Exception:  # whatever a peer made this node stumble over costs one round, never the training
+            log.warning("round %d was given up because of an error in shoal; please report it", meeting.key.round, exc_info=True)
+            return contribution.decision.received, meeting.key
+        finally:
+            self.next_round = meeting.key.round + 1
+            self._meeting = None
+
+    async def _meet(self, meeting: Meeting) -> Received | None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        deadline, period, self._began = began + self._wait, began - self._began, began
+        while True:
+            partner, order = self._mates.of(meeting.key.round)
+            meeting.mate = partner
+            self._release_held(keep=partner)
+            if partner is None or not order:
+                return None  # the odd one out, whom nobody expects in this round, the last one here, or its mate is dead
+            moved = False
+            queue, called_back, until = deque(order[:TRIED]), 0, deadline
+            while queue or (meeting.turned_away and called_back < TRIED):
+                if not queue:
+                    called_back += 1
+                peer = queue.popleft() if queue else meeting.turned_away.popleft()
+                if peer != partner and until == deadline:  # most others have mates of their own: not worth the round's whole wait
+                    until = min(deadline, loop.time() + min(self._wait * SEARCH, SEARCH_S, period * WORTH))
+                left = until - loop.time()
+                if left <= 0:
+                    break
+                received = await self._try(meeting, peer, left if peer == partner else min(left, PROBE_S))
+                if received is not None or meeting.broken:
+                    return received
+                if meeting.swarm_round > meeting.key.round:
+                    key = replace(meeting.key, round=meeting.swarm_round)
+                    meeting.contribution = replace(meeting.contribution, key=key)
+                    self.next_round = key.round
+                    moved = True
+                    break
+                if loop.time() >= deadline:
+                    return None
+            if moved:
+                continue
+            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER, LINGER_S, period * WORTH))
+
+    async def _try(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
+        """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
+        until = asyncio.get_running_loop().time() + seconds
+        held = self._held.get(peer)
+        if held is not None and held[0] == meeting.key.round and not held[1].done():
+            self._engage(meeting)
+            held[1].set_result(meeting)
+            return await self._outcome(meeting)
+        meeting.dialing = peer
+        try:
+            received = await self._call(meeting, peer, seconds)
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: %s", meeting.key.round, error)
+            if peer == meeting.mate:
+                meeting.contribution.health.failed(meeting.key, peer, error)
+            received = None
+        finally:
+            meeting.dialing = None
+        if received is None and meeting.expecting == peer:
+            await self._until_called(meeting, until)
+            meeting.expecting = None
+        return received or await self._outcome(meeting)
+
+    async def _listen(self, meeting: Meeting, seconds: float) -> Received | None:
+        """Let anybody call who is left over too."""
+        meeting.listening = True
+        await self._until_called(meeting, asyncio.get_running_loop().time() + seconds)
+        meeting.listening = False
+        return await self._outcome(meeting)
+
+    async def _until_called(self, meeting: Meeting, until: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(meeting.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
+
+    def _engage(self, meeting: Meeting) -> None:
+        meeting.engaged = asyncio.get_running_loop().create_future()
+        meeting.called.set()
+
+    async def _outcome(self, meeting: Meeting) -> Received | None:
+        """The end of an exchange in which this node was called, or None at once if it was not."""
+        if meeting.engaged is None:
+            return None
+        # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
+        bound = self._transfers.exchange_timeout + 4 * self._transfers.chunk_timeout
+        try:
+            return await asyncio.wait_for(meeting.engaged, bound)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            meeting.engaged = None
+            meeting.called.clear()
+
+    def _offer(self, contribution: Contribution, nonce: bytes) -> bytes:
+        key, codec = contribution.key, contribution.codec
+        return seal(
+            Offer(
+                swarm=self._swarm,
+                round=key.round,
+                fragment=key.fragment,
+                nbytes=contribution.payload.numel(),
+                shapes=contribution.shapes,
+                dtype="float32",
+                codec=codec.name,
+                sha256=contribution.sha256,
+                weight=contribution.weight,
+                model=self._model,
+                nonce=nonce,
+            ),
+            self._identity,
+        )
+
+    async def _call(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
+        """Open a stream, offer, and exchange if the offer is accepted within ``seconds``."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        member = self._members().get(peer)
+        addresses = member.addresses if member is not None else ()
+        try:
+            stream = await self._host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+        except NetworkError:
+            self._mates.failed(peer)
+            raise
+        try:
+            nonce = fresh_nonce()
+            await stream.send(self._offer(meeting.contribution, nonce), max(until - loop.time(), 0.01))
+            answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
+            if answer.verdict != "accept":
+                self._note(meeting, peer, answer)
+                return None
+            theirs = await self._receive_offer(stream)
+            difference = meeting.contribution.differs(theirs)
+            same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (nonce, self._swarm, self._model, meeting.key.round)
+            if difference is not None or not same:
+                what = difference or "the nonce, swarm, model or round"
+                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
+            meeting.dialing = None  # a call of his crosses mine no more
+            received = await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
+            meeting.broken = received is None
+            return received
+        finally:
+            stream.close()
+
+    def _note(self, meeting: Meeting, peer: str, answer: Answer) -> None:
+        log.debug("round %d: %s answered %s %s", meeting.key.round, short(peer), answer.verdict, answer.reason)
+        if answer.verdict == "passed":
+            # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
+            # Records are seconds old; what this peer just said of itself is newer than its own.
+            said = {other: member.round for other, member in self._members().items()} | {peer: answer.round}
+            usual = sorted(said.values())[len(said) // 2] + 1
+            meeting.swarm_round = max(meeting.swarm_round, min(answer.round, usual))
+        elif answer.verdict == "wait":
+            meeting.expecting = peer
+        elif answer.verdict == "refuse":
+            log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
+            meeting.contribution.health.failed(meeting.key, peer, "refused")
+
+    async def _receive_offer(self, stream: Stream) -> Offer:
+        data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)
+        signer, offer = unseal(data, Offer)
+        if signer != stream.peer_id:
+            raise MessageError(f"peer {short(stream.peer_id)} passed on an offer that another peer signed: it was refused.")
+        return offer
+
+    async def _serve(self, stream: Stream) -> None:
+        """Answer one call."""
+        patience = self._transfers.chunk_timeout
+        try:
+            offer = await self._receive_offer(stream)
+        except MessageError as error:  # another version, most likely: say so, its user can mend it
+            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self.next_round)), patience)
+            return
+        meeting, answer = await self._judge(stream, offer)
+        if meeting is None:
+            await stream.send(pack(answer), patience)
+            return
+        engaged, received = meeting.engaged, None
+        assert engaged is not None
+        try:
+            await stream.send(pack(answer), patience)
+            await stream.send(self._offer(meeting.contribution, offer.nonce), patience)
+            received = await self._transfers.run(stream, meeting.contribution, offer, caller=False)
+            meeting.broken = received is None
+        finally:
+            if not engaged.done():
+                engaged.set_result(received)
+
+    async def _judge(self, stream: Stream, offer: Offer) -> tuple[Meeting | None, Answer]:
+        """What to answer; a meeting is returned only with "accept", and is then engaged."""
+        peer = stream.peer_id
+        self._mates.alive(peer)
+
+        def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
+            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
+
+        if self._barred(peer):  # it is no member here, and must not be taken for a newcomer
+            return say("refuse", BARRED)
+        if peer not in self._members():
+            self._look()  # a newcomer: the sooner he is known here, the sooner somebody waits for him
+        if offer.swarm != self._swarm:
+            return say("refuse", f"this node is in swarm {self._swarm}, the offer is for {offer.swarm}")
+        if offer.model != self._model and self._meeting is None:
+            return say("refuse", "the models differ in the shapes or types of their parameters")
+        meeting = self._meeting
+        taken = False
+        if meeting is None or meeting.key.round < offer.round:
+            if offer.round < self.next_round:
+                return say("passed")
+            if len(self._held) >= MAX_HELD:
+                return say("busy", "too many wait for this node")
+            meeting = await self._hold(stream, offer.round)
+            taken = meeting is not None
+            if meeting is None:
+                self._turn_away(peer, offer.round)
+                return say("busy", "this node did not come to that round in time")
+        if meeting.key.round > offer.round:
+            return say("passed")
+        difference = meeting.contribution.differs(offer)
+        if difference is not None:
+            if taken and meeting.engaged is not None and not meeting.engaged.done():
+                meeting.engaged.set_result(None)
+            return say("refuse", difference)
+        if not taken:
+            crossing = meeting.dialing == peer
+            if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
+                self._turn_away(peer, offer.round)
+                return say("busy")
+            if crossing and self._rank(peer, offer.round) > self._rank(self._identity.peer_id, offer.round):
+                self._turn_away(peer, offer.round)  # lest the call of ours on which it waits has just been turned away there
+                return say("wait")
+            self._engage(meeting)
+        return meeting, Answer(verdict="accept", round=offer.round)
+
+    def _turn_away(self, peer: str, round: int) -> None:
+        """Remember to call back, if this node is then still looking for a partner in that round."""
+        meeting = self._meeting
+        if meeting is not None and meeting.key.round == round and peer not in meeting.turned_away:
+            meeting.turned_away.append(peer)
+
+    def _rank(self, peer: str, round: int) -> bytes:
+        return rank(self._seed, round, peer)
+
+    async def _hold(self, stream: Stream, round: int) -> Meeting | None:
+        """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
+        peer = stream.peer_id
+        if peer in self._held:
+            return None
+        taken: asyncio.Future[Meeting | None] = asyncio.get_running_loop().create_future()
+        self._held[peer] = (round, taken)
+        # A caller says nothing more until it is answered.
+        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._wait))
+        try:
+            either: set[asyncio.Future[Any]] = {taken, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return taken.result() if taken.done() else None
+        finally:
+            del self._held[peer]
+            gone.cancel()
+            await asyncio.wait({gone})  # only one may read from a stream
+
+    def _release_held(self, keep: str | None) -> None:
+        """Answer "busy" to the calls that were held for this round or an earlier one, but for the mate's."""
+        for peer, (round, taken) in self._held.items():
+            past = round < self.next_round or (round == self.next_round and peer != keep)
+            if past and not taken.done():
+                taken.set_result(None)

@@ -1,0 +1,192 @@
+"""Moving two contributions between two peers, and the confirm that makes the exchange count for both or for neither.
+
+The *caller* opened the stream, the *callee* accepted. After the offers are agreed (swarm/rendezvous.py):
+
+    both     send their payload and receive the other's into scratch, checking size, digest and finiteness
+    callee   READY  -> caller      "I hold your whole contribution"
+    caller   decides: commits      (or ABORT, if its own copy is not whole)
+    caller   COMMIT -> callee      callee commits
+
+What is guaranteed, whatever dies or is cut at whatever point:
+
+1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the scratch becomes the result
+   only at the commit, as a whole.
+2. Neither commits before both hold verified copies, and the callee commits only if the caller has: the decision is one
+   assignment in the caller's event loop.
+3. They can disagree in one case only: the caller decided, and the callee can reach it neither over the stream nor by asking
+   again over a new one (OUTCOME) before its time is up: the caller died or the link broke within that one message's flight
+   (or the callee was told to leave, and stopped waiting, in that same moment).
+   Then the caller holds the pair's mean and the callee its own contribution. Each is one whole outcome; the swarm's mean
+   moves by half the pair's difference over the number of peers, once. No protocol can do better: this is the two generals'
+   problem, and the callee prefers its own weights to a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import buffer
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.handle import Decision
+from shoal.swarm.exchange.stats import Problem
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.digest import HashList
+from shoal.swarm.wire.member import Abort, Commit, M, Message, Offer, OutcomeReply, OutcomeRequest, Ready, pack, unpack
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.p2p.stream import Stream
+
+OUTCOME_PROTOCOL = "/shoal/outcome/1"
+REMEMBERED = 1024  # outcomes kept for callees that ask again
+ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
+
+Outcome = Literal["committed", "aborted"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Received:
+    """A partner's whole, verified contribution, and what was decided with it."""
+
+    peer: str
+    weight: float
+    tensors: list[Tensor]
+
+
+class Transfers:
+    """The transfers of one host. All coroutines run on the host's loop."""
+
+    def __init__(self, host: Host, *, chunk_timeout: float, exchange_timeout: float) -> None:
+        self._host = host
+        self.chunk_timeout = chunk_timeout
+        self.exchange_timeout = exchange_timeout
+        self._undecided: set[tuple[str, bytes]] = set()
+        self._outcomes: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
+        host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
+
+    async def run(self, stream: Stream, mine: Contribution, theirs: Offer, *, caller: bool) -> Received | None:
+        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed."""
+        exchange = (stream.peer_id, theirs.nonce)
+        if caller:
+            self._undecided.add(exchange)
+        began = asyncio.get_running_loop().time()
+        try:
+            received = await self._swap(stream, mine, theirs)
+            confirm = self._decide if caller else self._follow
+            await confirm(stream, theirs, received, mine.decision)
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: no exchange with %s: %s", mine.key.round, short(stream.peer_id), error)
+            mine.health.failed(mine.key, stream.peer_id, error)
+        else:
+            if mine.decision.received is not None:
+                mine.health.done(mine.key, asyncio.get_running_loop().time() - began)
+        finally:
+            if exchange in self._undecided:
+                self._settle(exchange, "aborted")
+        return mine.decision.received
+
+    def _settle(self, exchange: tuple[str, bytes], outcome: Outcome) -> None:
+        """The one decision of an exchange in which this node is the caller; whoever comes later finds it made."""
+        self._undecided.discard(exchange)
+        self._outcomes[exchange] = outcome
+        while len(self._outcomes) > REMEMBERED:
+            self._outcomes.popitem(last=False)
+
+    async def _swap(self, stream: Stream, mine: Contribution, theirs: Offer) -> Received:
+        """Receive into scratch and verify. Raises NetworkError or MessageError; nothing of the scratch is used then."""
+        # The size equals our own payload's (rendezvous checked it), so a peer cannot make us allocate more than that.
+        scratch = buffer(theirs.nbytes)
+        incoming = scratch.numpy().data
+        hashes = HashList(incoming)
+        await stream.swap(
+            mine.view(),
+            incoming,
+            chunk_timeout=self.chunk_timeout,
+            deadline=asyncio.get_running_loop().time() + self.exchange_timeout,
+            on_progress=hashes.advance,
+        )
+        problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
+        tensors = list[Tensor]()
+        if hashes.digest() == theirs.sha256:
+            problem, tensors = await asyncio.to_thread(mine.problem, stream.peer_id, scratch)
+        if problem is not None:
+            await self._tell(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
+            raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
+        return Received(stream.peer_id, theirs.weight, tensors)
+
+    async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
+        """The caller's half of the confirm."""
+        reply = await self._hear(stream, Ready, Abort)
+        if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
+            raise _called_off(reply)
+        exchange = (stream.peer_id, offer.nonce)
+        # Not so if the callee gave up, asked and was told that it is off, or if this node's own time was up.
+        if exchange in self._undecided and not decision.closed:
+            self._settle(exchange, "committed")
+            decision.received = received
+            await self._tell(stream, Commit(nonce=offer.nonce))
+
+    async def _follow(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
+        """The callee's half of the confirm."""
+        try:
+            await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
+        except NetworkError:
+            raise _called_off(await self._hear(stream, Abort)) from None  # it closed the stream: maybe it said why before
+        try:
+            reply = await self._hear(stream, Commit, Abort)
+            if isinstance(reply, Abort):
+                raise _called_off(reply)
+            committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
+        except NetworkError:
+            committed = await self._ask(stream.peer_id, offer.nonce)
+        if committed and not decision.closed:
+            decision.received = received
+
+    async def _ask(self, peer: str, nonce: bytes) -> bool:
+        """The confirm was lost: ask the caller once more, over a new stream."""
+        try:
+            reply = await asyncio.wait_for(self._asked(peer, nonce), ASK_S)
+        except (NetworkError, MessageError, asyncio.TimeoutError) as error:
+            why = str(error) or f"no answer within {ASK_S:g} s"
+            log.warning("the confirm of an exchange was lost and its peer cannot be asked (%s): going on alone", why)
+            return False
+        return reply.outcome == "committed"
+
+    async def _asked(self, peer: str, nonce: bytes) -> OutcomeReply:
+        again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=ASK_S)
+        try:
+            await again.send(pack(OutcomeRequest(nonce=nonce)), ASK_S)
+            return unpack(await again.receive(OutcomeReply.LIMIT, ASK_S), OutcomeReply)
+        finally:
+            again.close()
+
+    async def _answer_outcome(self, stream: Stream) -> None:
+        request = unpack(await stream.receive(OutcomeRequest.LIMIT, self.chunk_timeout), OutcomeRequest)
+        exchange = (stream.peer_id, request.nonce)
+        if exchange in self._undecided:  # the callee gives up, so it is off; a READY that is still on its way comes too late
+            self._settle(exchange, "aborted")
+        outcome: Literal["committed", "aborted", "unknown"] = self._outcomes.get(exchange, "unknown")
+        await stream.send(pack(OutcomeReply(outcome=outcome)), self.chunk_timeout)
+
+    async def _hear(self, stream: Stream, *types: type[M]) -> M:
+        limit = max(kind.LIMIT for kind in types)
+        return unpack(await stream.receive(limit, self.chunk_timeout), *types)
+
+    async def _tell(self, stream: Stream, message: Message) -> None:
+        """Send what need not arrive: if it does not, the peer's deadline or its question does the same."""
+        try:
+            await stream.send(pack(message), self.chunk_timeout)
+        except NetworkError as error:
+            log.info("%s was not sent: %s", message.KIND, error)
+
+
+def _called_off(reply: Message) -> MessageError:
+    return MessageError(f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.", "refused")

@@ -1,0 +1,95 @@
+"""How this node's exchanges went of late: what failed, with whom and in which way, and how long transfers took.
+
+Kinds of failures, one word each, as the node that met them saw them:
+
+    unreachable   no connection to the peer came about
+    timeout       connected, and then nothing for longer than a deadline, or not there when its group was formed
+    refused       the peer said no, or called it off
+    broken        the connection ended in the middle
+    damaged       what came is malformed, not what was announced, or not finite
+    suspicious    well formed, and too far from this node's own (swarm/defence.py)
+
+That a peer is busy, or in another round, is no failure. Of each peer only the first failure in a round counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from shoal.swarm.errors import MessageError, NetworkError
+
+if TYPE_CHECKING:
+    from shoal.optim.exchange.base import RoundKey  # no import: whoever reads records, as a seed does, has no torch
+from shoal.swarm.wire.fields import BLAMED, FAILURES, Failure
+
+WINDOW = 64  # exchanges that are remembered: some minutes to hours of rounds, so that what was mended is soon forgotten
+RECENT = 8  # transfers whose median is told: with different partners, so that a slow link shows at its owner
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a contribution cannot be used, in a few words."""
+
+    kind: Failure
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def kind_of(error: NetworkError | MessageError) -> Failure:
+    """The kind of failure that an error is."""
+    for kind in FAILURES:
+        if kind == error.reason:
+            return kind
+    return "broken" if isinstance(error, NetworkError) else "damaged"
+
+
+class Health:
+    """Counts the exchanges of one node; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+
+    def failed(self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure) -> None:
+        """The exchange of round ``key`` with ``peer`` failed."""
+        kind = problem if isinstance(problem, str) else kind_of(problem)
+        with self._lock:
+            if not any(known == key and other == peer for known, other, _ in self._events):
+                self._events.append((key, peer, kind))
+
+    def done(self, key: RoundKey, seconds: float) -> None:
+        """An exchange was committed, whose bytes took ``seconds`` to move."""
+        with self._lock:
+            self._events.append((key, "", None))
+            self._seconds.append(seconds)
+
+    def turned_down(self) -> int:
+        """By how many peers in a row this node was refused, or found them suspicious, since its last exchange with anybody."""
+        with self._lock:
+            peers = set()
+            for _, peer, kind in reversed(self._events):
+                if kind is None:
+                    break
+                if kind in ("refused", "suspicious"):
+                    peers.add(peer)
+            return len(peers)
+
+    def report(self) -> dict[str, Any]:
+        """The fields of ``shoal.swarm.wire.member.Member`` that say so."""
+        with self._lock:
+            events, seconds = list(self._events), list(self._seconds)
+        kinds = Counter(kind for _, _, kind in events if kind is not None)
+        blamed = Counter((peer, kind) for _, peer, kind in events if kind is not None)
+        return {
+            "exchange_s": median(seconds) if seconds else 0.0,
+            "exchanges": len(events),
+            "failures": tuple((kind, kinds[kind]) for kind in FAILURES if kind in kinds),
+            "blamed": tuple((peer, kind, count) for (peer, kind), count in blamed.most_common(BLAMED)),
+        }

@@ -1,0 +1,1 @@
+"""Publish and subscribe: signed records, with large bodies fetched from their author."""

@@ -1,0 +1,166 @@
+"""What a gossiped message looks like: a sealed record, compressed if that helps, in a parcel; or a notice of one too large for it.
+
+Nothing is decompressed before its size is known to be allowed, nor beyond the size that was announced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.wire.envelope import ENVELOPE, KIB, MAX_MESSAGE, M, Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.fields import Bytes, PeerId, Sha256, SwarmId
+
+Encoding = Literal["plain", "zlib"]
+LEVEL = 6  # of zlib: text of 256 KiB takes some 10 ms
+
+
+class Parcel(Message):
+    """One gossiped message: ``body`` is a sealed record of ``size`` bytes, or what zlib makes of it."""
+
+    KIND, LIMIT = "parcel", MAX_MESSAGE
+    swarm: SwarmId
+    encoding: Encoding
+    size: Bytes
+    body: bytes
+
+
+class Notice(Message):
+    """Announces a record too large to be gossiped. ``peer`` hands out the ``nbytes`` bytes of its body; ``size`` as in a parcel."""
+
+    KIND, AUTHOR = "notice", "peer"
+    swarm: SwarmId
+    peer: PeerId
+    encoding: Encoding
+    size: Bytes
+    nbytes: Bytes
+    sha256: Sha256
+
+
+class BodyRequest(Message):
+    """Asks for the body that a notice announced."""
+
+    KIND = "body-request"
+    swarm: SwarmId
+    sha256: Sha256
+
+
+class BodyReply(Message):
+    """How many bytes follow; 0 if the peer does not hold the body (any more)."""
+
+    KIND = "body-reply"
+    nbytes: Annotated[int, Field(ge=0, le=2**32)]
+
+
+class Opened(NamedTuple):
+    """A record whose signature by ``author`` was found right. ``content`` identifies it however it was packed."""
+
+    author: str
+    message: Message
+    content: bytes
+
+
+class Body(NamedTuple):
+    """A sealed record as it travels; ``size`` before compression."""
+
+    encoding: Encoding
+    size: int
+    data: bytes
+
+
+def topic_of(swarm: str, kind: type[Message]) -> str:
+    """The name of the topic on which records of ``kind`` are gossiped in ``swarm``."""
+    return f"shoal/{swarm}/{kind.KIND}/{kind.VERSION}"
+
+
+def content_of(author: str, message: Message) -> bytes:
+    """The SHA-256 by which a record is known again: of what was said by whom, not of the bytes it came in."""
+    return hashlib.sha256(author.encode() + b"\x00" + pack(message)).digest()
+
+
+def make_body(message: Message, identity: Identity) -> Body:
+    """``message`` sealed, and compressed if that makes it smaller. Raises MessageError if it exceeds its kind's limit."""
+    sealed = seal(message, identity)
+    small = zlib.compress(sealed, LEVEL)
+    return Body("zlib", len(sealed), small) if len(small) < len(sealed) else Body("plain", len(sealed), sealed)
+
+
+def make_parcel(swarm: str, body: Body) -> bytes | None:
+    """The bytes to gossip, or None if they would be too many."""
+    if len(body.data) > MAX_MESSAGE - KIB // 2:
+        return None
+    return pack(Parcel(swarm=swarm, encoding=body.encoding, size=body.size, body=body.data))
+
+
+def make_notice(swarm: str, body: Body, identity: Identity) -> tuple[Notice, bytes]:
+    """The notice of a body that has to be fetched, and the bytes to gossip."""
+    digest = hashlib.sha256(body.data).digest()
+    notice = Notice(
+        swarm=swarm,
+        peer=identity.peer_id,
+        encoding=body.encoding,
+        size=body.size,
+        nbytes=len(body.data),
+        sha256=digest,
+    )
+    parcel = make_parcel(swarm, make_body(notice, identity))
+    assert parcel is not None  # a notice is small
+    return notice, parcel
+
+
+def open_parcel(data: bytes, swarm: str, limit: int) -> Parcel:
+    """The parcel in ``data``, whose record claims at most ``limit`` bytes. Cheap: nothing is decompressed or verified yet.
+
+    Raises MessageError and nothing else.
+    """
+    parcel = unpack(data, Parcel)
+    if parcel.swarm != swarm:
+        raise MessageError("A parcel of another swarm was refused.", "foreign-swarm")
+    check_size(parcel.size, len(parcel.body), limit)
+    return parcel
+
+
+def check_size(size: int, nbytes: int, limit: int) -> None:
+    """Whether a record that claims ``size`` bytes, ``nbytes`` as it travels, is worth the memory. MessageError if not."""
+    if max(size, nbytes) > limit:
+        raise MessageError(f"A record of {max(size, nbytes)} bytes was refused: at most {limit} are allowed.", "oversized")
+
+
+def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
+    """The sealed record, of exactly ``size`` bytes. Raises MessageError, having made at most ``size`` + 1 bytes."""
+    if encoding == "plain":
+        if len(data) == size:
+            return data
+        reason = "truncated" if len(data) < size else "malformed"
+        raise MessageError(f"A record of {len(data)} bytes was refused: it claims {size}.", reason)
+    unzip = zlib.decompressobj()
+    try:
+        sealed = unzip.decompress(data, size + 1)
+    except zlib.error as error:
+        raise MessageError(f"A record was refused: it does not decompress ({error}).") from None
+    if len(sealed) > size:
+        raise MessageError(f"A record was refused: it claims {size} bytes and decompresses to more.", "bomb")
+    if not unzip.eof:
+        raise MessageError("A record was refused: it was cut short.", "truncated")
+    if len(sealed) != size or unzip.unused_data:
+        raise MessageError(f"A record was refused: {len(sealed)} bytes and a rest are not the {size} it claims.")
+    return sealed
+
+
+def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Opened:
+    """The record in a body, which must be one of ``kinds``. Takes some ms: for a worker thread.
+
+    Raises MessageError and nothing else.
+    """
+    author, message = unseal(expand(encoding, size, data), *kinds)
+    return Opened(author, message, content_of(author, message))
+
+
+def room_for(kind: type[Message]) -> int:
+    """Bytes that a sealed record of ``kind`` has at most."""
+    return max(kind.LIMIT, Notice.LIMIT) + ENVELOPE

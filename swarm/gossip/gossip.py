@@ -1,0 +1,305 @@
+"""Small signed records for everybody: each is published once on its kind's topic and reaches all peers that joined the topic.
+
+GossipSub (in the daemon) spreads the messages and knows who published each. On top of that a record carries the signature of its
+author, so that it can be passed on, kept, and judged; what arrives is held against the publisher's quota, then opened in a worker
+thread, and handed to the topic's handler once. A record above 256 KiB is announced by a notice, and fetched by stream.
+
+Whatever arrives, a record costs at most itself: it is counted in the topic's tally, as accepted or under the reason for which
+it was rejected, and nothing else happens.
+
+    reason          because
+    oversized       it, or what it claims to be, is larger than allowed
+    truncated, nested, malformed, version, kind
+                    it does not decode (swarm/messages.py)
+    bomb            it decompresses to more than it claims
+    forged          the signature is not its author's
+    foreign-swarm   it belongs to another swarm
+    quota           its publisher sent too much
+    replayed        it was there before
+    overflow        newer ones came faster than they could be opened or fetched
+    digest          what was fetched is not what was announced
+    unavailable     nobody handed out what was announced
+    unwelcome       this node does not meet its publisher or its author (swarm/door.py)
+
+and those with which the handler refuses it, such as ``banned`` (swarm/rollouts.py): its author is barred for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Generic, cast
+
+from blake3 import blake3
+
+from shoal.swarm.access.policy import Door
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.gossip import envelope as parcels
+from shoal.swarm.gossip.body_fetcher import FETCH_S, Fetching
+from shoal.swarm.gossip.body_store import MAX_SHELF, Shelf
+from shoal.swarm.gossip.bounded_queue import Mailbox
+from shoal.swarm.gossip.envelope import Body, Encoding, Notice, Opened, Parcel, topic_of
+from shoal.swarm.gossip.lru_set import Seen
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.counters import Tally
+from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 32_768  # messages, and records in them, that are known again
+INBOX = (256, 32 << 20)  # messages and bytes that wait to be opened, unless a topic says otherwise
+OUTBOX = (256, 32 << 20)  # messages and bytes that wait to be published
+AGAIN = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds before each further attempt to subscribe; the last repeats
+ATTEMPTS = 3  # to publish one message
+
+Handler = Callable[[str, M], None]
+
+
+class Gossip:
+    """The topics of ``swarm`` that this node takes part in. For any thread.
+
+    ``addresses``: where a peer is reached, as far as known (the directory knows), for records that have to be fetched.
+    ``fetch_s``: seconds for one of those from one peer. ``door``: whose records are taken. ``look``: called when a
+    stranger publishes. ``shelf``: bytes of own records too large for gossip that are kept to be fetched.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        identity: Identity,
+        swarm: str,
+        *,
+        addresses: Callable[[str], Sequence[str]] = lambda peer: (),
+        fetch_s: float = FETCH_S,
+        door: Door | None = None,
+        look: Callable[[], None] = lambda: None,
+        shelf: int = MAX_SHELF,
+    ) -> None:
+        self.door, self.look = door or Door(), look
+        self.host, self.identity, self.swarm, self.fetch_s = host, identity, swarm, fetch_s
+        self.shelf = Shelf(host, swarm, addresses, nbytes=shelf)
+        self._topics: list[Topic[Any]] = []
+
+    def join(
+        self, kind: type[M], handler: Handler[M] | None, quota: Quota | None = None, inbox: tuple[int, int] = INBOX
+    ) -> Topic[M]:
+        """Take part in the topic of ``kind`` from now on.
+
+        ``handler(author, record)`` runs on the host's loop, once for each record of others; it must not wait. It refuses a
+        record by MessageError, whose reason is counted. None: this node only publishes and its daemon passes on; what comes is
+        dropped unopened. ``quota`` bounds each publisher; ``inbox`` the messages, and their bytes, that wait to be opened: what
+        comes beyond it costs the oldest of them.
+        """
+        topic = Topic(self, kind, handler, quota or Quota(), inbox)
+        self._topics.append(topic)
+        return topic
+
+    def refused(self) -> dict[str, int]:
+        """Reason -> records that were rejected so far, on all topics."""
+        found: Counter[str] = Counter()
+        for topic in list(self._topics):
+            found.update(topic.tally.rejected())
+        return dict(found)
+
+    def close(self) -> None:
+        """Leave all topics; what was not published yet is lost."""
+        for topic in self._topics:
+            topic.close()
+
+
+class Topic(Generic[M]):
+    """One kind of record; see `Gossip.join`. ``tally`` counts ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
+
+    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M] | None, quota: Quota, inbox: tuple[int, int]) -> None:
+        self.name = topic_of(gossip.swarm, kind)
+        self.tally = Tally()
+        self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
+        self._kind, self._handler = kind, handler
+        self._door, self._look = gossip.door, gossip.look
+        self._room = parcels.room_for(kind)
+        self._shelf = gossip.shelf
+        self._fetching = Fetching(gossip.shelf, self._fetched, self.tally.reject, gossip.fetch_s)
+        self._quotas = Quotas(quota)
+        self._seen = Seen(REMEMBERED)
+        self._inbox: Mailbox[tuple[str, Parcel]] = Mailbox(*inbox)
+        self._outbox: Mailbox[M] = Mailbox(*OUTBOX)
+        self._up = asyncio.Event()  # while this node is subscribed
+        self._running: Future[None] = self._host.submit(self._run())
+
+    def publish(self, message: M) -> None:
+        """Give ``message`` to everybody who joined the topic, soon; never waits for the network.
+
+        Raises MessageError if it is too large, or if somebody else is its author. While the daemon restarts messages wait, at most
+        256 of them and 32 MiB; the oldest are dropped and counted as ``unsent``.
+        """
+        if message.AUTHOR is not None and getattr(message, message.AUTHOR) != self._identity.peer_id:
+            raise MessageError(f"This node cannot publish a {message.KIND} of another {message.AUTHOR}.", "forged")
+        self.tally.add("unsent", len(self._outbox.put(message, len(pack(message)))))
+
+    def listeners(self, timeout: float = 5.0) -> tuple[str, ...]:
+        """The connected peers that take part in the topic. Raises NetworkError. Not for the host's own thread."""
+        return self._host.call(self._host.pubsub.listeners(self.name), timeout)
+
+    def close(self) -> None:
+        """Leave the topic."""
+        self._running.cancel()
+
+    # -- on the loop -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        await asyncio.gather(*map(self._steadily, (self._listen, self._open, self._send, self._fetching.run)))
+
+    async def _steadily(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:  # a bug must not make this node deaf
+                log.warning("%s failed; trying again", self.name, exc_info=True)
+                await asyncio.sleep(AGAIN[-1])
+
+    async def _listen(self) -> None:
+        failures = 0
+        while True:
+            try:
+                subscription = await self._host.pubsub.subscribe(self.name)
+            except NetworkError as error:
+                log.debug("not subscribed to %s: %s", self.name, error)
+                await asyncio.sleep(AGAIN[min(failures, len(AGAIN) - 1)])
+                failures += 1
+                continue
+            self._up.set()
+            failures = 0
+            try:
+                while True:
+                    publisher, data = await subscription.next()
+                    if publisher != self._identity.peer_id:
+                        self.tally.add("received")
+                        if self._handler is not None:
+                            self._guarded(self._take, publisher, data)
+            except NetworkError as error:
+                log.debug("%s: %s", self.name, error)
+            finally:
+                self._up.clear()
+                subscription.close()
+
+    def _take(self, publisher: str, data: bytes) -> None:
+        """The cheap half of the checks."""
+        self._welcome(publisher)
+        if len(data) > MAX_MESSAGE:
+            raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
+        # GossipSub itself forgets after two minutes. Who then sends another's messages on again must not use up his quota.
+        digest = blake3(data).digest()
+        if (publisher, digest) in self._seen:
+            raise MessageError("A message was refused: it was there before.", "replayed")
+        self._charge(publisher, 1, len(data))
+        self._seen.add((publisher, digest))
+        parcel = parcels.open_parcel(data, self._swarm, self._room)
+        self._charge(publisher, 0, max(0, parcel.size - len(data)))
+        self.tally.reject("overflow", len(self._inbox.put((publisher, parcel), len(data))))
+
+    def _welcome(self, peer: str) -> None:
+        if not self._door.lets_in(peer):
+            self._look()  # it may be a newcomer, whose record was not read yet
+            raise MessageError("A message was refused: this node does not meet its publisher or author.", "unwelcome")
+
+    def _charge(self, publisher: str, messages: int, nbytes: int) -> None:
+        if not self._quotas.take(publisher, messages, nbytes):
+            raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
+
+    async def _open(self) -> None:
+        while True:
+            publisher, parcel = await self._inbox.get()
+            opened = await self._opened(parcel.encoding, parcel.size, parcel.body, self._kind, Notice)
+            if opened is not None:
+                self._guarded(self._deliver, publisher, opened)
+
+    async def _fetched(self, publisher: str, encoding: Encoding, size: int, body: bytes) -> None:
+        opened = await self._opened(encoding, size, body, self._kind)
+        if opened is not None:
+            self._guarded(self._deliver, publisher, opened)
+
+    async def _opened(self, encoding: Encoding, size: int, body: bytes, *kinds: type[Message]) -> Opened | None:
+        """The record in a body, opened in a worker thread; None if it was rejected."""
+        work = functools.partial(parcels.open_body, encoding, size, body, *kinds)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+        except MessageError as error:
+            self._reject(error)
+        except Exception:
+            self._failed()
+        return None
+
+    def _deliver(self, publisher: str, opened: Opened) -> None:
+        if opened.author == self._identity.peer_id or opened.content in self._seen:
+            raise MessageError("A record was refused: it was there before.", "replayed")
+        if isinstance(opened.message, Notice):
+            self._announced(publisher, opened.message)
+            self._seen.add(opened.content)  # only now: one publisher's quota must not keep the next one's copy out
+            return
+        self._welcome(opened.author)
+        self._seen.add(opened.content)
+        if self._handler is not None:
+            self._handler(opened.author, cast(M, opened.message))
+        self.tally.add("accepted")
+
+    def _announced(self, publisher: str, notice: Notice) -> None:
+        if notice.swarm != self._swarm:
+            raise MessageError("A notice of another swarm was refused.", "foreign-swarm")
+        parcels.check_size(notice.size, notice.nbytes, self._room)
+        self._charge(publisher, 0, max(notice.size, notice.nbytes))
+        self._fetching.want(publisher, notice)
+
+    def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
+        """Do ``step``; what it raises costs this one record."""
+        try:
+            step(*arguments)
+        except MessageError as error:
+            self._reject(error)
+        except Exception:
+            self._failed()
+
+    def _reject(self, error: MessageError) -> None:
+        log.debug("%s: %s", self.name, error)
+        self.tally.reject(error.reason)
+
+    def _failed(self) -> None:
+        log.warning("handling a record of %s failed", self.name, exc_info=True)
+        self.tally.reject("failed")
+
+    async def _send(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._publish(message)
+                self.tally.add("sent")
+            except NetworkError as error:
+                log.info("a %s was not published: %s", self._kind.KIND, error)
+                self.tally.add("unsent")
+            except Exception:
+                log.warning("publishing a %s failed", self._kind.KIND, exc_info=True)
+                self.tally.add("unsent")
+
+    async def _publish(self, message: M) -> None:
+        loop = asyncio.get_running_loop()
+        body: Body = await loop.run_in_executor(None, parcels.make_body, message, self._identity)
+        data = parcels.make_parcel(self._swarm, body)
+        if data is None:
+            self._shelf.put(body.data)
+            _, data = parcels.make_notice(self._swarm, body, self._identity)
+        for attempt in range(ATTEMPTS):
+            await self._up.wait()
+            try:
+                await self._host.pubsub.publish(self.name, data)
+                return
+            except NetworkError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(AGAIN[attempt])

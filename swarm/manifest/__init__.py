@@ -1,0 +1,1 @@
+"""The signed manifest and the settings in it. Imports no torch."""

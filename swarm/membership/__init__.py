@@ -1,0 +1,1 @@
+"""Joining a swarm, and knowing who is in it."""

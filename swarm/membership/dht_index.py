@@ -1,0 +1,87 @@
+"""The trie of membership keys: reading all of it, and finding one's own place in it, without any key growing with the swarm.
+
+A peer stands under the shortest prefix of its bits whose key holds fewer than ``cap`` others; a reader starts at the root and
+goes down from every key that is at least a quarter full. A quarter, because a key that was full once may have lost peers since,
+and those below it must not vanish from view: they move up when it is less than half full, but a few at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.membership.dht_record import MAX_DEPTH, bits_of
+
+CAP = 32  # records per key, but for a few that raced
+AT_ONCE = 8  # keys read at a time
+RISE = 1 / 8  # chance per look to move up to a half-empty parent: else all below would jump into it together
+RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
+
+Names = Mapping[str, object]  # peer id -> anything: who stands under a key
+
+
+async def read(
+    get: Callable[[str], Awaitable[Names]], own: str, *, now: str | None = None, cap: int = CAP, limit: int = 1024
+) -> dict[str, Names]:
+    """Prefix -> what is stored there, for all of the trie, or about ``limit`` records of it; ``own`` bits come first.
+
+    The path down to where the reader stands ``now`` is read in any case. A key that cannot be read is left out, with all
+    below it. Raises NetworkError if that is the root.
+    """
+    found: dict[str, Names] = {"": await get("")}
+    total = len(found[""])
+    queue = _children("", found[""], own, now or "", cap)
+    while queue and total < limit:
+        batch, queue = queue[:AT_ONCE], queue[AT_ONCE:]
+        answers = await asyncio.gather(*(get(prefix) for prefix in batch), return_exceptions=True)
+        for prefix, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, NetworkError):
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            found[prefix] = answer
+            total += len(answer)
+            queue += _children(prefix, answer, own, now or "", cap)
+    return found
+
+
+def _looked_below(count: int, cap: int) -> bool:
+    return count >= max(1, cap // 4)
+
+
+def _children(prefix: str, names: Names, own: str, now: str, cap: int) -> list[str]:
+    on_path = now.startswith(prefix) and len(prefix) < len(now)
+    if len(prefix) >= MAX_DEPTH or not (on_path or _looked_below(len(names), cap)):
+        return []
+    return sorted((prefix + "0", prefix + "1"), key=lambda child: not own.startswith(child))
+
+
+def place(me: str, now: str | None, seen: Mapping[str, Names], *, cap: int = CAP, chance: float | None = None) -> str:
+    """The prefix under which ``me`` should publish, given where it stands ``now`` (None: nowhere) and what was read.
+
+    ``chance``: a number in [0, 1) in place of a random one.
+    """
+    bits = bits_of(me)
+    depth = 0
+    if now is not None:
+        if now not in seen:
+            return now
+        # More than fit may have raced into one key. All agree who stays: the first by their bits.
+        before = sum(bits_of(name) < bits for name in seen[now] if name != me)
+        if before < cap:
+            parent = now[:-1]
+            if now and parent in seen and (above := _others(me, seen[parent])) < max(1, cap // 2):
+                dice = random.random() if chance is None else chance
+                if dice < (RISE if _looked_below(above, cap) else RISE_HIDDEN):
+                    return parent
+            return now
+        depth = len(now) + 1
+    while depth < MAX_DEPTH and _others(me, seen.get(bits[:depth], {})) >= cap:
+        depth += 1
+    return bits[:depth]
+
+
+def _others(me: str, names: Names) -> int:
+    return len(names) - (me in names)

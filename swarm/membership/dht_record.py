@@ -1,0 +1,115 @@
+"""Membership records in the DHT: how they are keyed, signed and checked.
+
+Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of
+all peers whose bits begin with 01. A record names the prefix under which it is stored, so that whoever stores it can check it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from typing import Any, NamedTuple
+
+import msgpack
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.wire.member import Member, seal, unseal
+
+log = logging.getLogger(__name__)
+
+MAX_DEPTH = 48  # bits of the longest prefix
+# Seconds a record may live: hardly more than `Directory` gives it. The DHT keeps of two records of a peer the one that expires
+# later: who could store an old one with a longer life would keep its newer ones out.
+MAX_TTL = 31.0
+MAX_RECORD = Member.LIMIT + 512  # bytes
+AHEAD = 600.0  # seconds into the future a record may be dated, to be stored at all
+_PATTERN_BITS = frozenset("01")
+
+
+class Record(NamedTuple):
+    """A membership record whose signature was found right."""
+
+    prefix: str
+    member: Member
+
+
+@functools.lru_cache(maxsize=4096)
+def bits_of(peer_id: str) -> str:
+    """The path of a peer in the trie: `MAX_DEPTH` characters 0 or 1."""
+    number = int.from_bytes(hashlib.sha256(peer_id.encode()).digest(), "big")
+    return f"{number:0256b}"[:MAX_DEPTH]
+
+
+def key_of(swarm: str, prefix: str) -> str:
+    """The DHT key of a node of the trie."""
+    return f"{swarm}/m/{prefix}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _dht_id(swarm: str, prefix: str) -> bytes:
+    return bytes(DHTID.generate(source=key_of(swarm, prefix)).to_bytes())
+
+
+def make_record(prefix: str, member: Member, identity: Identity) -> bytes:
+    """The signed record to store under ``prefix``."""
+    data: bytes = msgpack.packb([prefix, seal(member, identity)])
+    return data
+
+
+@functools.lru_cache(maxsize=4096)  # each record is seen from several replicas, and several times before it changes
+def open_record(data: bytes) -> Record | None:
+    """The record in ``data``, or None if it is malformed or not signed by the member it describes. Never raises."""
+    try:
+        parts = msgpack.unpackb(data, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
+        prefix, sealed = parts
+        if not isinstance(prefix, str) or len(prefix) > MAX_DEPTH or not _PATTERN_BITS.issuperset(prefix):
+            return None
+        if not isinstance(sealed, bytes):
+            return None
+        signer, member = unseal(sealed, Member)
+    except (ValueError, TypeError, msgpack.UnpackException, MessageError):
+        return None
+    return Record(prefix, member) if signer == member.peer and bits_of(signer).startswith(prefix) else None
+
+
+class MemberValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Lets nothing into the swarm's DHT, or out of it, but its members' own records, each under its place in the trie.
+
+    hivemind drops *all* records of a key when one is found wrong in an answer. So the checks are such that every node comes to
+    the same result at any time; only the date is compared with the own clock, with ten minutes of tolerance (just so that
+    nobody stores records for next year). `Directory` is stricter when it reads.
+    """
+
+    def __init__(self, swarm: str) -> None:
+        self._swarm = swarm
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether hivemind may store or return ``record``; never raises."""
+        if len(record.value) > MAX_RECORD + 8:
+            return False
+        value, subkey = _unpacked(record.value, bytes), _unpacked(record.subkey, str)
+        found = open_record(value) if value is not None else None
+        if found is None:
+            return False
+        member = found.member
+        return (
+            member.peer == subkey
+            and member.swarm == self._swarm
+            and record.key == _dht_id(self._swarm, found.prefix)
+            and record.expiration_time <= member.issued + MAX_TTL
+            and member.issued <= time.time() + AHEAD
+        )
+
+
+def _unpacked(data: bytes, kind: type) -> Any:
+    """``data`` unpacked if it is a msgpack ``kind``, else None."""
+    try:
+        found = msgpack.unpackb(data, max_ext_len=0, max_map_len=0, max_array_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+    return found if isinstance(found, kind) else None

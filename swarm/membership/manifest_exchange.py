@@ -1,0 +1,68 @@
+"""What a newcomer asks of any member: the swarm's manifest. It is checked against the swarm id in the link.
+
+The weights to start from are in swarm/state_server.py (handing them out) and swarm/newcomer.py (taking them).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
+from shoal.swarm.wire.member import ManifestReply, ManifestRequest, pack, unpack
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.p2p.stream import Stream
+
+SMALL_S = 10.0  # seconds for one small message
+
+
+def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
+    """Hand the sealed manifest to whoever asks for this swarm."""
+
+    async def answer(stream: Stream) -> None:
+        request = unpack(await stream.receive(ManifestRequest.LIMIT, SMALL_S), ManifestRequest)
+        known = request.swarm == swarm
+        reason = "" if known else f"this peer belongs to swarm {swarm}"
+        await stream.send(pack(ManifestReply(manifest=sealed if known else None, swarm=swarm, reason=reason)), SMALL_S)
+
+    host.serve(MANIFEST_PROTOCOL, answer)
+
+
+def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
+    """Ask the peers through whom we got in, then the link's, in turn; the first that hands out this swarm's manifest will do.
+
+    Raises:
+        MessageError: none did, and one is in another swarm or speaks another version.
+        NetworkError: none answered.
+    """
+
+    async def ask(peer: str, addresses: tuple[str, ...]) -> ManifestReply:
+        stream = await host.open(peer, MANIFEST_PROTOCOL, addresses=addresses, timeout=SMALL_S)
+        try:
+            await stream.send(pack(ManifestRequest(swarm=link.swarm)), SMALL_S)
+            return unpack(await stream.receive(ManifestReply.LIMIT, SMALL_S), ManifestReply)
+        finally:
+            stream.close()
+
+    problem, wrong = "", None
+    seeds, entry = host.seeds(), host.entry()
+    sources = dict.fromkeys(entry, ()) | {a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)}
+    for address, dial in sources.items():
+        try:
+            reply = host.call(ask(address.rpartition("/p2p/")[2], dial), timeout)
+            if reply.manifest is not None:
+                return reply.manifest, open_manifest(reply.manifest, link.swarm)
+            wrong = wrong or MessageError(
+                f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
+                "ask for a fresh link."
+            )
+        except NetworkError as error:
+            problem = f"{address}: {error}"
+        except MessageError as error:
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong
+    raise NetworkError(f"No peer of the link handed out the swarm's manifest ({problem}); ask for a fresh link.")

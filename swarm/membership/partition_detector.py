@@ -1,0 +1,99 @@
+"""Whether members vanished one by one, as machines do that crash, or together, as when a network falls apart.
+
+A member vanishes when its record expires without its having said that it leaves. A node suspects a partition if at least two did so
+at about the same moment, or everybody else did, be it one: then this node may be the one that is cut off. Whoever is heard of again
+ends it. It is a suspicion: one machine with two nodes on it looks the same when it loses power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.swarm.wire.member import MAX_MISSING, Member
+
+# A record is renewed every 5 s, and read every 5 s: peers that were cut off at one moment were heard of last within both, and some.
+WITHIN = 12.0
+CONFIRM = 10.0  # seconds that a member must be missing: a node that slept itself finds all records expired until it reads again
+FORGET = 3600.0  # seconds after which who is missing is no news any more
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Members ``names`` of ``of`` were heard of last within ``within_s`` seconds of each other."""
+
+    names: tuple[str, ...]
+    of: int
+    within_s: float
+
+    def __str__(self) -> str:
+        some = ", ".join(self.names[:MAX_MISSING]) + (", …" if len(self.names) > MAX_MISSING else "")
+        return (
+            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s ({some}); "
+            f"training goes on with {self.of - len(self.names)}, and they come together again by themselves"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a ``Member`` that say so."""
+        return {
+            "missing": len(self.names),
+            "missing_of": self.of,
+            "missing_within_s": self.within_s,
+            "missing_names": tuple(name[:16] for name in self.names[:MAX_MISSING]),
+        }
+
+
+@dataclass
+class _Seen:
+    name: str
+    issued: float
+    heard: float
+    missing_since: float | None = None
+
+
+class Absence:
+    """Follows who is there. ``me``: the own peer id. Seconds are of one clock of the caller's that never goes back."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._seen: dict[str, _Seen] = {}
+        self.suspicion: Suspicion | None = None
+
+    def look(self, members: Mapping[str, Member], left: Collection[str], now: float) -> list[str]:
+        """Take note of who is there now, and who said goodbye; what there is to tell, in sentences."""
+        back = []
+        for peer, member in members.items():
+            seen = self._seen.get(peer)
+            if seen is None or seen.issued != member.issued or seen.missing_since is not None:
+                if seen is not None and self._confirmed(seen, now):
+                    back.append(member.name)
+                self._seen[peer] = _Seen(member.name, member.issued, now)
+        for peer in [peer for peer in self._seen if peer not in members]:
+            seen = self._seen[peer]
+            if seen.missing_since is None:
+                seen.missing_since = now
+            if peer in left or peer == self._me or now - seen.missing_since > FORGET:
+                del self._seen[peer]
+        before, self.suspicion = self.suspicion, self._suspect(members, now)
+        if self.suspicion is not None and (before is None or set(self.suspicion.names) - set(before.names)):
+            return [str(self.suspicion)]
+        if before is not None and (returned := sorted(set(back) & set(before.names))):
+            still = f"; {len(self.suspicion.names)} are still missing" if self.suspicion is not None else ""
+            return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
+        return []
+
+    def _confirmed(self, seen: _Seen, now: float) -> bool:
+        return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
+
+    def _suspect(self, members: Mapping[str, Member], now: float) -> Suspicion | None:
+        missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
+        together: list[_Seen] = []
+        for first, earliest in enumerate(missing):
+            these = [seen for seen in missing[first:] if seen.heard - earliest.heard <= WITHIN]
+            together = max(together, these, key=len)
+        alone = not members.keys() - {self._me}
+        if len(together) < 2 and not (together and alone):
+            return None
+        names = tuple(sorted(seen.name for seen in together))
+        return Suspicion(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)

@@ -1,0 +1,91 @@
+"""Tells the seeds of a swarm that this node is there, so that newcomers find it, and meets whom they name, and who was lost.
+
+So a swarm of which every address in the link is dead but the seed's can still be joined; and two parts of a swarm that lost each
+other, but not the seed, meet again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.membership.reconnector import Reunion
+from shoal.swarm.p2p.seed_client import addresses_of, ask
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.seed import SEED_PROTOCOL
+
+if TYPE_CHECKING:
+    from shoal.swarm.identity import Identity
+    from shoal.swarm.membership.directory import Directory
+    from shoal.swarm.p2p.host import Host
+
+log = logging.getLogger(__name__)
+
+PERIOD = 20.0  # seconds between two reports; a seed forgets who is silent for six times as long
+LOOK = 1.0  # seconds between looks whether the own addresses have changed
+OPEN_S = 10.0
+
+
+class Presence:
+    """Reports from now on; `close` ends it."""
+
+    def __init__(self, host: Host, directory: Directory, identity: Identity, swarm: str) -> None:
+        self._host = host
+        self._directory = directory
+        self._identity = identity
+        self._swarm = swarm
+        self._running = host.submit(self._run())
+        reunion = Reunion(host.known, directory.everyone, directory.departed, host.meet)
+        self._looking = host.submit(reunion.run())
+
+    def report(self, timeout: float) -> None:
+        """Tell all seeds now, in at most ``timeout`` seconds; for any thread but the host's. No answer is no error."""
+        if self._host.seeds():
+            try:
+                self._host.call(self._report(), timeout)
+            except NetworkError as error:
+                log.info("the seeds were not told of this node: %s", error)
+
+    def close(self) -> None:
+        """Stop reporting. What was said last stays with the seeds until they forget it."""
+        self._running.cancel()
+        self._looking.cancel()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due, told = 0.0, None
+        while True:
+            await asyncio.sleep(LOOK)
+            own = self._directory.own()
+            if own is None or (loop.time() < due and own.addresses == told):
+                continue
+            due, told = loop.time() + PERIOD, own.addresses
+            try:
+                await self._host.find_seeds()
+                await self._report()
+            except NetworkError as error:
+                log.debug("the seeds were not told of this node: %s", error)
+            except Exception:  # a bug must not make this node unfindable
+                log.warning("reporting to the seeds failed; trying again", exc_info=True)
+
+    async def _report(self) -> None:
+        own = self._directory.own()
+        if own is None:
+            return
+        record, known = seal(own, self._identity), self._directory.members()
+        for seed, addresses in self._host.seeds().items():
+            try:
+                stream = await self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
+                try:
+                    members = await ask(stream, self._swarm, record)
+                finally:
+                    stream.close()
+                strangers = addresses_of([m for m in members if m.peer not in known and m.peer != own.peer])
+                if strangers:
+                    self._host.remember(strangers)
+                    await self._host.meet(strangers)
+            except (NetworkError, MessageError) as error:
+                log.debug("seed %s was not told of this node: %s", short(seed), error)

@@ -1,0 +1,214 @@
+"""The process of the daemon, p2pd: where its binary is, its private folder, its options, its start under a guard, its output.
+
+Nothing here imports torch, nor hivemind, which would: a seed runs without (swarm/seed_daemon.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import importlib.util
+import ipaddress
+import logging
+import os
+import platform
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from shoal.swarm.errors import StartupError
+from shoal.swarm.p2p import daemon_guard as guard
+
+log = logging.getLogger(__name__)
+
+Relay = Literal["auto", "only", "off"]
+
+SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
+CONNECTIONS = (256, 512)
+YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
+_REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux x86-64, or use WSL or Docker"
+
+
+def daemon_path() -> Path:
+    """Where the daemon's binary should be."""
+    return hivemind_folder() / "hivemind_cli" / "p2pd"
+
+
+def hivemind_folder() -> Path:
+    """Where the package hivemind lies, without importing it."""
+    found = importlib.util.find_spec("hivemind")
+    if found is None or found.origin is None:
+        raise StartupError(f"the package hivemind, which brings the network daemon, is not installed: {_REMEDY}.")
+    return Path(found.origin).parent
+
+
+def check_binary(binary: Path) -> None:
+    """Raise StartupError if there is no daemon to be run at ``binary``."""
+    if not binary.is_file():
+        raise StartupError(f"the network daemon is missing: there is no {binary}; {_REMEDY}.")
+    if not os.access(binary, os.X_OK):
+        raise StartupError(f"the network daemon is not executable: run `chmod +x {binary}`.")
+
+
+def run_folder() -> tuple[Path, int]:
+    """A new private folder for a daemon's sockets, and a descriptor that holds its lock.
+
+    The guard inherits the descriptor: as long as it lives, nobody takes the folder for a stale one. Folders of dead guards
+    are removed on the way. Raises StartupError when the parent folder belongs to someone else.
+    """
+    base = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
+    name = f"{os.getpid()}-{secrets.token_hex(4)}"
+    if len(os.fsencode(base / name / "client.sock")) > SOCKET_PATH_LIMIT:
+        base = Path("/tmp") / base.name
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        status = base.lstat()
+        if base.is_symlink() or status.st_uid != os.getuid():
+            raise StartupError(f"{base} belongs to another user: remove it, or set TMPDIR to a folder of your own.")
+        if status.st_mode & 0o077:
+            base.chmod(0o700)
+        sweep(base)
+        folder = base / name
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StartupError(
+            f"cannot create a folder for the daemon's sockets in {base} ({error.strerror}): free some space there or set "
+            "TMPDIR to a folder that you can write."
+        ) from error
+    return folder, lock
+
+
+def sweep(base: Path) -> None:
+    """Remove the run folders in ``base`` whose guard is dead. (A lock tells, for a process id may be another machine's.)"""
+    for folder in base.iterdir():
+        with contextlib.suppress(OSError):  # another node may be sweeping too
+            if time.time() - folder.lstat().st_mtime < YOUNG:
+                continue
+            if (folder / "lock").exists():
+                lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                finally:
+                    os.close(lock)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a multiaddr reaches no further than this machine."""
+    parts = address.split("/")
+    with contextlib.suppress(IndexError, ValueError):
+        return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
+    return False
+
+
+def options(
+    *,
+    control: str,
+    key: Path,
+    listen: Sequence[str],
+    announce: Sequence[str] = (),
+    relays: Sequence[str] = (),
+    relay: Relay = "auto",
+    public: bool = False,
+    light: bool = False,
+    idle: str = "30s",
+) -> list[str]:
+    """The command line of p2pd.
+
+    ``relays``: full multiaddrs, one of each peer, of those that may forward connections to us when nobody can reach us. ``relay``
+    says when: ``auto`` once peers found that out, ``only`` from the start, ``off`` never; it also says whether we forward for
+    others. ``public``: we know that we can be reached, so nobody needs to find out, and what we forward is not cut off.
+    """
+    beyond = not all(is_loopback(address) for address in listen)
+    # Found in the background (p2pd's -relayDiscovery) they are asked for a place after three minutes only; these at once.
+    helpers = relays if beyond and relay != "off" and not public else ()
+    chosen = {
+        "listen": control,
+        "id": key,
+        "hostAddrs": ",".join(listen),
+        "dhtClient" if light else "dhtServer": 1,
+        "pubsub": 1,
+        "pubsubRouter": "gossipsub",
+        "autonat": int(beyond),
+        "natPortMap": int(beyond),
+        "autoRelay": int(bool(helpers)),
+        "relayDiscovery": 0,
+        "relay": int(relay != "off" or bool(helpers)),
+        "connManager": 1,
+        # More than the second number of connections are cut down to the first, the least used ones and no younger ones than this.
+        "connLo": CONNECTIONS[0],
+        "connHi": CONNECTIONS[1],
+        "connGrace": "20s",
+        "tls": 1,
+        "b": 0,  # bootstrap.py connects, and so learns which address failed and why
+    }
+    if idle:
+        chosen["idleTimeout"] = idle
+    if announce:
+        chosen["announceAddrs"] = ",".join(announce)
+    if helpers:
+        chosen["trustedRelays"] = ",".join(helpers)
+    if beyond and public:
+        chosen["forceReachabilityPublic"] = 1
+    elif helpers and relay == "only":
+        chosen["forceReachabilityPrivate"] = 1
+    return [f"-{name}={value}" for name, value in chosen.items()]
+
+
+async def start_guarded(run_dir: Path, command: list[str], lock: int) -> asyncio.subprocess.Process:
+    """Start ``command`` under a guard, which holds the lock of ``run_dir``. StartupError."""
+    # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
+    half = str(max((os.cpu_count() or 2) // 2, 1))
+    # Dialled from the port that is listened on, two peers that dial each other at once over a link with a delay share one TCP
+    # connection on which both speak first: it fails, and neither dials the other again for some seconds.
+    defaults = {"GOMAXPROCS": half, "GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}
+    env = {**defaults, **os.environ, "GOLOG_LOG_FMT": "json"}
+    me = [sys.executable, "-I", "-S", guard.__file__, str(run_dir), str(os.getpid())]
+    try:
+        return await asyncio.create_subprocess_exec(
+            *me,
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=env,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartupError(f"cannot start {sys.executable} to guard the daemon ({error.strerror}).") from error
+
+
+async def follow(output: asyncio.StreamReader, said: deque[str], ready: asyncio.Future[None]) -> None:
+    """Read the output to its end; ``ready`` gets done when the daemon is up, or gets the StartupError that says why not."""
+    while line := await output.readline():
+        text = line.decode(errors="replace").rstrip()
+        said.append(text)
+        log.debug("p2pd: %s", text)
+        if text.startswith("Peer ID:") and not ready.done():
+            ready.set_result(None)
+    if not ready.done():
+        ready.set_exception(_why_not(said))
+
+
+def _why_not(said: Sequence[str]) -> StartupError:
+    text = " ".join(said)
+    if f"[{errno.ENOEXEC}]" in text and "cannot run" in text:
+        return StartupError(
+            f"the network daemon is built for another kind of machine than this {platform.machine()} "
+            f"({platform.system()}): {_REMEDY}."
+        )
+    if "address already in use" in text:
+        return StartupError("the listen address is taken by another program: choose another port with --listen.")
+    last = said[-1] if said else "nothing"
+    return StartupError(f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce.")

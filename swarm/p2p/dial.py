@@ -1,0 +1,84 @@
+"""Getting onto the network: which of the bootstrap addresses answers, and if not, why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Sequence
+
+from hivemind.p2p import P2PDaemonError
+
+from shoal.swarm.errors import StartupError
+from shoal.swarm.p2p.daemon import Daemon
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 1.0  # seconds the other bootstrap peers get once one has answered
+
+# What p2pd says -> what we say. The first that matches.
+_REASONS = (
+    (r"peer id mismatch.*remote key matches (\w+)", r"answered but is another peer, \1: get a new link"),
+    (r"connection refused", "refused the connection: no node listens there, start it or get a new link"),
+    (r"no such host|lookup |failed to resolve|server misbehaving", "has a name that cannot be resolved: check it, and DNS"),
+    (r"network is unreachable|no route to host", "cannot be reached from this machine's network: check the connection"),
+    (r"dial to self", "is this node itself: give the address of another node"),
+    (r"deadline exceeded|i/o timeout|timed out", "timed out: check that its machine is on and its firewall open"),
+    (r"failed to negotiate", "is answered by something that is no node of this kind: check the port"),
+    (r"no addresses|no good addresses|unknown transport|no transport", "is not an address that this node can dial"),
+)
+
+
+async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) -> tuple[list[str], dict[str, str]]:
+    """Connect to all bootstrap addresses at once; the peer ids that answered, and address -> reason for the others.
+
+    Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout`` seconds.
+    """
+    by_peer: dict[str, list[str]] = {}
+    for address in bootstrap:
+        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    tasks = {asyncio.create_task(daemon.connect(peer, found)): peer for peer, found in by_peer.items()}
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout
+    pending = set(tasks)
+    reached: list[str] = []
+    failed: dict[str, str] = {}
+    try:
+        while pending and loop.time() < end:
+            done, pending = await asyncio.wait(pending, timeout=end - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                peer = tasks[task]
+                error = task.exception()
+                if error is None:
+                    reached.append(peer)
+                    end = min(end, loop.time() + PATIENCE)
+                else:
+                    failed.update((address, why(error, address)) for address in by_peer[peer])
+    finally:
+        for task in pending:
+            task.cancel()
+    for task in pending:
+        failed.update((address, f"did not answer within {timeout:.3g} s") for address in by_peer[tasks[task]])
+    return reached, failed
+
+
+def why(error: BaseException, address: str) -> str:
+    """Why ``address`` could not be connected to, in a few words with what to do."""
+    if not isinstance(error, P2PDaemonError):
+        return f"is not a valid address ({str(error)[:100]})"
+    lines = str(error).splitlines()
+    own = [line for line in lines if f"[{address.rpartition('/p2p/')[0]}]" in line]
+    if address.startswith("/dns") and "no good addresses" in str(error):  # all that p2pd says of an unknown name
+        own.insert(0, "no such host")
+    for text in (*own, str(error)):
+        for pattern, words in _REASONS:
+            if found := re.search(pattern, text, re.DOTALL):
+                return found.expand(words)
+    return f"could not be connected to ({lines[-1].strip()[:200] if lines else 'no reason given'})"
+
+
+def unreachable(failed: dict[str, str], tried_besides: int = 0) -> StartupError:
+    """The sentence for "none of them answered", nor did so many known addresses besides."""
+    one = "; ".join(f"{address} {reason}" for address, reason in failed.items())
+    besides = f"; nor does any of {tried_besides} addresses known from an earlier run answer" if tried_besides else ""
+    return StartupError(f"no bootstrap peer can be reached: {one}{besides}.")

@@ -1,0 +1,358 @@
+"""The node's place on the network: one thread, one asyncio loop, one p2pd with GossipSub on, one DHT node; a plain façade.
+
+Everything that waits for the network runs on the loop of this thread; the rest of the program calls `Host.call` or leaves a
+coroutine with `Host.submit`. When the daemon dies it is started again with the same identity, port and handlers; until then
+every call fails at once with NetworkError, so callers need to know nothing about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import uvloop
+from hivemind.p2p import P2PDaemonError
+from hivemind.utils.timed_storage import get_dht_time
+
+from shoal.swarm.access.policy import Door
+from shoal.swarm.errors import NetworkError, ShoalError, StartupError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import dial as boot
+from shoal.swarm.p2p.bandwidth import Pace
+from shoal.swarm.p2p.daemon_process import Relay
+from shoal.swarm.p2p.daemon_supervisor import DAEMON_GONE, Uplink
+from shoal.swarm.p2p.listen import check_free, obtain_ports
+from shoal.swarm.p2p.peerstore import KnownPeers
+from shoal.swarm.p2p.pubsub import PubSub
+from shoal.swarm.p2p.resource_manager import Entrance
+from shoal.swarm.p2p.stream import Stream, Traffic, short
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Stream], Awaitable[None]]
+Introduce = Callable[[str, str, Sequence[str], float], Awaitable[None]]
+T = TypeVar("T")
+
+MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
+LINGER = 2.0  # seconds an answered stream waits for the caller to end it
+DHT_TIMEOUT = 10.0  # seconds for one store or get
+
+
+class Host:
+    """See `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
+
+    def __init__(self, peer_id: str, uplink: Uplink, entrance: Entrance, upload: Pace | None) -> None:
+        self.peer_id = peer_id
+        self.traffic = Traffic(upload)
+        self.entrance = entrance
+        self.introduce: Introduce | None = None
+        """Awaited before a stream is opened, with peer, protocol, addresses and timeout; NetworkError if it must not be."""
+        self.pubsub = PubSub(uplink, upload)
+        self._uplink = uplink
+        self._owner = os.getpid()
+        self._closed = False
+        self._loop = uvloop.new_event_loop()
+        self._loop.set_exception_handler(_report)
+        self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        identity: Identity,
+        *,
+        listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce: Sequence[str] = (),
+        bootstrap: Sequence[str] = (),
+        timeout: float = 30.0,
+        validator: Any = None,
+        light: bool = False,
+        relay: Relay = "auto",
+        swarm: str | None = None,
+        known: Path | None = None,
+        must_join: bool = True,
+        door: Door | None = None,
+        upload: float = 0.0,
+    ) -> Host:
+        """Get on the network within ``timeout`` seconds.
+
+        ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to tell others instead of those.
+        ``bootstrap``: full multiaddrs of nodes to join; one that answers is enough. ``validator``: a hivemind record validator
+        for everything stored in the DHT. ``light``: use the DHT but store nothing for others. ``relay``: when to be reached
+        through a bootstrap peer (`daemon_process.options`). ``swarm``: whose members seeds among the bootstrap peers are asked
+        for. ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
+        ``must_join`` False: nobody need answer, for this may be the first node. ``door``: whom this node meets; by default all.
+        ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: as many as go through.
+
+        Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers reachable (each with its
+        reason), or out of time. Nothing is left running then.
+        """
+        check_free(listen)
+        if announce:  # the daemon tells only the announced addresses, never the port it obtained
+            listen = obtain_ports(listen)
+        entrance = Entrance(door)
+        uplink = Uplink(
+            identity,
+            calls=entrance.calls,
+            listen=listen,
+            announce=announce,
+            bootstrap=bootstrap,
+            validator=validator,
+            light=light,
+            relay=relay,
+            known=KnownPeers(identity.peer_id, known, swarm),
+            swarm=swarm,
+            must_join=must_join,
+        )
+        host = cls(identity.peer_id, uplink, entrance, Pace(upload) if upload else None)
+        host._thread.start()
+        atexit.register(host.close)
+        try:
+            host.call(uplink.begin(timeout), timeout + 5.0)
+        except BaseException as error:
+            host.close()
+            if isinstance(error, NetworkError):
+                raise StartupError(f"the node did not get on the network within {timeout:g} s: try again.") from error
+            raise
+        return host
+
+    # -- any thread ------------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon runs now."""
+        return self._uplink.daemon is not None and not self._closed
+
+    @property
+    def restarts(self) -> int:
+        """How often the daemon died and was started again."""
+        return self._uplink.restarts
+
+    def addresses(self) -> tuple[str, ...]:
+        """Full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first."""
+        return self._uplink.addresses
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Run a coroutine on the host's loop and wait for its result, at most ``timeout`` seconds.
+
+        Raises what the coroutine raises; NetworkError when time is up (the coroutine is cancelled) or the host is closed.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()  # it came in at the last moment, or raised a TimeoutError of its own
+            raise NetworkError(f"a network call took longer than {timeout:.3g} s and was given up.") from None
+        except concurrent.futures.CancelledError:
+            raise NetworkError("the network call was cancelled because the host is closing.") from None
+        finally:
+            future.cancel()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine on the host's loop. NetworkError if the host is closed."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("Host.call and Host.submit are not for the host's own thread: await the coroutine there")
+        if self._closed:
+            coroutine.close()
+            raise NetworkError("the host is closed.")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def serve(self, protocol: str, handler: Handler) -> None:
+        """Answer incoming streams of ``protocol`` with ``handler``, which may raise: that is logged and ends the stream.
+
+        `swarm.entrance` says which are refused. When the handler returns, the stream stays open until the caller ends it (at most
+        2 s), so that nothing sent is lost.
+        """
+
+        async def incoming(
+            peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin))
+
+        with contextlib.suppress(NetworkError, *DAEMON_GONE):  # then the restart registers it
+            self.call(self._uplink.serve(protocol, incoming), 5.0)
+
+    def remember(self, addresses: Iterable[str]) -> None:
+        """Addresses of peers by which to find the swarm again after the daemon has died."""
+        self._uplink.known.remember(addresses)
+
+    def known(self) -> list[str]:
+        """Full multiaddrs of the peers heard of last, also those that cannot be reached now; newest first, 64 peers at most."""
+        return self._uplink.known.addresses()
+
+    def entry(self) -> tuple[str, ...]:
+        """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
+        return self._uplink.entry[:16]
+
+    def seeds(self) -> dict[str, tuple[str, ...]]:
+        """Peer id -> addresses of the bootstrap peers that are seeds."""
+        return dict(self._uplink.seeds)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave the network and end the daemon, at most ``timeout`` seconds. May be called again."""
+        if self._closed or self._owner != os.getpid():  # a forked copy must not end what is not its own
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if not self._thread.is_alive():
+            self._loop.close()
+            return
+        ending = asyncio.run_coroutine_threadsafe(self._end(timeout * 0.6), self._loop)
+        try:
+            ending.result(timeout * 0.8)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            log.warning("the network did not close within %.3g s; its daemon is ended by force", timeout)
+        daemon = self._uplink.daemon
+        if daemon is not None:  # the loop hangs: the guard takes the daemon down
+            daemon.end_by_force()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout * 0.2)
+
+    def _run_loop(self) -> None:
+        """The host's thread."""
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+        self._loop.close()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- on the loop -----------------------------------------------------------------------------------------------------
+
+    async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
+        """A stream to ``peer_id``, found by ``addresses`` if given, else by what the daemon knows. NetworkError."""
+        daemon = self._uplink.running()
+        if self.entrance.door.denies(peer_id):
+            raise NetworkError(f"peer {short(peer_id)} is on this node's list of those it does not meet.")
+        if self.introduce is not None:
+            await self.introduce(peer_id, protocol, addresses, timeout)
+
+        async def work() -> Stream:
+            refusal: P2PDaemonError | None = None
+            if addresses:
+                # That these fail is not the end: the daemon may know better ones.
+                try:
+                    await daemon.connect(peer_id, addresses)
+                except P2PDaemonError as error:
+                    refusal = error
+                except ValueError as error:
+                    log.debug("peer %s has no usable address: %s", short(peer_id), error)
+            try:
+                reader, writer = await daemon.open(peer_id, protocol)
+            except P2PDaemonError as error:
+                raise refusal or error from None
+            return Stream(peer_id, reader, writer, self.traffic)
+
+        try:
+            return await self._uplink.unless_down(work(), timeout)
+        except P2PDaemonError as error:
+            text = str(error)
+            if "protocols not supported" in text:
+                raise NetworkError(
+                    f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its shoal is of another version.",
+                    "refused",
+                ) from None
+            why = boot.why(error, addresses[0] if addresses else "")
+            raise NetworkError(f"peer {short(peer_id)} {why}.", "unreachable") from None
+        except (OSError, EOFError, ValueError) as error:
+            raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
+        except asyncio.TimeoutError:
+            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
+
+    async def connect(self, address: str, timeout: float) -> None:
+        """Connect to the peer of a full multiaddr, if we are not. NetworkError: why not, beginning with the address."""
+        daemon = self._uplink.running()
+        try:
+            await self._uplink.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
+        except asyncio.TimeoutError:
+            raise NetworkError(f"{address} did not answer within {timeout:.3g} s.") from None
+        except (*DAEMON_GONE, ValueError) as error:
+            raise NetworkError(f"{address} {boot.why(error, address)}.") from None
+
+    async def find_seeds(self) -> None:
+        """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""
+        await self._uplink.find_seeds()
+
+    async def meet(self, addresses: Sequence[str]) -> None:
+        """Connect to those of these peers that answer, and let the DHT know them. NetworkError."""
+        await self._uplink.meet(addresses)
+
+    async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
+        """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False if nobody took it."""
+        if len(value) > MAX_VALUE:
+            raise ValueError(f"a DHT record of {len(value)} bytes: at most {MAX_VALUE} are allowed")
+        dht = self._uplink.running_dht()
+        return bool(await self._dht_call(dht.store(key, value, get_dht_time() + ttl, subkey=subkey)))
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """The live values under ``key``: subkey -> value. They passed the validator, if the host has one."""
+        found = await self._dht_call(self._uplink.running_dht().get(key, latest=True))
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {
+            subkey: item.value
+            for subkey, item in found.value.items()
+            if isinstance(subkey, str) and isinstance(item.value, bytes) and len(item.value) <= MAX_VALUE
+        }
+
+    async def _dht_call(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await self._uplink.unless_down(work, DHT_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise NetworkError(f"the DHT did not answer within {DHT_TIMEOUT:g} s.") from None
+        except DAEMON_GONE as error:
+            raise NetworkError(f"the DHT could not be asked ({error}).") from None
+
+    async def _answer(self, protocol: str, handler: Handler, stream: Stream) -> None:
+        peer = stream.peer_id
+        reason = "closed" if self._closed else self.entrance.opens(peer, protocol)
+        if reason:
+            log.debug("refused a stream %s of peer %s: %s", protocol, short(peer), reason)
+            stream.abort()
+            return
+        try:
+            await handler(stream)
+            await stream.drained(LINGER)
+        except ShoalError as error:
+            log.debug("%s with peer %s ended: %s", protocol, short(peer), error)
+        except asyncio.CancelledError:
+            stream.abort()
+            raise
+        except Exception:
+            log.warning("answering %s of peer %s failed", protocol, short(peer), exc_info=True)
+        finally:
+            stream.close()
+            self.entrance.closes(peer, protocol, stream.sent)
+
+    async def _end(self, timeout: float) -> None:
+        await self._uplink.end(timeout * 0.6)
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=timeout * 0.4)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What nobody awaited. When a daemon dies, hivemind leaves many broken connections behind: no news."""
+    error = context.get("exception")
+    expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError))
+    log.log(logging.DEBUG if expected else logging.WARNING, "%s: %r", context.get("message"), error)

@@ -1,0 +1,155 @@
+"""Asking a peer what it sees of us: from which address we come, what its clock says, and whether our port can be reached.
+
+    asks                                     answers (a node or a seed)
+      | dial-request (port, token) ----------> |
+      | <------------ dial-seen (address, now) |   at once, so that half the round trip bounds the error of the clock
+      | <---------------- token over plain TCP |   it connects to that port of *that address* and reads what it finds
+      | <---------------- dial-reply (outcome) |
+
+Nobody can be made to dial a third party: only the address that the asker's own direct connection comes from is dialled, no port
+below 1024, a few times a minute, and nothing is sent there. What is found at a private address but the asker's own token is not
+told apart, so that nobody learns about a network in which he is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.wire.fields import Nonce
+from shoal.swarm.wire.member import Message, pack, unpack
+
+DIAL_PROTOCOL = "/shoal/dial-back/1"
+SMALL_S = 5.0  # seconds for one small message
+CONNECT_S = 3.0  # seconds for a connection back
+TOKEN_S = 2.0  # seconds for the token over it
+LOWEST_PORT = 1024
+EACH, ALL = 6, 60  # dials a minute to one address, and in all
+
+Outcome = Literal["reached", "unreached", "refused", "silent", "other", "unseen", "busy"]
+
+
+class DialRequest(Message):
+    """Asks what is seen of the sender; ``port``: also whether its TCP port hands out ``token``."""
+
+    KIND = "dial-request"
+    port: Annotated[int, Field(ge=LOWEST_PORT, le=65_535)] | None = None
+    token: Nonce
+
+
+class DialSeen(Message):
+    """The IP address that the asker's connection comes from, empty if it is relayed; ``now`` in Unix seconds, here."""
+
+    KIND = "dial-seen"
+    address: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f.:]*$")]
+    now: Annotated[float, Field(ge=0)]
+
+
+class DialReply(Message):
+    """How dialling back ended."""
+
+    KIND = "dial-reply"
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a peer sees of us: our ``address`` (empty: none), and its clock minus ours in seconds, give or take ``error``."""
+
+    peer: str
+    address: str
+    skew: float
+    error: float
+
+
+class DialBack:
+    """Answers those who ask; ``clock`` is in Unix seconds. Use it on one loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._each = Quotas(Quota(messages=EACH, nbytes=EACH, senders=256))
+        self._all = Quotas(Quota(messages=ALL, nbytes=ALL, senders=1))
+
+    async def answer(self, stream: Stream) -> None:
+        """Serve one stream of `DIAL_PROTOCOL`. NetworkError or MessageError."""
+        request = unpack(await stream.receive(DialRequest.LIMIT, SMALL_S), DialRequest)
+        await stream.send(pack(DialSeen(address=stream.origin, now=self._clock())), SMALL_S)
+        if request.port is not None:
+            outcome = await self._dial(stream.origin, request.port, request.token)
+            await stream.send(pack(DialReply(outcome=outcome)), SMALL_S)
+
+    async def _dial(self, address: str, port: int, token: bytes) -> Outcome:
+        if not address:
+            return "unseen"
+        if not (self._each.take(address, 1, 1) and self._all.take("", 1, 1)):
+            return "busy"
+        outcome = await _look(address, port, token)
+        public = ipaddress.ip_address(address).is_global
+        return outcome if public or outcome == "reached" else "unreached"
+
+
+async def _look(address: str, port: int, token: bytes) -> Outcome:
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_S)
+    except ConnectionRefusedError:
+        return "refused"
+    except (OSError, asyncio.TimeoutError):
+        return "silent"
+    try:
+        found = await asyncio.wait_for(reader.readexactly(len(token)), TOKEN_S)
+    except (OSError, EOFError, asyncio.TimeoutError):
+        return "other"
+    finally:
+        writer.close()
+    return "reached" if hmac.compare_digest(found, token) else "other"
+
+
+async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tuple[Seen, Outcome | None]:
+    """What the peer at the other end sees of us, and, asked about a ``port``, how dialling back ended.
+
+    Raises NetworkError or MessageError; takes about 20 seconds at most.
+    """
+    request = pack(DialRequest(port=port, token=token or secrets.token_bytes(16)))
+    began, clock = time.monotonic(), time.time()
+    await stream.send(request, SMALL_S)
+    seen = unpack(await stream.receive(DialSeen.LIMIT, SMALL_S), DialSeen)
+    half = (time.monotonic() - began) / 2
+    found = Seen(stream.peer_id, seen.address, seen.now - (clock + half), half)
+    if port is None:
+        return found, None
+    reply = unpack(await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply)
+    return found, reply.outcome
+
+
+@contextlib.asynccontextmanager
+async def doorbell(port: int = 0) -> AsyncIterator[tuple[int, bytes]]:
+    """Hand a token to whoever connects to ``port`` (0: any) on any address of this machine; gives port and token. OSError."""
+    token = secrets.token_bytes(16)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(token)
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(writer.drain(), TOKEN_S)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "0.0.0.0", port)
+    obtained = int(server.sockets[0].getsockname()[1])
+    servers = [server]
+    with contextlib.suppress(OSError):  # a machine without IPv6 is not reached by it
+        servers.append(await asyncio.start_server(answer, "::", obtained))
+    try:
+        yield obtained, token
+    finally:
+        for each in servers:
+            each.close()

@@ -1,0 +1,306 @@
+"""A byte stream to one peer: small framed messages, and bulk tensors both ways at once with no copy in between.
+
+The transport is the local socket of the daemon, which carries the bytes encrypted to the peer. A daemon that dies, here or
+there, ends the stream with a clean EOF, so EOF before the last expected byte is always a failure and never a short message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.bandwidth import Pace
+
+CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
+_HEAD = 4  # bytes of the length before each small message
+_GONE = (ConnectionError, EOFError, BrokenPipeError)  # IncompleteReadError is an EOFError
+
+_T = TypeVar("_T")
+
+
+class Traffic:
+    """Bytes that went over the streams of one host, payload and our framing; written by its loop, readable from any thread.
+
+    ``upload``: what is sent has to keep to it.
+    """
+
+    __slots__ = ("received", "sent", "upload")
+
+    def __init__(self, upload: Pace | None = None) -> None:
+        self.sent = 0
+        self.received = 0
+        self.upload = upload
+
+
+def short(peer_id: str) -> str:
+    """The end of a peer id, enough to recognise it in a sentence (all ids begin alike)."""
+    return "…" + peer_id[-8:]
+
+
+class Stream:
+    """One stream to ``peer_id``, whom libp2p has authenticated. Use it on the host's loop only.
+
+    Every method raises NetworkError when the stream ends or the time is up.
+    """
+
+    def __init__(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic, origin: str = ""
+    ) -> None:
+        self.peer_id = peer_id
+        self.origin = origin
+        """The IP address from which the peer opened it; empty if it came through a relay, or we opened it."""
+        self._reader = reader
+        self._writer = writer
+        self._traffic = traffic
+        self.sent = 0
+        """Bytes sent on this stream."""
+        self._announced: int | None = None  # length of a message whose body has not arrived yet
+
+    async def send(self, data: bytes, timeout: float) -> None:
+        """Send one message, at most 4 GiB; returns when the socket took nearly all of it. ``timeout`` in seconds."""
+        if self._writer.transport.is_closing():
+            raise self._ended()
+        self._writer.write(len(data).to_bytes(_HEAD, "big") + data)
+        self._count(_HEAD + len(data))
+        await self._within(self._writer.drain(), timeout, "did not take a message")
+
+    def _count(self, nbytes: int) -> None:
+        """``nbytes`` were handed to the socket. Small messages never wait for the upload budget, but use it up."""
+        self.sent += nbytes
+        self._traffic.sent += nbytes
+        if self._traffic.upload is not None:
+            self._traffic.upload.spend(nbytes)
+
+    async def receive(self, limit: int, timeout: float) -> bytes:
+        """The next message, at most ``limit`` bytes, within ``timeout`` seconds.
+
+        A timeout loses nothing: the call may be repeated. Raises MessageError, and ends the stream, when the peer announces
+        more than ``limit``.
+        """
+        return await self._within(self._receive(limit), timeout, "did not send a message")
+
+    async def _receive(self, limit: int) -> bytes:
+        if self._announced is None:
+            self._announced = int.from_bytes(await self._reader.readexactly(_HEAD), "big")
+            self._traffic.received += _HEAD
+        if self._announced > limit:
+            self.abort()
+            raise MessageError(
+                f"peer {short(self.peer_id)} announced a message of {self._announced} bytes where at most {limit} are "
+                "allowed: it was refused; update shoal here or there."
+            )
+        data = await self._reader.readexactly(self._announced)
+        self._announced = None
+        self._traffic.received += len(data)
+        return data
+
+    async def swap(
+        self,
+        outgoing: memoryview,
+        incoming: memoryview,
+        *,
+        chunk_timeout: float,
+        deadline: float,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
+
+        Both are contiguous and their sizes were agreed before. Bytes go straight into ``incoming``; never one beyond it is
+        read, so that messages work again afterwards. ``on_progress`` gets the bytes received so far, on the loop.
+
+        Raises NetworkError when nothing moved in either direction for ``chunk_timeout`` seconds, at ``deadline``
+        (an instant of ``time.monotonic()``), or when the stream ends early; the stream is then closed and ``incoming``
+        holds an unusable part. When it returns, nobody refers to the buffers any more.
+        """
+        if self._announced is not None:
+            raise ValueError("a message is half received: receive it before the swap")
+        loop = asyncio.get_running_loop()
+        # The protocol that is replaced must not be waiting for the socket, for it will not hear of it.
+        await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
+        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
+        sender = loop.create_task(bulk.send(outgoing.cast("B")))
+        whole = False
+        try:
+            await self._watch(bulk, sender, chunk_timeout, deadline)
+            whole = True
+        except _GONE:
+            raise self._ended() from None
+        finally:
+            sender.cancel()
+            try:
+                bulk.restore()
+            except RuntimeError:  # uvloop's, of a transport that has closed meanwhile
+                if whole:
+                    raise self._ended() from None
+            finally:
+                if not whole:
+                    self.abort()
+
+    async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], chunk_timeout: float, deadline: float) -> None:
+        """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
+        loop = asyncio.get_running_loop()
+        pending: set[asyncio.Future[Any]] = {sender, bulk.arrived}
+        moved, since = -1, loop.time()
+        while True:
+            now = loop.time()
+            if bulk.moved() != moved:
+                moved, since = bulk.moved(), now
+            if now >= deadline:
+                raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.", "timeout")
+            if now - since >= chunk_timeout:
+                raise NetworkError(
+                    f"peer {short(self.peer_id)} neither sent nor took a byte for {chunk_timeout:g} s in the middle of a transfer.",
+                    "timeout",
+                )
+            wait = min(chunk_timeout / 4, 0.25, deadline - now)
+            done, pending = await asyncio.wait(pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+            if not pending:
+                return
+
+    async def _within(self, work: Awaitable[_T], timeout: float, what: str) -> _T:
+        try:
+            return await asyncio.wait_for(work, timeout)
+        except asyncio.TimeoutError:
+            raise NetworkError(f"peer {short(self.peer_id)} {what} within {timeout:.3g} s.", "timeout") from None
+        except _GONE:
+            raise self._ended() from None
+
+    def _ended(self) -> NetworkError:
+        return NetworkError(f"the stream to peer {short(self.peer_id)} ended early: it stopped, or the link broke.")
+
+    def close(self) -> None:
+        """Send what is buffered, then end the stream."""
+        self._writer.close()
+
+    async def drained(self, timeout: float) -> bool:
+        """Wait until the peer has ended its side; False when ``timeout`` seconds passed, or it sent more, before."""
+        try:
+            return await asyncio.wait_for(self._reader.read(1), timeout) == b""
+        except asyncio.TimeoutError:
+            return False
+        except _GONE:
+            return True
+
+    def abort(self) -> None:
+        """End the stream at once; what is buffered is lost."""
+        self._writer.transport.abort()
+
+
+class _Bulk(asyncio.BufferedProtocol):
+    """Takes the place of the stream's protocol while a bulk transfer runs."""
+
+    def __init__(
+        self,
+        reader: Any,
+        writer: Any,
+        incoming: memoryview,
+        traffic: Traffic,
+        count: Callable[[int], None],
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
+        self.arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reader = reader
+        self._transport = writer.transport
+        self._usual = writer.transport.get_protocol()
+        self._incoming = incoming
+        self._traffic, self._count = traffic, count
+        self._on_progress = on_progress
+        self._received = 0
+        self._sent = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._lost = False
+        self._transport.pause_reading()
+        early = bytes(self._reader._buffer[: len(incoming)])  # came in together with the last message
+        del self._reader._buffer[: len(early)]
+        incoming[: len(early)] = early
+        self._transport.set_protocol(self)
+        self.buffer_updated(len(early))
+        if not self.arrived.done():
+            if self._reader.at_eof() or self._transport.is_closing():
+                self.arrived.set_exception(EOFError())
+            else:
+                self._transport.resume_reading()
+
+    def moved(self) -> int:
+        """Bytes received, plus bytes that the socket took."""
+        return self._received + self._sent - int(self._transport.get_write_buffer_size())
+
+    async def send(self, outgoing: memoryview) -> None:
+        """Write everything, and wait until the transport holds no reference to it."""
+        self._transport.set_write_buffer_limits(high=2 * CHUNK)
+        upload, start = self._traffic.upload, 0
+        while start < len(outgoing):
+            await self._can_write()
+            # Under a budget in small pieces: the other side gives up when nothing comes for some seconds.
+            size = CHUNK if upload is None else min(CHUNK, upload.piece)
+            piece = outgoing[start : start + size]
+            if upload is not None:
+                await upload.wait()
+                await self._can_write()
+            self._transport.write(piece)
+            start += len(piece)
+            self._sent += len(piece)
+            self._count(len(piece))
+        self._transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
+        await self._can_write()
+
+    async def _can_write(self) -> None:
+        await self._writable.wait()
+        if self._lost or self._transport.is_closing():
+            raise ConnectionResetError
+
+    def restore(self) -> None:
+        """Give the transport back to the stream."""
+        self._transport.pause_reading()
+        if self.arrived.done() and not self.arrived.cancelled():
+            self.arrived.exception()  # seen: asyncio need not complain about it
+        if not self._writable.is_set():
+            self._transport.abort()  # it failed: the usual protocol does not expect a paused transport
+        self._transport.set_write_buffer_limits()
+        self._transport.set_protocol(self._usual)
+        self._reader._paused = False
+        self._transport.resume_reading()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._incoming[self._received : self._received + CHUNK]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received += nbytes
+        self._traffic.received += nbytes
+        if self.arrived.done():
+            return
+        try:
+            if nbytes and self._on_progress is not None:
+                self._on_progress(self._received)
+        except Exception as error:  # the caller's: it belongs to him, not to the loop
+            self._transport.pause_reading()
+            self.arrived.set_exception(error)
+            return
+        if self._received == len(self._incoming):
+            self._transport.pause_reading()  # what follows is the next message
+            self.arrived.set_result(None)
+
+    def eof_received(self) -> bool:
+        self._reader.feed_eof()
+        if not self.arrived.done():
+            self.arrived.set_exception(EOFError())
+        return True  # the other direction may go on; the stream decides
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._writable.set()
+        if not self.arrived.done():
+            self.arrived.set_exception(exc or EOFError())
+        self._usual.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()

@@ -1,0 +1,1 @@
+"""The bootstrap node, which trains nothing and needs no torch."""

@@ -1,0 +1,113 @@
+"""A seed: a node that trains nothing and is always there. It tells members of any swarm of each other, and forwards for those
+whom nobody can reach. No torch: it runs where 100 MB are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from shoal.swarm.errors import MessageError, NetworkError, StartupError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.listen import check_free, fixed_ports, obtain_ports
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBack
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.seed.daemon import SeedDaemon
+from shoal.swarm.seed.registry import SeedBook
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
+
+log = logging.getLogger(__name__)
+
+SMALL_S = 10.0  # seconds for one small message
+MAX_STREAMS = 256
+MAX_STREAMS_PER_PEER = 4
+LINGER = 2.0  # seconds an answered stream waits for the caller to end it
+BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon that ended; the last repeats
+
+
+class Seed:
+    """Call `run`; ``on_ready`` gets the addresses under which the seed is reached, each time it starts."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listen: Sequence[str],
+        announce: Sequence[str] = (),
+        relay: bool = True,
+        on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
+    ) -> None:
+        self.book = SeedBook()
+        self._identity = identity
+        self._listen = tuple(listen)
+        self._announce = tuple(announce)
+        self._relay = relay
+        self._on_ready = on_ready
+        self._busy: Counter[str] = Counter()
+        self._dial_back = DialBack()
+
+    async def run(self) -> None:
+        """Serve until cancelled. A daemon that ends is started again. StartupError if it does not start the first time."""
+        check_free(self._listen)
+        if self._announce:
+            self._listen = obtain_ports(self._listen)
+        daemon: SeedDaemon | None = await self._launch()
+        attempt = 0
+        while True:
+            if daemon is not None:
+                try:
+                    status = await daemon.ended()
+                finally:
+                    await daemon.close()
+                log.warning("the network daemon stopped (status %s); restarting it", status)
+                attempt = 0
+            await asyncio.sleep(BACKOFF[min(attempt, len(BACKOFF) - 1)])
+            attempt += 1
+            try:
+                daemon = await self._launch()
+            except (StartupError, NetworkError) as error:
+                daemon = None
+                log.warning("the network daemon is not back yet, trying again: %s", error)
+
+    async def _launch(self) -> SeedDaemon:
+        daemon = await SeedDaemon.launch(self._identity, listen=self._listen, announce=self._announce, relay=self._relay)
+        try:
+            await daemon.serve(SEED_PROTOCOL, self._answer)
+            await daemon.serve(DIAL_PROTOCOL, self._look_back)
+        except BaseException:
+            await daemon.close()
+            raise
+        self._listen = fixed_ports(self._listen, daemon.addresses)
+        self._on_ready(daemon.addresses)
+        return daemon
+
+    async def _answer(self, stream: Stream) -> None:
+        async def tell() -> None:
+            request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
+            await stream.send(pack(self.book.answer(stream.peer_id, request)), SMALL_S)
+
+        await self._in_turn(stream, tell())
+
+    async def _look_back(self, stream: Stream) -> None:
+        await self._in_turn(stream, self._dial_back.answer(stream))
+
+    async def _in_turn(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+        peer = stream.peer_id
+        if self._busy.total() >= MAX_STREAMS or self._busy[peer] >= MAX_STREAMS_PER_PEER:
+            work.close()
+            stream.abort()
+            return
+        self._busy[peer] += 1
+        try:
+            await work
+            await stream.drained(LINGER)
+        except (MessageError, NetworkError) as error:
+            log.debug("peer %s was not answered: %s", short(peer), error)
+        finally:
+            self._busy[peer] -= 1
+            if not self._busy[peer]:
+                del self._busy[peer]

@@ -1,0 +1,210 @@
+"""Membership on a simulated network: what `swarm.directory` does, with its trie, bounds and pace, over a DHT that is one table.
+
+Real: where a record stands and which keys are read (`swarm.trie`), how many records at most, how often, when a record expires, that
+each peer has a view of its own which is seconds old, and how many bytes the records have. Not simulated: the DHT itself, with its
+routing and replicas. A key is read, or a record stored, in one round trip, and nothing of that is ever lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast
+
+from shoal.swarm.membership import dht_index as trie
+from shoal.swarm.membership.dht_record import bits_of, make_record
+from shoal.swarm.membership.directory import GAP, HASTE, HERE, LIMIT, PERIOD, TTL
+from shoal.swarm.p2p.memory_stream import NOTHING
+from shoal.swarm.sim.network import Network, SimHost
+from shoal.swarm.wire.member import Member
+
+EPOCH = 1.0e9  # Unix time at which a simulation begins
+
+
+class Posted(NamedTuple):
+    """A record in the table: ``until`` in virtual seconds."""
+
+    member: Member
+    nbytes: int
+    until: float
+
+
+class Board:
+    """The table, shared by all peers."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._keys: dict[str, dict[str, Posted]] = {}
+        self._due: dict[str, float] = {}
+        """When something under a key expires next."""
+        self._asked: dict[float, list[tuple[asyncio.Future[Mapping[str, Posted]], str]]] = {}
+        """By the time at which they are answered: what was asked at one time takes one timer."""
+
+    def put(self, prefix: str, posted: Posted) -> None:
+        """Store a record under a key of the trie."""
+        self._keys.setdefault(prefix, {})[posted.member.peer] = posted
+        self._due[prefix] = min(self._due.get(prefix, posted.until), posted.until)
+
+    def under(self, prefix: str) -> Mapping[str, Posted]:
+        """The live records under a key."""
+        names, now = self._keys.get(prefix, {}), self.network.loop.time()
+        if names and now >= self._due[prefix]:
+            names = self._keys[prefix] = {peer: posted for peer, posted in names.items() if posted.until > now}
+            self._due[prefix] = min((posted.until for posted in names.values()), default=0.0)
+        return names
+
+    def read(self, prefix: str) -> asyncio.Future[Mapping[str, Posted]]:
+        """The same, a round trip later."""
+        loop, links = self.network.loop, self.network.links
+        answer: asyncio.Future[Mapping[str, Posted]] = loop.create_future()
+        when = loop.time() + 2 * (links.latency + links.jitter / 2)
+        if when not in self._asked:
+            self._asked[when] = []
+            loop.call_at(when, self._answer, when, context=NOTHING)
+        self._asked[when].append((answer, prefix))
+        return answer
+
+    def _answer(self, when: float) -> None:
+        for answer, prefix in self._asked.pop(when):
+            if not answer.done():
+                answer.set_result(self.under(prefix))
+
+
+class SimDirectory:
+    """A peer's view, and its own record. What the exchanges and `swarm.follower.Follower` ask of a `Directory`.
+
+    ``record``: what the peer says of itself now. ``chance``: for what is drawn. ``limit``: about as many records are read.
+    """
+
+    def __init__(
+        self, board: Board, host: SimHost, record: Callable[[], Member], chance: random.Random, limit: int = LIMIT
+    ) -> None:
+        self._board, self._host, self._record, self._chance, self._limit = board, host, record, chance, limit
+        self._now = board.network.loop.time
+        self._seen: dict[str, Member] = {}
+        self._here: dict[str, Member] = {}
+        self._left: dict[str, Member] = {}
+        self._stale = 0.0
+        """When the two above have to be made anew."""
+        self._keys: Mapping[str, trie.Names] = {}
+        self._prefix: str | None = None
+        self._size: int | None = None
+        self._pressing = self._curious = False
+        self._wake = asyncio.Event()
+        self.nbytes = self.calls = 0
+        """Bytes of records read and stored, and keys that were read or stored to."""
+
+    # -- what others ask ---------------------------------------------------------------------------------------------------
+
+    def members(self) -> dict[str, Member]:
+        """Peer id -> newest record of all who are waiting or training, this peer included."""
+        if self._now() >= self._stale:
+            self._sort()
+        return self._here
+
+    everyone = members
+
+    def departed(self) -> dict[str, Member]:
+        """Peer id -> last record of those who said lately that they left or are done."""
+        self.members()
+        return self._left
+
+    def is_barred(self, peer: str) -> bool:
+        """Nobody is."""
+        return False
+
+    def look(self) -> None:
+        """Read soon, because somebody unknown turned up."""
+        self._curious = True
+        self._wake.set()
+
+    def announce(self) -> None:
+        """Publish soon: the round or the state has changed."""
+        self._pressing = True
+        self._note(self._record())
+        self._wake.set()
+
+    # -- what it does ------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Stand in the table from the start, as if this peer had come after all that stand there already."""
+        keys: dict[str, trie.Names] = {}
+        bits, depth = bits_of(self._host.peer_id), 0
+        while bits[:depth] not in keys:
+            keys[bits[:depth]] = self._board.under(bits[:depth])
+            depth += len(keys[bits[:depth]]) >= trie.CAP
+        prefix = trie.place(self._host.peer_id, None, keys)
+        self._board.put(prefix, self._posted(prefix))
+
+    async def run(self) -> None:
+        """Publish and read until the end, at a `Directory`'s pace."""
+        read = published = float("-inf")
+        while True:
+            self._wake.clear()
+            now, due = self._now(), PERIOD * 0.75
+            if now - read >= (GAP if self._curious else due) or self._prefix is None:
+                read, self._curious = now, False
+                await self.read()
+            if self._pressing or now - published >= due:
+                published, self._pressing = now, False
+                self._store(trie.place(self._host.peer_id, self._prefix, self._keys, chance=self._chance.random()))
+            try:
+                await asyncio.wait_for(self._wake.wait(), HASTE if self._curious else PERIOD * self._chance.uniform(0.8, 1.0))
+            except asyncio.TimeoutError:
+                continue
+            if self._pressing and (since := self._now() - published) < GAP:
+                await asyncio.sleep(GAP - since)
+
+    async def read(self) -> None:
+        """Read the trie, or as much of it as a node reads."""
+        own = bits_of(self._host.peer_id)
+        keys = await trie.read(self._board.read, own, now=self._prefix, limit=self._limit)
+        self._keys = keys
+        self.calls += len(keys)
+        read: dict[str, Posted] = {}
+        for names in cast(dict[str, Mapping[str, Posted]], keys).values():
+            if read.keys().isdisjoint(names):
+                read.update(names)
+            else:  # a record that moved stands in two places until the older one expires
+                read.update({p: new for p, new in names.items() if p not in read or read[p].until < new.until})
+            self.nbytes += sum(posted.nbytes for posted in names.values())
+        mine = self._seen.get(self._host.peer_id)
+        self._seen.update({peer: posted.member for peer, posted in read.items()})
+        if mine is not None:
+            self._seen[mine.peer] = mine
+        self._sort()
+
+    def _unix(self) -> float:
+        return EPOCH + self._now()
+
+    def _note(self, mine: Member) -> None:
+        self._seen[mine.peer] = mine
+        self._here.pop(mine.peer, None)
+        self._left.pop(mine.peer, None)
+        (self._here if mine.state in HERE else self._left)[mine.peer] = mine
+
+    def _sort(self) -> None:
+        oldest = self._unix() - TTL
+        self._seen = live = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
+        self._left = {peer: member for peer, member in live.items() if member.state not in HERE}
+        self._here = {peer: member for peer, member in live.items() if peer not in self._left} if self._left else dict(live)
+        first = min([member.issued for member in live.values()], default=math.inf)
+        self._stale = first - EPOCH + TTL + 1e-6
+
+    def _store(self, prefix: str) -> None:
+        posted, links = self._posted(prefix), self._board.network.links
+        self._board.network.loop.call_later(
+            links.latency + links.jitter / 2, self._board.put, prefix, posted, context=NOTHING  # it has left, whoever dies
+        )
+
+    def _posted(self, prefix: str) -> Posted:
+        mine = self._record()
+        self._note(mine)
+        if self._size is None:  # a signature for each record would tell no more
+            self._size = len(make_record(prefix, mine, self._host.identity))
+        self._prefix = prefix
+        self.nbytes += self._size
+        self.calls += 1
+        return Posted(mine, self._size, self._now() + TTL)

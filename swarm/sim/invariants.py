@@ -1,0 +1,202 @@
+"""What must hold in a simulated swarm after every event, and at its end; the first that does not ends it with a `Broken`.
+
+1. Whole or nothing. What a peer takes is the weighted mean of whole contributions, its own among them. Each contribution carries
+   the name of its peer and its number, so the mean itself says whose it is.
+2. A contribution counts in one mean. All who take a mean with it take the same bits; who takes none has kept its own step whole.
+   The two may come apart only where a fault touched one of them while it was at it (two generals).
+3. A decision is made once, and never for a peer that has gone on.
+4. Rounds grow.
+5. A round comes to its own end, before the limit at which the training thread would call it off.
+6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
+7. Tables are bounded, and nothing is left over at the end: no task, no stream, no entry but for what is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.swarm.sim.faults import Mischief
+from shoal.swarm.sim.peers import Contribution, SimPeer, SimSwarm
+
+REMEMBERED = {
+    "_outcomes": 1024,
+    "_sealed": 1024,
+    "_formed": 1024,
+    "_begun": 8,
+    "_over": 8,
+    "_usual": 8,
+    "_absent": 64,
+    "_silent": 64,
+    "_unreached": 64,
+    "_events": 64,
+    "_seconds": 64,
+}
+"""Tables that may hold something when all is over, by name, and how much."""
+GROWN = 64  # entries of any other table, at any time
+EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Errors(logging.Handler):
+    """Collects what the protocols log together with an exception: they go on, but something is wrong in shoal."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep those with an exception."""
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+class Checks:
+    """Looks on at one swarm."""
+
+    def __init__(self, swarm: SimSwarm, mischief: Mischief, errors: Errors) -> None:
+        self._swarm, self._mischief, self._errors = swarm, mischief, errors
+        self._rounds: dict[int, int] = {}
+        self._decided: dict[int, Any] = {}
+        self._means: dict[tuple[int, int], tuple[bytes, Contribution]] = {}
+        """By contribution: the bits of the mean that it is in, and whose outcome that was."""
+        self._apart_at_calm: float | None = None
+        swarm.outcome = self.outcome  # type: ignore[method-assign]
+
+    def _fail(self, what: str) -> None:
+        raise Broken(f"at {self._swarm.network.loop.time():.3f} s: {what}")
+
+    def look(self) -> None:
+        """After every event."""
+        swarm = self._swarm
+        if swarm.network.errors:
+            raise swarm.network.errors[0]
+        if self._errors.found:
+            self._fail(self._errors.found[0])
+        for peer in swarm.peers:
+            now = peer.exchange.next_round
+            process = id(peer.host)
+            if now < self._rounds.get(process, 0):
+                self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
+            self._rounds[process] = now
+            if peer.handle is not None:
+                self._decision(peer, peer.handle._decision)
+        if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
+            self._apart_at_calm = swarm.spread()
+
+    def _decision(self, peer: SimPeer, decision: Any) -> None:
+        known = self._decided.get(id(decision), (decision, None, False))
+        if known[1] is not None and decision.received is not known[1]:
+            self._fail(f"{peer.name} decided twice")
+        if known[1] is None and decision.received is not None:
+            if known[2]:
+                self._fail(f"{peer.name} committed after it had gone on")
+            peer.swarm.network.trace.note(peer.swarm.network.loop.time(), peer.name, "committed")
+        self._decided[id(decision)] = (decision, decision.received, decision.closed)
+
+    # -- outcomes --------------------------------------------------------------------------------------------------------
+
+    def outcome(self, peer: SimPeer, mine: Contribution) -> None:
+        """A round of ``peer`` is over."""
+        assert mine.ended is not None
+        took = mine.ended - mine.begun - peer.slept
+        if took >= peer.exchange.limit:
+            self._fail(f"a round of {peer.name} took {took:.2f} s")
+        peer.slept = 0.0
+        self._bounded(peer, GROWN)
+        if mine.mean is not None:
+            self._mean(peer, mine, mine.mean)
+        elif (taken := self._means.get((peer.number, mine.serial))) is not None:
+            self._apart(mine, taken[1])
+        if self._apart_at_calm is not None and not self._swarm.over:
+            self._swarm.over = self._swarm.spread() <= self._near()
+
+    def _near(self) -> float:
+        """How near to each other the replicas must come."""
+        options, before = self._swarm.setting.options, self._apart_at_calm or 0.0
+        whole = self._swarm.setting.kind == "group" and not options.get("quorum") and "max_group" not in options
+        return EQUAL if whole else max(before / 2, EQUAL)
+
+    def _mean(self, peer: SimPeer, mine: Contribution, mean: Mean) -> None:
+        parts = [self._named(number, float(value), mean) for number, value in enumerate(mean.tensors[1]) if value != 0]
+        if mine not in parts or {part.peer for part in parts} != set(mean.members):
+            self._fail(f"the mean of {peer.name} is not of its members")
+        expected = weighted_mean([(part.peer, part.weight, [t.clone() for t in part.tensors]) for part in parts])
+        if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(mean.tensors, expected.tensors, strict=True)):
+            self._fail(f"the mean of {peer.name} is not that of {[(self._swarm.named[p.peer], p.serial) for p in parts]}")
+        bits = b"".join(tensor.numpy().tobytes() for tensor in mean.tensors)
+        for part in parts:
+            key = (self._number(part.peer), part.serial)
+            if self._means.setdefault(key, (bits, mine))[0] != bits:
+                self._fail(f"contribution {part.serial} of {self._swarm.named[part.peer]} is in two means")
+            if part.ended is not None and part.mean is None:
+                self._apart(part, mine)
+
+    def _number(self, peer: str) -> int:
+        return next(p.number for p in self._swarm.peers if p.id == peer)
+
+    def _named(self, number: int, value: float, mean: Mean) -> Contribution:
+        """The contribution that a value of the mean names."""
+        weight = self._swarm.peers[number].weight
+        serial = value * mean.weight / weight
+        found = self._swarm.contributions.get((number, round(serial)))
+        if found is None or abs(serial - round(serial)) > 1e-3:
+            self._fail(f"a mean holds {serial} of p{number}, which it never handed in")
+        assert found is not None
+        return found
+
+    def _apart(self, alone: Contribution, taker: Contribution) -> None:
+        """One went on alone with a contribution that another counted: the two generals, or a fault of ours."""
+        ends = max(self._swarm.network.loop.time(), taker.ended or 0.0)
+        touched = {alone.peer, taker.peer} if self._swarm.setting.kind == "pair" else set(taker.mean.members if taker.mean else ())
+        for trouble in self._mischief.troubles:
+            if trouble.peers & touched and trouble.since <= ends and trouble.until + 3.0 >= min(alone.begun, taker.begun):
+                return
+        names = self._swarm.named
+        self._fail(f"{names[taker.peer]} took a mean with contribution {alone.serial} of {names[alone.peer]}, who went on alone")
+
+    def _bounded(self, peer: SimPeer, most: int) -> None:
+        for path, size in tables(peer.exchange, ""):
+            if size > REMEMBERED.get(path.rpartition(".")[2], most):
+                self._fail(f"{peer.name} has {size} in {path}")
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """When all have left and everything has had time to come to its end."""
+        self.look()
+        swarm = self._swarm
+        for peer in swarm.peers:
+            if peer.gone:
+                continue
+            tasks = [repr(task) for task in peer.host.process.tasks.values()]
+            if tasks or peer.host.busy:
+                self._fail(f"{peer.name} still has {tasks or peer.host.busy}")
+            self._bounded(peer, 0)
+        wires = [wire for wire in swarm.network.wires.values() if not wire.stalled]  # nobody hears the end of those
+        open_now = [wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)]
+        if open_now:
+            self._fail(f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}")
+        if not swarm.over:
+            self._fail(f"the spread is still {swarm.spread()}, and was {self._apart_at_calm}")
+
+
+def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
+    """Every container that an object of ours holds, or one that it holds, and so on: its path and how much is in it."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, dict | set | list | frozenset) or type(value).__name__ == "deque":
+            yield where, len(value)
+        elif type(value).__module__.startswith("shoal.swarm.") and not type(value).__module__.startswith("shoal.swarm.sim."):
+            yield from tables(value, where, seen)

@@ -1,0 +1,357 @@
+"""An internet in one process: hosts on a virtual clock, streams that take their time, and faults at will; all from one seed.
+
+`SimHost` is what the exchanges need of `swarm.host.Host`. The protocols above it, and `swarm.stream`, are the production code.
+
+What a host's death, sleep and links do to the others:
+
+    kill        its callbacks are never called again; the others' streams to it end, and no new ones can be opened
+    sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking streams and bytes, as the real one does
+    partition   bytes wait at the border until it is lifted; streams across it cannot be opened
+    sever       one stream breaks, with an end of file or with a reset
+    stall       one stream carries nothing any more, and nobody says so, as when a router forgets a connection
+    slow        every link of a host gets so many seconds longer, for a while
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.memory_stream import NOTHING, End, Road, opened
+from shoal.swarm.p2p.resource_manager import Entrance
+from shoal.swarm.p2p.stream import Stream, Traffic, short
+from shoal.swarm.sim.clock import Process, Stuck, VirtualLoop
+from shoal.swarm.wire.nonce import nonces_from
+
+T = TypeVar("T")
+LINGER = 2.0  # seconds an answered stream waits for the caller to end it, as at a real host
+
+
+@dataclass(frozen=True)
+class Links:
+    """What every link is like. ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream.
+
+    ``shared``: that bandwidth is of all that a host sends.
+    """
+
+    latency: float = 0.02
+    jitter: float = 0.01
+    bandwidth: float = 4e6
+    shared: bool = False
+
+
+class Trace:
+    """What happened, in order: a hash of it, and with ``keep`` the lines themselves."""
+
+    def __init__(self, keep: bool = False) -> None:
+        self._hash = hashlib.sha256()
+        self.lines: list[str] | None = [] if keep else None
+        self.events = 0
+
+    def note(self, time: float, peer: str, event: str) -> None:
+        """Add one event of ``peer`` at a virtual ``time``."""
+        line = f"{time:.9f} {peer} {event}"
+        self._hash.update(line.encode() + b"\n")
+        self.events += 1
+        if self.lines is not None:
+            self.lines.append(line)
+
+    def hexdigest(self) -> str:
+        """Equal for equal traces."""
+        return self._hash.hexdigest()
+
+
+class Network:
+    """All hosts and what lies between them. ``watch``: called with a peer's name after every event of it."""
+
+    def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace) -> None:
+        self.loop, self.links, self.trace = loop, links, trace
+        self.watch: Callable[[str], None] = lambda name: None
+        self.seed, self.errors = seed, list[BaseException]()
+        """What a handler raised that is no error of its peer's."""
+        self.chance = random.Random(f"network {seed}")
+        self.stream = Stream
+        """What a host makes its streams of."""
+        self.hosts: dict[str, SimHost] = {}
+        self.every: list[SimHost] = []
+        """All processes that ever were."""
+        self.wires: dict[int, Wire] = {}
+        """Streams that have not ended, by number."""
+        self._number = 0
+        self._sides: dict[str, int] = {}
+        """Peer id -> side of the partition; empty: there is none."""
+
+    def identity(self, name: str) -> Identity:
+        """The key of that name, always the same."""
+        return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"shoal sim {name}".encode()).digest()))
+
+    def note(self, name: str, event: str) -> None:
+        """Something has happened."""
+        self.trace.note(self.loop.time(), name, event)
+        self.watch(name)
+
+    def host(self, name: str, identity: Identity) -> SimHost:
+        """A new process; one of the same peer that was there before must be dead."""
+        host = SimHost(self, name, identity)
+        self.hosts[host.peer_id] = host
+        self.every.append(host)
+        return host
+
+    def born(self) -> int:
+        """A number that no other process has."""
+        self._number += 1
+        return self._number
+
+    def latency(self, one: SimHost, two: SimHost) -> float:
+        """Seconds that the next bytes need from one to the other."""
+        return self.links.latency + self.links.jitter * self.chance.random() + one.slow + two.slow
+
+    def apart(self, one: str, two: str) -> bool:
+        """Whether a partition lies between two peers."""
+        return bool(self._sides) and self._sides.get(one) != self._sides.get(two)
+
+    def wire(self, one: SimHost, two: SimHost) -> tuple[End, End]:
+        """A new stream's two ends."""
+        number = self.born()
+        self.note(one.name, f"opens {number} to {two.name}")
+        wire = self.wires[number] = Wire(self, number, one, two)
+        return wire.ends
+
+    def datagram(self, one: SimHost, two: SimHost, deliver: Callable[[], None], lose: float = 0.0, again: float = 0.0) -> None:
+        """Call ``deliver`` in the other's process after a while; never with the chance ``lose``, twice with ``again``."""
+        for _ in range(2 if self.chance.random() < again else 1):
+            if self.chance.random() >= lose and not self.apart(one.peer_id, two.peer_id):
+                late = 100 * self.links.jitter * self.chance.random() ** 4  # so that some overtake others
+                self.loop.call_later(self.latency(one, two) + late, deliver, context=two.process.context)
+
+    # -- faults ----------------------------------------------------------------------------------------------------------
+
+    def kill(self, peer: str) -> None:
+        """As ``kill -9``."""
+        host = self.hosts[peer]
+        self.note(host.name, "killed")
+        host.process.state = "dead"
+        for wire in list(self.wires.values()):
+            wire.end_of(host)
+
+    def sleep(self, peer: str) -> None:
+        """As SIGSTOP, until ``wake``."""
+        host = self.hosts[peer]
+        if host.process.state == "awake":
+            self.note(host.name, "fell asleep")
+            host.process.state = "asleep"
+
+    def wake(self, peer: str) -> None:
+        """As SIGCONT."""
+        host = self.hosts[peer]
+        if host.process.state == "asleep":
+            self.note(host.name, "woke")
+            self.loop.wake(host.process)
+
+    def part(self, sides: dict[str, int]) -> None:
+        """Peers with different numbers do not reach each other any more; with {} all do."""
+        self.note("-", "parted" if sides else "healed")
+        self._sides = sides
+        for wire in list(self.wires.values()):
+            wire.release()
+
+    def sever(self, number: int, reset: bool) -> None:
+        """Break the stream of this number, if there is one."""
+        wire = self.wires.get(number)
+        if wire is not None:
+            self.note("-", f"severed {number}")
+            for end in wire.ends:
+                end.sever(ConnectionResetError("reset") if reset else None)
+
+
+    def stall(self, number: int) -> None:
+        """Let the stream of this number carry nothing any more, if there is one."""
+        wire = self.wires.get(number)
+        if wire is not None:
+            self.note("-", f"stalled {number}")
+            wire.stalled = True
+
+    def end(self) -> None:
+        """All processes end, also those that were killed: their tasks are cancelled, and run to that end."""
+        for wire in list(self.wires.values()):
+            for end in wire.ends:
+                end.vanish()
+        for _ in range(100):
+            tasks = [task for host in self.every for task in list(host.process.tasks.values())]
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            for host in self.every:
+                self.loop.wake(host.process)
+            with contextlib.suppress(Stuck):
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        raise Stuck(f"tasks do not end: {tasks}")
+
+
+class Wire:
+    """One stream, as the network sees it."""
+
+    def __init__(self, network: Network, number: int, one: SimHost, two: SimHost) -> None:
+        self.network, self.number, self.hosts = network, number, (one, two)
+        self.roads = (_Delayed(self, one, two), _Delayed(self, two, one))
+        loop = network.loop
+        self.ends = End(loop, self.roads[0], one.process.context), End(loop, self.roads[1], two.process.context)
+        self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
+        self.ended, self.stalled = 0, False
+
+    def end_of(self, host: SimHost) -> None:
+        """That host is dead."""
+        for end, owner in zip(self.ends, self.hosts, strict=True):
+            if owner is host:
+                end.vanish()
+
+    def release(self) -> None:
+        """Whether bytes may pass has changed."""
+        for road in self.roads:
+            road.release()
+
+    def over(self) -> None:
+        """An end of file arrived; after both there is nothing left of it."""
+        self.ended += 1
+        if self.ended == 2:
+            self.network.wires.pop(self.number, None)
+
+
+class _Delayed(Road):
+    """Bytes take the link's latency, one after the other at its bandwidth, and wait at the border of a partition."""
+
+    def __init__(self, wire: Wire, source: SimHost, target: SimHost) -> None:
+        super().__init__(wire.network.loop)
+        self._wire, self._source, self._target = wire, source, target
+        self.free = self._last = 0.0
+        self._moving: deque[tuple[int, Callable[[], None]]] = deque()
+        self._arrived = 0
+        """How many of those, from the first, wait at the border."""
+
+    def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
+        """In the order of the calls, later."""
+        network, now = self._wire.network, self._loop.time()
+        link: _Delayed | SimHost = self._source if network.links.shared else self
+        link.free = max(link.free, now) + nbytes / network.links.bandwidth
+        self._last = max(self._last, link.free + network.latency(self._source, self._target))
+        self._moving.append((nbytes, deliver))
+        self._loop.call_at(self._last, self._arrive, context=NOTHING)  # of two at one time the loop may call either first
+
+    def _arrive(self) -> None:
+        self._arrived += 1
+        self.release()
+
+    def release(self) -> None:
+        """Hand over what has arrived, unless a partition is between."""
+        wire = self._wire
+        while self._arrived and not wire.stalled and not wire.network.apart(self._source.peer_id, self._target.peer_id):
+            self._arrived -= 1
+            nbytes, deliver = self._moving.popleft()
+            wire.network.note(self._target.name, f"got {nbytes} on {wire.number} from {self._source.name}")
+            deliver()
+            if not nbytes:
+                wire.over()
+
+
+class SimHost:
+    """What an exchange needs of a `shoal.swarm.p2p.host.Host`, in a process of its own on a `Network`."""
+
+    def __init__(self, network: Network, name: str, identity: Identity) -> None:
+        self.network, self.name, self.identity, self.peer_id = network, name, identity, identity.peer_id
+        self.process = Process(name)
+        self.process.context.run(nonces_from, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes)
+        self.traffic = Traffic()
+        self.entrance = Entrance(clock=network.loop.time)
+        """Nobody is refused: it only takes what the protocols tell it."""
+        self.free = 0.0
+        """When all that it has sent will have left, where its streams share one link."""
+        self.slow = 0.0
+        """Seconds that its links take longer, each way."""
+        self.busy: Counter[str] = Counter()
+        self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+
+    def entry(self) -> tuple[str, ...]:
+        """Nobody got it onto the network."""
+        return ()
+
+    def seeds(self) -> dict[str, tuple[str, ...]]:
+        """There are none."""
+        return {}
+
+    def serve(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
+        """As ``Host.serve``."""
+        self._handlers[protocol] = handler
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of this host's process."""
+        return self.process.context.copy().run(self.network.loop.create_task, coroutine)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """As ``Host.submit``; nobody may block on the result, for the caller is on the loop too."""
+        return self.process.context.copy().run(asyncio.run_coroutine_threadsafe, coroutine, self.network.loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """As ``Host.call``, of what need not wait: the caller is on the loop too. RuntimeError if it would."""
+        try:
+            self.process.context.copy().run(coroutine.send, None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        coroutine.close()
+        raise RuntimeError("a simulated host's call would have to wait")
+
+    async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
+        """As ``Host.open``. NetworkError."""
+        try:
+            return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
+        except asyncio.TimeoutError:
+            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.") from None
+
+    async def _dial(self, peer_id: str, protocol: str) -> Stream:
+        network = self.network
+        other = network.hosts.get(peer_id)
+        network.note(self.name, f"calls {other.name if other is not None else 'nobody'} for {protocol}")
+        if other is None:
+            raise NetworkError("there is no such peer.")
+        await asyncio.sleep(network.latency(self, other))
+        while network.apart(self.peer_id, peer_id):
+            await asyncio.sleep(1.0)  # a packet is sent again and again
+        await asyncio.sleep(network.latency(other, self))
+        other = network.hosts[peer_id]  # it may be another process by now
+        handler = other._handlers.get(protocol)
+        if other.process.state == "dead" or handler is None:
+            raise NetworkError("nobody is there.")
+        mine, theirs = network.wire(self, other)
+        stream = network.stream(peer_id, *opened(mine, network.loop), self.traffic)
+        other.process.context.copy().run(other._incoming, self.peer_id, theirs, handler)
+        return stream
+
+    def _incoming(self, peer_id: str, end: End, handler: Callable[[Stream], Awaitable[None]]) -> None:
+        stream = self.network.stream(peer_id, *opened(end, self.network.loop), self.traffic)
+        self.network.loop.create_task(self._answer(handler, stream))
+
+    async def _answer(self, handler: Callable[[Stream], Awaitable[None]], stream: Stream) -> None:
+        self.busy[stream.peer_id] += 1
+        try:
+            with contextlib.suppress(ShoalError):
+                await handler(stream)
+                await stream.drained(LINGER)
+        except Exception as error:
+            self.network.errors.append(error)
+        finally:
+            stream.close()
+            self.busy[stream.peer_id] -= 1
+            if not self.busy[stream.peer_id]:
+                del self.busy[stream.peer_id]

@@ -1,0 +1,214 @@
+"""A swarm on a simulated network: peers that train a little, exchange by the production code, and know of each other by records.
+
+Each peer holds a small tensor, its weights. A round is: compute for a while, hand in the weights and what names the contribution,
+take the mean if there is one. What the mean holds, and that it counts once, `swarm.sim_checks` looks at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.handle import SwarmHandle
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.identity import Identity
+from shoal.swarm.sim.network import Network, SimHost
+from shoal.swarm.wire.member import Member
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+SWARM, MODEL = "a" * 52, "0" * 64
+EPOCH = 1.0e9  # Unix time at which every simulation begins
+TTL, PERIOD = 12.0, 2.0  # seconds that a record lives, and between two of a peer
+VALUES = 8  # floats that a peer trains
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What kind of swarm, and how patient. Times in virtual seconds."""
+
+    kind: Literal["pair", "group"]
+    peers: int
+    calm: float = 12.0
+    """The time until which peers train and things go wrong; from then on they only average."""
+    patience: float = 90.0
+    """Seconds after that in which they must have come together; then they leave."""
+    wait: float = 3.0
+    chunk_timeout: float = 1.0
+    exchange_timeout: float = 6.0
+    pace: tuple[float, float] = (0.4, 1.0)
+    """Seconds that a peer computes between two rounds: each has a pace of its own between these."""
+    skew: float = 0.0
+    """Seconds, at most, that a peer's clock is wrong."""
+    lose: float = 0.0
+    again: float = 0.0
+    """The chances that a membership record is lost, and that it comes twice."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the exchange."""
+
+
+@dataclass
+class Contribution:
+    """What a peer handed in."""
+
+    peer: str
+    serial: int
+    weight: float
+    tensors: list[Tensor]
+    begun: float
+    ended: float | None = None
+    mean: Mean | None = None
+
+
+class SimPeer:
+    """One peer, from its first process to its last."""
+
+    def __init__(self, swarm: SimSwarm, number: int) -> None:
+        self.swarm, self.number, self.name = swarm, number, f"p{number}"
+        self.identity: Identity = swarm.network.identity(self.name)
+        self.id = self.identity.peer_id
+        self.chance = random.Random(f"peer {swarm.seed} {number}")
+        self.pace = self.chance.uniform(*swarm.setting.pace)
+        self.weight = float(self.chance.choice([1, 1, 1, 2, 3]))
+        self.skew = self.chance.uniform(-swarm.setting.skew, swarm.setting.skew)
+        self.weights = torch.rand(VALUES, generator=torch.Generator().manual_seed(number))
+        self.serial = self.round = 0
+        self.slept = 0.0
+        """Seconds of the present round that it has slept."""
+        self.gone = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A new process: the first, or one after the last was killed."""
+        self.host: SimHost = self.swarm.network.host(self.name, self.identity)
+        self.seen: dict[str, Member] = {}
+        self.handle: SwarmHandle[Any] | None = None
+        self.state: Literal["training", "leaving"] = "training"
+        setting = self.swarm.setting
+        way = SwarmExchange if setting.kind == "pair" else GroupExchange
+        options = dict(setting.options) | ({"departed": self.departed} if setting.kind == "pair" else {})
+        self.exchange: SwarmExchange | GroupExchange = way(
+            cast("Host", self.host), self.identity, swarm=SWARM, model=MODEL, seed=self.swarm.seed, members=self.members,
+            wait=setting.wait, chunk_timeout=setting.chunk_timeout, exchange_timeout=setting.exchange_timeout, **options,
+        )  # fmt: skip
+        self.exchange.next_round = self.round
+        self.host.start(self._announce())
+        self.host.start(self._train())
+
+    # -- who is there ----------------------------------------------------------------------------------------------------
+
+    def wall(self) -> float:
+        """Unix time, as this peer's clock shows it."""
+        return EPOCH + self.swarm.network.loop.time() + self.skew
+
+    def record(self) -> Member:
+        """What this peer says of itself now."""
+        return Member(
+            swarm=SWARM, peer=self.id, name=self.name, addresses=(), round=self.exchange.next_round, step=0, loss=None,
+            steps_per_s=0.0, shard=0, shards=1, model=MODEL, state=self.state, issued=self.wall(), version="0",
+        )  # fmt: skip
+
+    def hear(self, member: Member) -> None:
+        """Another's record; an older one than is known already says nothing."""
+        known = self.seen.get(member.peer)
+        if known is None or known.issued < member.issued:
+            self.seen[member.peer] = member
+
+    def _live(self, *states: str) -> dict[str, Member]:
+        oldest = self.wall() - TTL
+        return {peer: member for peer, member in self.seen.items() if member.issued >= oldest and member.state in states}
+
+    def members(self) -> dict[str, Member]:
+        """Who is there, as far as this peer knows."""
+        return self._live("training") | ({self.id: self.record()} if self.state == "training" else {})
+
+    def departed(self) -> dict[str, Member]:
+        """Who has said goodbye lately."""
+        return self._live("leaving")
+
+    def _tell(self) -> None:
+        record, setting = self.record(), self.swarm.setting
+        for other in self.swarm.peers:
+            if other is not self and not other.gone:
+                network = self.swarm.network
+                network.datagram(
+                    self.host, other.host, lambda other=other: other.hear(record), setting.lose, setting.again  # type: ignore[misc]
+                )
+
+    async def _announce(self) -> None:
+        while self.state == "training":
+            self._tell()
+            await self.swarm.sleep(PERIOD * self.chance.uniform(0.8, 1.0))
+
+    # -- what it does ----------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        swarm = self.swarm
+        await swarm.sleep(self.chance.uniform(0.0, 0.5))
+        while not swarm.over:
+            await swarm.sleep(self.pace * self.chance.uniform(0.8, 1.2))
+            if swarm.network.loop.time() < swarm.setting.calm:
+                self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
+            await self._round()
+        self.state = "leaving"
+        self._tell()
+        swarm.network.note(self.name, "left")
+
+    async def _round(self) -> None:
+        swarm, loop = self.swarm, self.swarm.network.loop
+        self.serial += 1
+        named = torch.zeros(swarm.setting.peers)
+        named[self.number] = self.serial
+        mine = Contribution(self.id, self.serial, self.weight, [self.weights.clone(), named], loop.time())
+        swarm.contributions[self.number, self.serial] = mine
+        key = RoundKey(SWARM, self.exchange.next_round)
+        self.handle = self.exchange.start(key, mine.tensors, self.weight)
+        swarm.network.note(self.name, f"round {key.round} begins")
+        mean = await self.handle.settled()
+        mine.ended, mine.mean = loop.time(), mean
+        self.round = self.exchange.next_round
+        if mean is not None:
+            self.weights = mean.tensors[0].clone()
+        with_whom = "alone" if mean is None else " ".join(sorted(swarm.named[peer] for peer in mean.members))
+        swarm.network.note(self.name, f"round {self.round - 1} ends: {with_whom}")
+        swarm.outcome(self, mine)
+        self.handle = None
+
+
+class SimSwarm:
+    """All peers of one simulation."""
+
+    def __init__(self, network: Network, setting: Setting, seed: int) -> None:
+        self.network, self.setting, self.seed = network, setting, seed
+        self.noise = torch.Generator().manual_seed(seed)
+        self.contributions: dict[tuple[int, int], Contribution] = {}
+        """By the peer's number and the contribution's serial number."""
+        self.over = False
+        """Whether whoever ends a round should leave."""
+        self.peers: list[SimPeer] = []
+        self.named: dict[str, str] = {}
+        for number in range(setting.peers):
+            peer = SimPeer(self, number)
+            self.peers.append(peer)
+            self.named[peer.id] = peer.name
+
+    async def sleep(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        await asyncio.sleep(seconds)
+
+    def outcome(self, peer: SimPeer, mine: Contribution) -> None:
+        """A round of a peer has come to its end; for whoever looks on to replace."""
+
+    def spread(self) -> float:
+        """The largest difference of a value between two peers that are there."""
+        held = torch.stack([peer.weights for peer in self.peers if not peer.gone])
+        return float((held.max(0).values - held.min(0).values).max())

@@ -1,0 +1,146 @@
+"""One seed, one simulation: what the swarm is like and what goes wrong in it follow from the seed alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.swarm.p2p.memory_stream import NOTHING
+from shoal.swarm.sim.clock import VirtualLoop
+from shoal.swarm.sim.faults import Fault, Mischief, plan
+from shoal.swarm.sim.invariants import Checks, Errors
+from shoal.swarm.sim.network import Links, Network, Trace
+from shoal.swarm.sim.peers import Setting, SimSwarm
+
+REST = 20.0  # virtual seconds after the end of training in which everything must come to its end
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a simulation went. ``failure``: the invariant that did not hold, or the error of ours, or None."""
+
+    seed: int
+    setting: Setting
+    faults: list[Fault]
+    trace: str
+    """Hex digest of the whole trace."""
+    events: int
+    lines: list[str] | None
+    means: int
+    """Rounds of single peers that ended with a mean, of ``rounds``."""
+    rounds: int
+    failure: BaseException | None
+
+
+def setting_of(seed: int) -> Setting:
+    """What the swarm of a seed is like."""
+    chance = random.Random(f"setting {seed}")
+    kind = chance.choice(("pair", "pair", "group"))
+    options: dict[str, Any] = {}
+    if kind == "group":
+        ways: list[dict[str, Any]] = [{}, {}, {"quorum": 2, "grace": 0.5}, {"max_group": 2}, {"gather": True}]
+        options = chance.choice(ways)
+    return Setting(
+        kind,  # type: ignore[arg-type]
+        chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),
+        calm=6.0,
+        skew=chance.choice((0.0, 0.0, 3.0)),
+        lose=chance.choice((0.0, 0.0, 0.2)),
+        again=chance.choice((0.0, 0.3)),
+        options=options,
+    )
+
+
+def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] | None = None, keep: bool = False) -> Report:
+    """Run a simulation to its end, or to the first invariant that does not hold. ``keep``: the trace's lines too."""
+    setting = setting or setting_of(seed)
+    faults = plan(seed, setting.peers, 350 if setting.kind == "pair" else 700) if faults is None else faults
+    chance = random.Random(f"links {seed}")
+    links = Links(chance.choice((0.005, 0.03, 0.15)), chance.choice((0.0, 0.01, 0.05)), chance.choice((1e4, 1e6)))
+    loop, trace = VirtualLoop(), Trace(keep)
+    network = Network(loop, seed, links, trace)
+    failure: BaseException | None = None
+    with alone(loop) as errors:
+        swarm = SimSwarm(network, setting, seed)
+        mischief = Mischief(swarm, faults)
+        checks = Checks(swarm, mischief, errors)
+        broken: list[BaseException] = []
+
+        def watch(name: str) -> None:
+            try:
+                checks.look()
+                mischief.look(name)
+                if swarm.over:
+                    rest()
+            except Exception as error:
+                broken.append(error)
+                loop.stop()
+
+        resting: list[asyncio.TimerHandle] = []
+
+        def rest() -> None:
+            if not resting:
+                resting.append(loop.call_later(REST, loop.stop, context=NOTHING))
+
+        network.watch = watch
+        loop.set_exception_handler(lambda _, context: broken.append(context.get("exception") or RuntimeError(context["message"])))
+        try:
+            loop.call_at(setting.calm + setting.patience, rest)
+            loop.run_forever()
+            if broken:
+                raise broken[0]
+            checks.end()
+        except Exception as error:
+            failure = error
+        network.watch = lambda name: None
+        digest, events = trace.hexdigest(), trace.events
+        network.end()
+    ended = [mine for mine in swarm.contributions.values() if mine.ended is not None]
+    means = sum(mine.mean is not None for mine in ended)
+    return Report(seed, setting, faults, digest, events, trace.lines, means, len(ended), failure)
+
+
+@contextlib.contextmanager
+def alone(loop: VirtualLoop) -> Iterator[Errors]:
+    """Nothing but the loop decides what comes when: no garbage collector, which finalizes when it likes. And what is logged."""
+    errors, logger, collecting = Errors(), logging.getLogger("shoal"), gc.isenabled()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(errors)
+    logger.setLevel(logging.WARNING)  # what it says besides is of interest to nobody: things are meant to go wrong
+    logger.propagate = False
+    gc.disable()
+    try:
+        yield errors
+    finally:
+        logger.removeHandler(errors)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        if collecting:
+            gc.enable()
+        loop.close()
+
+
+def main(argv: list[str]) -> int:
+    """Run the seeds that are named, and print their traces. The exit code: 1 if something did not hold."""
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+    failed = False
+    for seed in map(int, argv[1:]):
+        report = simulate(seed, keep=True)
+        for line in report.lines or ():
+            print(line)
+        print(f"{report.setting}\n{report.faults}")
+        how = "held" if report.failure is None else f"failed ({report.failure!r})"
+        print(f"seed {seed}: {how}, {report.events} events, trace {report.trace}")
+        failed |= report.failure is not None
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

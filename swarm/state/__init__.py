@@ -1,0 +1,1 @@
+"""Snapshots of a member's weights: serving, choosing, downloading, catching up, and noticing drift."""

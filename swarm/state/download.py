@@ -1,0 +1,232 @@
+"""Taking a snapshot from several peers at once: each chunk from whoever is free, checked on arrival, and again elsewhere if wrong.
+
+``Plan`` says who is asked for what. ``download`` asks: two streams to each holder, so that a link is not idle while a question
+travels; a chunk arrives in scratch and enters the sink only when its digest is right. A peer that sends a wrong chunk is not asked
+again; one that dies or stalls costs the chunks it was just sending. What a sink has is never asked for again, so a download that
+broke off goes on with the same sink.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.state.chunks import Holder, NotHeldError
+from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
+from shoal.swarm.wire.digest import CHUNK
+from shoal.swarm.wire.member import StateHeader
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+LANES = 2  # streams to one holder
+TWICE = 2  # holders that are asked for the same chunk when there is nothing else to ask for
+MAX_HOLDERS = 8
+
+Peer = tuple[str, Sequence[str]]
+"""Peer id and addresses."""
+
+log = logging.getLogger(__name__)
+
+
+class WrongChunkError(MessageError):
+    """A peer sent something else than the snapshot's chunk."""
+
+
+class Plan:
+    """Which chunk is asked of whom. Pure: knows nothing of the network.
+
+    Every chunk that is missing is with one lane at a time; only when none is left to hand out, the rest are also asked of a second
+    one, so that one slow holder does not keep everybody waiting.
+    """
+
+    def __init__(self, missing: Iterable[int]) -> None:
+        self._free = deque(missing)
+        self._asked: dict[int, list[object]] = {}
+        """Chunk -> the lanes that were asked, those that were asked first in front."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is missing."""
+        return not self._free and not self._asked
+
+    @property
+    def left(self) -> int:
+        """Chunks missing."""
+        return len(self._free) + len(self._asked)
+
+    def ask(self, lane: object) -> int | None:
+        """The chunk to ask of ``lane``; None if there is nothing to ask just now."""
+        if self._free:
+            chunk = self._free.popleft()
+        else:
+            waiting = [chunk for chunk, lanes in self._asked.items() if len(lanes) < TWICE and lane not in lanes]
+            if not waiting:
+                return None
+            chunk = waiting[0]
+        self._asked.setdefault(chunk, []).append(lane)
+        return chunk
+
+    def got(self, chunk: int) -> bool:
+        """It is here, and right; False if it was before."""
+        return self._asked.pop(chunk, None) is not None
+
+    def lost(self, lane: object) -> None:
+        """``lane`` will answer nothing more: what only it was asked for is asked of others, first of all."""
+        for chunk, lanes in list(self._asked.items()):
+            if lane in lanes:
+                lanes.remove(lane)
+                if not lanes:
+                    del self._asked[chunk]
+                    self._free.appendleft(chunk)
+
+
+class Sink(Protocol):
+    """Where chunks go."""
+
+    @property
+    def have(self) -> set[int]:
+        """The chunks that are there, and right."""
+        ...
+
+    def write(self, chunk: int, data: memoryview) -> None:
+        """Keep one; called once for each, with what was checked."""
+        ...
+
+
+class Memory:
+    """A sink of ``nbytes`` bytes in memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.payload: Tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self._view = self.payload.numpy().data
+        self._have: set[int] = set()
+
+    @property
+    def have(self) -> set[int]:
+        """The chunks that are there."""
+        return self._have
+
+    def write(self, chunk: int, data: memoryview) -> None:
+        """Copy it into its place."""
+        self._view[chunk * CHUNK : chunk * CHUNK + len(data)] = data
+        self._have.add(chunk)
+
+
+async def fetch_digests(host: Host, swarm: str, header: StateHeader, holders: Sequence[Peer]) -> bytes:
+    """The list of the chunks' digests, checked, from the first of ``holders`` that has it. NetworkError if none has."""
+    room = bytearray(DIGEST * chunks_in(header.nbytes))
+    for peer, addresses in holders:
+        holder = Holder(host, swarm, snapshot_id(header), peer, addresses)
+        try:
+            await holder.take(None, memoryview(room))
+        except (NetworkError, MessageError) as error:
+            log.info("no digests: %s", error)
+            continue
+        finally:
+            holder.close()
+        if hashlib.sha256(room).digest() == header.sha256:
+            return bytes(room)
+        log.warning("peer %s handed out digests that are not those of the weights it stated: it is not asked again", short(peer))
+    raise NetworkError("none of the peers that were asked holds the weights any more.")
+
+
+async def download(
+    host: Host,
+    swarm: str,
+    header: StateHeader,
+    digests: bytes,
+    holders: Sequence[Peer],
+    sink: Sink,
+    wanted: Iterable[int],
+) -> set[str]:
+    """Take the chunks ``wanted`` that ``sink`` lacks from ``holders`` (those that hold no such snapshot are left out).
+
+    Returns the peers that sent a wrong chunk.
+
+    Raises:
+        NetworkError: no holder is left; what came is in the sink.
+    """
+    work = _Download(host, swarm, header, digests, sink, Plan(chunk for chunk in wanted if chunk not in sink.have))
+    if not work.plan.done:
+        await work.run(list(holders)[:MAX_HOLDERS])
+    return work.wrong
+
+
+class _Download:
+    def __init__(self, host: Host, swarm: str, header: StateHeader, digests: bytes, sink: Sink, plan: Plan) -> None:
+        self.plan, self.wrong = plan, set[str]()
+        self._host, self._swarm, self._header, self._digests, self._sink = host, swarm, header, digests, sink
+        self._id = snapshot_id(header)
+        self._gone: set[str] = set()
+        self._news = asyncio.Event()
+
+    async def run(self, holders: Sequence[Peer]) -> None:
+        lanes = [asyncio.ensure_future(self._lane(peer)) for _ in range(LANES) for peer in holders]
+        whole = asyncio.ensure_future(self._whole())
+        pending: set[asyncio.Future[None]] = {whole, *lanes}
+        try:
+            while not whole.done() and len(pending) > 1:
+                finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for one in finished:
+                    one.result()  # what a sink raises, a full disk for instance
+        finally:
+            for one in (whole, *lanes):
+                one.cancel()
+            await asyncio.gather(whole, *lanes, return_exceptions=True)
+        if not self.plan.done:
+            raise NetworkError(f"the peers that hold the weights have gone with {self.plan.left} chunks missing.")
+
+    async def _whole(self) -> None:
+        while not self.plan.done:
+            await self._changed()
+
+    async def _changed(self) -> None:
+        news = self._news
+        await news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _lane(self, to: Peer) -> None:
+        peer, addresses = to
+        holder = Holder(self._host, self._swarm, self._id, peer, addresses)
+        scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
+        try:
+            while peer not in self._gone and not self.plan.done:
+                chunk = self.plan.ask(holder)
+                if chunk is None:
+                    await self._changed()
+                    continue
+                room = scratch[: chunk_size(self._header.nbytes, chunk)]
+                await holder.take(chunk, room)
+                if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
+                    self.wrong.add(peer)
+                    raise WrongChunkError(
+                        f"peer {short(peer)} handed out a chunk of the weights that does not match its digest: it is not asked "
+                        "again, and the chunk is fetched elsewhere."
+                    )
+                if self.plan.got(chunk):
+                    self._sink.write(chunk, room)
+                self._tell()
+        except NotHeldError as error:
+            self._gone.add(peer)
+            log.debug("%s", error)
+        except (NetworkError, MessageError) as error:
+            self._gone.add(peer)
+            log.warning("%s", error)
+        finally:
+            self.plan.lost(holder)
+            holder.close()
+            self._tell()

@@ -1,0 +1,150 @@
+"""Handing out this node's slow weights, to newcomers and to those who have drifted: as snapshots, made between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import Shape
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.state.chunks import SMALL_S, Pieces
+from shoal.swarm.state.selection import STATE_PROTOCOL
+from shoal.swarm.state.snapshot import Kept, Snapshot, State, encode, make, nothing
+from shoal.swarm.wire.member import Answer, StateHeader, StateRequest, pack, unpack
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.p2p.stream import Stream
+
+MAKE_S = 60.0  # seconds that a caller waits until a step is finished
+MAX_WAITING = 64  # callers that wait
+
+DRIFTED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
+
+log = logging.getLogger(__name__)
+
+
+class StateServer:
+    """Serves this node's slow weights; the training thread makes the copy, so that it is never of a half-updated one.
+
+    Memory: at most two snapshots (``Kept``), each with 4 bytes for every value of the slow weights and of what the rule shares, and
+    none two minutes after the last question. As long as somebody downloads each of them, others are given the later of the two
+    rather than one of their own.
+    """
+
+    def __init__(
+        self, host: Host, swarm: str, model: str, shapes: Sequence[Shape], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._host, self._swarm, self._model = host, swarm, model
+        self._shapes = tuple(shapes)
+        self._wanted: dict[asyncio.Future[Snapshot | None], int] = {}
+        """Who waits, and since which round it must be."""
+        self._drifted: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
+        """Of those, whose own weights have drifted: from which round they are, and who asks."""
+        self._making = False
+        self._last: tuple[tuple[object, ...], bytes] | None = None
+        self._kept = Kept(clock)
+        self.astray: int | None = None
+        """The round of this node's own weights while they have drifted away from the group's."""
+        Pieces(host, swarm, self._kept)
+        host.serve(STATE_PROTOCOL, self._answer)
+
+    def keep(self, state: State) -> None:
+        """Hand out what this node has just taken over itself: others may be downloading it."""
+        if state.snapshot is not None:
+            self._kept.put(state.snapshot)
+
+    def offer(self, current: Callable[[], State]) -> None:
+        """Called by the training thread between steps; copies the weights only if somebody waits for them.
+
+        Not weights that have drifted: who waits gets them when they are the group's again. But two that asked each other before
+        either had drifted must not wait for each other.
+        """
+        self._kept.expire()
+        if any(self._keeps_its_own(*asking) for asking in list(self._drifted.values())):
+            self._host.call(self._turn_away(), SMALL_S)
+        if not self._wanted or self.astray is not None or self._making:
+            return
+        state = current()
+        if all(since > state.round for since in list(self._wanted.values())):
+            return
+        self._making = True
+        try:
+            version = state.version()
+            if self._last is not None and self._last[0] == version and (same := self._kept.get(self._last[1])) is not None:
+                self._host.submit(self._hand_out(same))
+            elif self._kept.full():
+                self._host.submit(self._hand_out(None))
+            else:
+                self._host.submit(self._make(state, encode(state), version))  # copied here, for the next step changes them
+        except NetworkError as error:  # the host is closing
+            self._making = False
+            log.debug("weights are not handed out: %s", error)
+
+    async def _make(self, state: State, payload: Tensor, version: tuple[object, ...]) -> None:
+        try:
+            snapshot = await asyncio.get_running_loop().run_in_executor(None, make, state, payload)
+        except BaseException:
+            self._making = False
+            raise
+        self._last = version, snapshot.id
+        self._kept.put(snapshot)
+        await self._hand_out(snapshot)
+
+    async def _hand_out(self, snapshot: Snapshot | None) -> None:
+        """To all who wait for its round or an earlier one. None: the latest that is kept."""
+        for future, since in list(self._wanted.items()):
+            found = self._kept.newest(since) if snapshot is None else snapshot
+            if found is not None and found.header.round >= since:
+                if not future.done():
+                    future.set_result(found)
+                self._wanted.pop(future, None)
+        self._making = False
+
+    async def _turn_away(self) -> None:
+        for future, asking in list(self._drifted.items()):
+            if self._keeps_its_own(*asking) and not future.done():
+                future.set_result(None)
+
+    def _keeps_its_own(self, round: int, peer: str) -> bool:
+        """Whether ``peer``, with drifted weights of ``round``, must not wait for this node, whose weights have drifted too.
+
+        Those that have drifted from each other must not swap their weights, nor wait in a circle. So each waits for those whose
+        weights are of a later round, or of the same and whose peer id is lower; whom all others refuse keeps its own.
+        """
+        return self.astray is not None and (-round, peer) < (-self.astray, self._host.peer_id)
+
+    async def _answer(self, stream: Stream) -> None:
+        request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
+        if request.swarm != self._swarm:
+            await stream.send(pack(Answer(verdict="refuse", reason="this peer is in another swarm", round=0)), SMALL_S)
+            return
+        if request.model != self._model:
+            # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
+            await stream.send(pack(nothing(self._shapes)), SMALL_S)
+            return
+        if request.astray and self._keeps_its_own(request.round, stream.peer_id):
+            await stream.send(pack(DRIFTED), SMALL_S)
+            return
+        if len(self._wanted) >= MAX_WAITING:
+            await stream.send(pack(Answer(verdict="busy", reason="too many wait for this peer", round=0)), SMALL_S)
+            return
+        future: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
+        self._wanted[future] = request.since
+        if request.astray:
+            self._drifted[future] = request.round, stream.peer_id
+        try:
+            await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # a peer that sleeps would not say so much
+            found = await asyncio.wait_for(future, MAKE_S)
+            header: StateHeader | Answer = DRIFTED if found is None else found.header
+        except asyncio.TimeoutError:
+            header = Answer(verdict="busy", reason=f"no step was finished in {MAKE_S:g} s", round=0)
+        finally:
+            self._wanted.pop(future, None)
+            self._drifted.pop(future, None)
+        await stream.send(pack(header), SMALL_S)

@@ -1,0 +1,1 @@
+"""What is gossiped: rollouts, attestations, evidence and status records."""

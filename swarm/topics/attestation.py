@@ -1,0 +1,99 @@
+"""Records of verification on their way: small, opaque here, each signed by its author so that anybody can pass it on and show it.
+
+The message that carries a record is sealed like every gossiped one; that signature is the transport's and ends with it. The one in
+it is the record's own, over the record's bytes alone, and goes into every peer's log. What a record says is not judged here.
+
+Gossip is no log: a daemon whose node reads nothing for some seconds drops what comes then, and who joins later hears nothing of
+what was. What is missing is fetched by swarm/log_sync.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
+from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.wire.envelope import KIB, Message
+from shoal.swarm.wire.fields import PeerId, SwarmId
+
+CONTEXT = "shoal/verification/1"
+MAX_RECORD = 2048  # bytes
+# In a swarm of 100 in which each claims once in a round of 60 s and all claims are checked by 3, a peer has 3 seats a round, and
+# the busiest of all hardly ever more than 12. A seat makes a commitment, a reveal and a verdict, in 3 draws at most: 108, and some
+# five others (entry, claim, view, dispute, opening). This is five times as much: for rounds of 12 s, or for five claims.
+QUOTA = Quota(messages=600, nbytes=2 << 20)
+# Whole draws vote in the same moment, so more arrive at once than a busy node opens at once.
+INBOX = (4096, 16 << 20)
+
+Handler = Callable[[str, bytes, bytes], None]
+"""(author, record, signature)"""
+
+
+class Attestation(Message):
+    """A record of ``peer`` and its signature over it in the context "shoal/verification/1" (`sign_record`)."""
+
+    KIND, LIMIT, AUTHOR = "attestation", 4 * KIB, "peer"
+    swarm: SwarmId
+    peer: PeerId
+    record: Annotated[bytes, Field(min_length=1, max_length=MAX_RECORD)]
+    signature: Annotated[bytes, Field(min_length=SIGNATURE_SIZE, max_length=SIGNATURE_SIZE)]
+
+
+def sign_record(identity: Identity, data: bytes) -> bytes:
+    """The author's signature over an encoded record, 64 bytes."""
+    return identity.sign(CONTEXT, data)
+
+
+def verify_record(peer: str, data: bytes, signature: bytes) -> bool:
+    """Whether ``peer`` signed the encoded record ``data``. Never raises, whatever it is given."""
+    return isinstance(data, bytes) and verify(peer, CONTEXT, data, signature)
+
+
+class Attestations:
+    """The records of ``gossip``'s swarm. For any thread but the host's own.
+
+    ``handler(author, record, signature)`` is told each record of another peer once, on the host's loop, after its signature was
+    found right (a wrong one is refused as ``forged``); it must not wait. It refuses a record by MessageError, whose reason is
+    counted.
+    """
+
+    def __init__(self, gossip: Gossip, handler: Handler, quota: Quota = QUOTA) -> None:
+        self._swarm, self._peer, self._handler = gossip.swarm, gossip.identity.peer_id, handler
+        self.topic = gossip.join(Attestation, self._take, quota, INBOX)
+
+    def publish(self, record: bytes, signature: bytes) -> None:
+        """Give a record of this node to everybody, soon; never waits. Not told to the own handler.
+
+        Raises MessageError if it is empty or larger than 2048 bytes (reason ``oversized``), or if the signature is not this
+        node's (``forged``).
+        """
+        if not 0 < len(record) <= MAX_RECORD:
+            raise MessageError(f"A record of {len(record)} bytes cannot be published: 1 to {MAX_RECORD} are allowed.", "oversized")
+        if not verify_record(self._peer, record, signature):
+            raise MessageError("A record cannot be published: its signature is not this node's.", "forged")
+        self.topic.publish(Attestation(swarm=self._swarm, peer=self._peer, record=record, signature=signature))
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """How many records were ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason (swarm/gossip.py)."""
+        events, rejected = self.topic.tally.events(), self.topic.tally.rejected()
+        counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
+        return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
+
+    def close(self) -> None:
+        """Neither publish nor take any more."""
+        self.topic.close()
+
+    # -- on the loop -----------------------------------------------------------------------------------------------------
+
+    def _take(self, author: str, attestation: Attestation) -> None:
+        if attestation.swarm != self._swarm:
+            raise MessageError("A record of another swarm was refused.", "foreign-swarm")
+        if not verify_record(author, attestation.record, attestation.signature):
+            raise MessageError("A record was refused: its signature is not its author's.", "forged")
+        self._handler(author, attestation.record, attestation.signature)

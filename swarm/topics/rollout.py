@@ -1,0 +1,214 @@
+"""The record of a rollout: one question's place in an environment, and a group of completions that a peer's policy gave.
+
+SAPO (arXiv 2509.08721): the unit of sharing is one question with all its completions. Text is what travels, so that peers with
+other models and tokenizers can learn from it. Neither the question, the answer nor a reward is in the record: whoever receives it
+makes the question anew from (env, env_version, env_config, seed, index) and judges the completions itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic_core import PydanticCustomError
+from torch import Tensor
+
+from shoal.swarm.wire.envelope import KIB, Message
+from shoal.swarm.wire.fields import Count, Digest, Label, Nonce, PeerId, SwarmId
+
+MAX_COMPLETIONS = 64
+MAX_TEXT = 32 * KIB  # bytes of one completion in UTF-8
+MAX_TOKENS = 16_384  # of one completion
+ROUNDING = 1e-3  # a log-probability above zero by no more is float32's
+
+Finish = Literal["stop", "length"]
+_FINISHES: tuple[Finish, ...] = ("stop", "length")
+
+
+class Behaviour(NamedTuple):
+    """One completion as its author's policy drew it: token ids (int64) and log-probabilities (float32), both of shape (T,)."""
+
+    tokens: Tensor
+    logps: Tensor
+
+
+def _pack_parts(parts: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def _parts(value: bytes, longest: int) -> tuple[bytes, ...]:
+    """The byte strings in one, each after its length (u32, little-endian)."""
+    parts: list[bytes] = []
+    at = 0
+    while at < len(value):
+        if len(parts) == MAX_COMPLETIONS:
+            raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
+        if at + 4 > len(value):
+            raise ValueError("the last length is cut short")
+        (size,) = struct.unpack_from("<I", value, at)
+        if size > longest:
+            raise _too_long(f"{size} bytes where at most {longest} are allowed")
+        if at + 4 + size > len(value):
+            raise ValueError("the last part is cut short")
+        parts.append(value[at + 4 : at + 4 + size])
+        at += 4 + size
+    return tuple(parts)
+
+
+def _too_long(why: str) -> PydanticCustomError:
+    return PydanticCustomError("too_long", "{why}", {"why": why})
+
+
+def _checked_count(parts: Sequence[object]) -> None:
+    if len(parts) > MAX_COMPLETIONS:
+        raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
+
+
+def _texts(value: object) -> object:
+    """Completions as the wire has them (one byte string) or as a tuple of str."""
+    if isinstance(value, bytes):
+        try:
+            return tuple(part.decode("utf-8") for part in _parts(value, MAX_TEXT))
+        except UnicodeDecodeError:
+            raise ValueError("must be UTF-8") from None
+    if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
+        raise ValueError("must be a tuple of texts")
+    _checked_count(value)
+    for text in value:
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError:
+            raise ValueError("must be texts that UTF-8 can hold") from None
+        if size > MAX_TEXT:
+            raise _too_long(f"{size} bytes where at most {MAX_TEXT} are allowed")
+    return value
+
+
+def _numbers(value: object) -> object:
+    """Packed 4-byte numbers per completion, as the wire has them (one byte string) or as a tuple of bytes."""
+    if isinstance(value, bytes):
+        value = _parts(value, 4 * MAX_TOKENS)
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or not all(isinstance(part, bytes) for part in value):
+        raise ValueError("must be packed numbers for each completion")
+    _checked_count(value)
+    for part in value:
+        if len(part) % 4:
+            raise ValueError("must be numbers of 4 bytes")
+        if len(part) > 4 * MAX_TOKENS:
+            raise _too_long(f"at most {MAX_TOKENS} tokens are allowed")
+    return value
+
+
+def _finishes(value: object) -> object:
+    """Finish reasons as the wire has them (a byte each: 0 stop, 1 length) or as a tuple of str."""
+    if isinstance(value, bytes):
+        if len(value) > MAX_COMPLETIONS:
+            raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
+        if any(code >= len(_FINISHES) for code in value):
+            raise ValueError("must be 0 (stop) or 1 (length)")
+        return tuple(_FINISHES[code] for code in value)
+    return value
+
+
+def _pack_numbers(parts: tuple[bytes, ...] | None) -> bytes | None:
+    return None if parts is None else _pack_parts(parts)
+
+
+# One byte string each on the wire: long msgpack arrays would have to be allocated before their content is seen.
+Texts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_texts),
+    PlainSerializer(lambda texts: _pack_parts([text.encode("utf-8") for text in texts])),
+]
+Numbers = Annotated[tuple[bytes, ...] | None, BeforeValidator(_numbers), PlainSerializer(_pack_numbers)]
+Finishes = Annotated[
+    tuple[Finish, ...],
+    BeforeValidator(_finishes),
+    PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes))),
+]
+
+# Of a question, here and wherever else one is named.
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
+EnvConfig = Annotated[bytes, Field(max_length=4 * KIB)]
+QuestionSeed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Rollout(Message):
+    """A group of completions to one question, all drawn by one policy at one temperature.
+
+    ``env_config`` are the bytes from which the environment makes its configuration (canonical, so that equal configurations are
+    equal bytes); ``seed`` and ``index`` say which question. ``policy_version`` counts the author's updates, ``round`` is the
+    author's when it drew them, ``issued`` is in Unix seconds. ``tokens`` (int32) and ``logps`` (float32, natural logarithm, under
+    the policy that drew them) are packed little-endian, per completion, for peers whose tokenizer has the digest ``tokenizer``:
+    all three are given, or none.
+    """
+
+    KIND, LIMIT, AUTHOR = "rollout", 4096 * KIB, "peer"
+    swarm: SwarmId
+    peer: PeerId
+    env: EnvName
+    env_version: Label
+    env_config: EnvConfig
+    seed: QuestionSeed
+    index: Count
+    completions: Texts
+    finish: Finishes
+    tokens: Numbers = None
+    logps: Numbers = None
+    tokenizer: Digest | None = None
+    policy_version: Count
+    temperature: Annotated[float, Field(ge=0, le=100)]
+    round: Count
+    nonce: Nonce
+    issued: Annotated[float, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Rollout:
+        if not self.completions or len(self.finish) != len(self.completions):
+            raise ValueError("must hold completions, each with its finish reason")
+        given = [part is not None for part in (self.tokens, self.logps, self.tokenizer)]
+        if any(given) != all(given):
+            raise ValueError("tokens, logps and tokenizer go together")
+        if self.tokens is not None and self.logps is not None:
+            if len(self.tokens) != len(self.completions) or list(map(len, self.tokens)) != list(map(len, self.logps)):
+                raise ValueError("every completion needs a log-probability for each of its tokens")
+            _check_numbers(b"".join(self.tokens), b"".join(self.logps))
+        return self
+
+    def behaviours(self) -> tuple[Behaviour, ...]:
+        """Token ids and log-probabilities of each completion; empty if the author gave none."""
+        pairs = zip(self.tokens or (), self.logps or (), strict=True)
+        return tuple(Behaviour(_tensor(ids, torch.int32).long(), _tensor(logps, torch.float32)) for ids, logps in pairs)
+
+    def nbytes(self) -> int:
+        """About how much memory the record takes."""
+        return 1024 + sum(map(len, (*self.completions, *(self.tokens or ()), *(self.logps or ()), self.env_config)))
+
+
+def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def _check_numbers(tokens: bytes, logps: bytes) -> None:
+    if not tokens:
+        return
+    if int(_tensor(tokens, torch.int32).min()) < 0:
+        raise ValueError("a token id is negative")
+    found = _tensor(logps, torch.float32)
+    if not bool(found.isfinite().all()) or float(found.max()) > ROUNDING:
+        raise ValueError("a log-probability is not finite, or above zero")
+
+
+def pack_tokens(ids: Sequence[int]) -> bytes:
+    """One completion's token ids as a rollout holds them. Raises struct.error for an id that is not an int32."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def pack_logps(logps: Sequence[float]) -> bytes:
+    """One completion's log-probabilities as a rollout holds them."""
+    return struct.pack(f"<{len(logps)}f", *logps)

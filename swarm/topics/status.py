@@ -1,0 +1,74 @@
+"""What a node says of itself to whoever watches: its newest rounds, with whom, how fast, and what went wrong.
+
+Nothing depends on it: whoever believes it learns what the author claims, and no more.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.swarm.wire.envelope import KIB, Message
+from shoal.swarm.wire.fields import Address, Bytes, Count, Label, PeerId, SwarmId, Token
+
+ROUNDS = 6  # in one status, so that a watcher who misses some still sees every round
+PARTNERS = 8  # of a round that are named
+ADDRESSES = 4
+BANNED = 8
+FAULTS = 12
+PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each speaks less often
+TAIL = 8  # characters from the end of a peer id by which a partner is named
+
+Seconds = Annotated[float, Field(ge=0)]
+Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
+
+
+class RoundStatus(BaseModel):
+    """One round of a node: ``sent`` and ``received`` bytes, ``loss`` in nats (mean over its inner steps), ``wait_s`` seconds.
+
+    ``members`` are in the mean, with the node itself; ``partners`` names the first of the others by the end of their peer ids.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    round: Count
+    step: Count
+    loss: float | None
+    members: Annotated[int, Field(ge=1, le=1_000_000)]
+    partners: Annotated[tuple[Tail, ...], Field(max_length=PARTNERS)] = ()
+    sent: Bytes
+    received: Bytes
+    wait_s: Seconds
+
+
+class Status(Message):
+    """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run.
+
+    ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
+    reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
+    ``faults``: what went wrong -> how often.
+    """
+
+    KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"
+    swarm: SwarmId
+    peer: PeerId
+    name: Label
+    addresses: Annotated[tuple[Address, ...], Field(max_length=ADDRESSES)]
+    state: Literal["waiting", "training", "leaving", "done"]
+    round: Count
+    step: Count
+    loss: float | None
+    steps_per_s: Seconds
+    sent: Bytes
+    received: Bytes
+    rounds: Annotated[tuple[RoundStatus, ...], Field(max_length=ROUNDS)] = ()
+    reward: float | None = None
+    rollouts_own: Count | None = None
+    rollouts_foreign: Count | None = None
+    claims: Count | None = None
+    checked: Count | None = None
+    invalid: Count | None = None
+    banned: Annotated[tuple[PeerId, ...], Field(max_length=BANNED)] = ()
+    faults: Annotated[tuple[tuple[Token, Count], ...], Field(max_length=FAULTS)] = ()
+    issued: Seconds
+    version: Label

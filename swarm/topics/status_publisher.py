@@ -1,0 +1,70 @@
+"""Sends this node's status to whoever watches the swarm: after a round, and now and then while one lasts.
+
+Nodes do not read each other's statuses. They take part in the topic only so that their daemons pass on what others say; what
+arrives is dropped unopened, so its cost does not depend on what it holds. All nodes together send at most some `PER_SECOND`
+statuses a second however many they are, which bounds what each has to pass on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.topics.status import PER_SECOND, Status
+
+log = logging.getLogger(__name__)
+
+GAP_S = 0.5  # seconds between two statuses of a node, at least
+BEAT_S = 1.0  # seconds after which a node says again how it is, though no round has ended
+
+
+class StatusGossip:
+    """Publishes what ``make`` returns, until `close`.
+
+    ``make`` is called on the host's loop, so it must not wait; ``members`` says how many nodes the swarm has, as far as known.
+    """
+
+    def __init__(self, gossip: Gossip, make: Callable[[], Status | None], members: Callable[[], int]) -> None:
+        self._make, self._members = make, members
+        self.topic = gossip.join(Status, None)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._running = gossip.host.submit(self._run())
+
+    def hint(self) -> None:
+        """Something happened: tell it soon. For any thread; never waits."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    def close(self) -> None:
+        """Say no more."""
+        self._running.cancel()
+        self.topic.close()
+
+    def gaps(self) -> tuple[float, float]:
+        """Seconds between two statuses at least, and at most."""
+        share = max(self._members(), 1) / PER_SECOND
+        return max(GAP_S, share), max(BEAT_S, share)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while True:
+            least, most = self.gaps()
+            await asyncio.sleep(least)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), most - least)
+            self._news.clear()
+            self._publish()
+
+    def _publish(self) -> None:
+        try:
+            status = self._make()
+            if status is not None:
+                self.topic.publish(status)
+        except (MessageError, ValueError) as error:  # pydantic's ValidationError is a ValueError
+            log.warning("a status was not sent: %s", error)

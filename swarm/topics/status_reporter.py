@@ -1,0 +1,116 @@
+"""What this node tells those who watch the swarm: gathered where it happens, and sent by swarm/status_gossip.py.
+
+Training only notes down numbers here; building, signing and sending a status is done on the network's thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.swarm.membership.directory import State
+from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
+from shoal.swarm.topics.status import ADDRESSES, BANNED, PARTNERS, ROUNDS, TAIL, RoundStatus, Status
+from shoal.swarm.topics.status_publisher import StatusGossip
+from shoal.swarm.wire.fields import MAX_BYTES
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Reporter:
+    """Tells how this node is, from now until `close`. For any thread."""
+
+    def __init__(self, membership: Membership, name: str) -> None:
+        self._membership, self._name = membership, name
+        self._lock = threading.Lock()
+        self._now: dict[str, Any] = {"state": "waiting", "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0}
+        self._rounds: deque[RoundStatus] = deque(maxlen=ROUNDS)
+        self._faults: Counter[str] = Counter()
+        self._more: dict[str, Any] = {}
+        directory = membership.directory
+        self._gossip = StatusGossip(membership.gossip, self.status, lambda: len(directory.members()))
+
+    def progress(self, state: State, round: int, step: int, loss: float | None, steps_per_s: float) -> None:
+        """Where training is."""
+        with self._lock:
+            said = self._now["state"]
+            speed = max(_finite(steps_per_s) or 0.0, 0.0)
+            self._now = {"state": state, "round": round, "step": step, "loss": _finite(loss), "steps_per_s": speed}
+        if state != said:
+            self._gossip.hint()
+
+    def round(
+        self,
+        members: Sequence[str],
+        *,
+        round: int,
+        step: int,
+        loss: float | None,
+        sent: int,
+        received: int,
+        wait_s: float,
+        suspicious: int = 0,
+    ) -> None:
+        """A round is over; ``members``: the peer ids of those in its mean; bytes and seconds are those of this round alone."""
+        others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]
+        done = RoundStatus(
+            round=round,
+            step=step,
+            loss=_finite(loss),
+            members=max(len(members), 1),
+            partners=tuple(others[:PARTNERS]),
+            sent=sent,
+            received=received,
+            wait_s=max(wait_s, 0.0),
+        )
+        with self._lock:
+            self._rounds.append(done)
+            self._faults["alone"] += not others and self._membership.manifest.outer.method != "none"
+            self._faults["refused"] += suspicious
+        self._gossip.hint()
+
+    def event(self, event: str, **fields: Any) -> None:
+        """What goes into the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""
+        with self._lock:
+            if event == "rl":
+                self._more["reward"] = _finite(fields["reward"])
+                for name in ("own", "foreign"):
+                    self._more[f"rollouts_{name}"] = self._more.get(f"rollouts_{name}", 0) + fields[name]
+            elif event == "verify":
+                self._more["banned"] = tuple(fields["banned"][:BANNED])
+
+    def verified(self, report: Mapping[str, int]) -> None:
+        """What came of verification so far (node/verify/session.py, ``counted``): claims made, and checks done here."""
+        with self._lock:
+            self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
+
+    def status(self) -> Status:
+        """This node, now."""
+        host = self._membership.host
+        with self._lock:
+            now, more, rounds = dict(self._now), dict(self._more), tuple(self._rounds)
+            faults = self._faults + Counter({"daemon-restarts": host.restarts})
+        return Status(
+            swarm=self._membership.swarm,
+            peer=host.peer_id,
+            name=self._name,
+            addresses=host.addresses()[:ADDRESSES],
+            sent=min(host.traffic.sent, MAX_BYTES),
+            received=min(host.traffic.received, MAX_BYTES),
+            rounds=rounds,
+            faults=tuple(sorted(faults.items())),
+            issued=time.time(),
+            version=SHOAL_VERSION,
+            **now,
+            **more,
+        )
+
+    def close(self) -> None:
+        """Say no more."""
+        self._gossip.close()

@@ -1,0 +1,1 @@
+"""What a training loop uses: a session, the optimizer made from settings, and its synchronisation."""

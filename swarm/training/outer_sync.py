@@ -1,0 +1,95 @@
+"""Keeps an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and those it hands out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
+from shoal.optim.outer.sketch import sketch
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.membership.membership import Membership
+from shoal.swarm.state.chunks import PIECES_PROTOCOL
+from shoal.swarm.state.drift import Drift
+from shoal.swarm.state.resync import Anchor
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.training.self_report import Condition
+
+
+class Follower:
+    """Of one optimizer; hands out its slow weights from now on. All is for the thread that trains.
+
+    Args:
+        membership, model: the swarm, and the digest of the model's shapes.
+        exchange, watch: the optimizer's, and what that exchange asks what to refuse.
+        clock: seconds; a simulation has its own.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        model: str,
+        opt: OuterOptimizer,
+        exchange: SwarmExchange | GroupExchange,
+        watch: Watch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._opt, self._exchange, self._watch, self._directory = opt, exchange, watch, membership.directory
+        host, me = membership.host, membership.identity.peer_id
+        shapes = [tuple(tensor.shape) for tensor in opt.slow]
+        host.entrance.meter(PIECES_PROTOCOL, max(int(membership.place.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        self._server = StateServer(host, membership.swarm, model, shapes, clock)
+        self._anchor = Anchor(membership, model, self._server, opt, exchange.health, self._took_over)
+        self._drift = Drift(me, model, membership.manifest.outer.max_group)
+        self.condition = Condition(exchange.health, membership.directory, me, self._sketch, clock)
+        """What this node tells others of itself."""
+
+    def begin_from(self, state: State) -> None:
+        """Take over the weights and the round of a swarm that is under way, or those that it begins with."""
+        self._opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
+        if state.round > 0:
+            self._opt.listen()  # weights of strangers, and not yet trained here: the first round does not count
+        self._anchor.joined(state)
+        self._server.keep(state)
+
+    def begin(self) -> None:
+        """Before the first step, when weights and round are those to start from."""
+        self._exchange.next_round = self._opt.round
+
+    def saw(self, info: RoundInfo) -> None:
+        """After each exchange, from the optimizer's ``on_round``."""
+        opt = self._opt
+        # Who fell behind met the others in a later round than its own: go on from there.
+        behind = max(self._exchange.next_round - opt.round, 0)
+        opt.round = max(opt.round, self._exchange.next_round)
+        self._exchange.next_round = opt.round
+        if behind:  # the round's own number is not that in which it was counted
+            self._drift.moved()
+        elif opt.anchored and info.key.fragment < opt.fragments:
+            self._drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
+        split = self._drift.split(self._directory.members()) if opt.anchored else None
+        self._anchor.saw(info, behind=behind, split=split)
+
+    def after_step(self) -> bool:
+        """Between two steps. True if the swarm's weights were taken over just now, after a missed round."""
+        back = self._anchor.settle()
+        if back:
+            self._exchange.next_round = self._opt.round
+        self.offer()
+        return back
+
+    def offer(self) -> None:
+        """Hand out the slow weights if somebody waits for them."""
+        opt = self._opt
+        self._server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
+
+    def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
+        return None if self._anchor.astray else self._drift.newest  # nobody should give way to weights that have drifted
+
+    def _took_over(self) -> None:
+        self._drift.moved()
+        if not self._opt.anchored:  # then it was refused for being far away, and is no longer
+            self._watch.forget()

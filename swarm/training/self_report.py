@@ -1,0 +1,53 @@
+"""What a node knows of its own exchanges and of who is missing, for its record in the directory and for its user."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shoal.swarm.exchange.stats import RECENT, Health
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.partition_detector import Absence
+
+LOOK_S = 1.0  # seconds between two looks at who is there: records change every five
+
+
+class Condition:
+    """One node's. ``sketch``: what to tell of the slow weights (swarm/drift.py); ``clock``: seconds."""
+
+    def __init__(
+        self,
+        health: Health,
+        directory: Directory,
+        me: str,
+        sketch: Callable[[], tuple[int, int, tuple[float, ...]] | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.health, self._directory, self._sketch, self._clock = health, directory, sketch, clock
+        self.absence = Absence(me)
+        self._waits: deque[float] = deque(maxlen=RECENT)
+        self._looked = float("-inf")
+
+    def waited(self, seconds: float) -> None:
+        """Training stood still for so long in the round that has just ended."""
+        self._waits.append(seconds)
+
+    def details(self) -> dict[str, Any]:
+        """The fields of this node's ``Member``."""
+        suspicion = self.absence.suspicion
+        return {
+            **self.health.report(),
+            "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
+            "sketch": self._sketch(),
+            **(suspicion.fields() if suspicion is not None else {}),
+        }
+
+    def news(self) -> list[str]:
+        """Sentences about who vanished and came back; looks at most once a second, and touches no network."""
+        now = self._clock()
+        if now - self._looked < LOOK_S:
+            return []
+        self._looked = now
+        return self.absence.look(self._directory.everyone(), self._directory.departed(), now)

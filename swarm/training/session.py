@@ -1,0 +1,357 @@
+"""A place in a swarm for a training loop of one's own: three lines, and nothing of the loop has to change.
+
+    from shoal import swarm
+    with swarm.create(state=model, every=50) as s:              # the first; on all others swarm.join(link, state=model)
+        opt = NoLoCo(inner, s.exchange(), every=50)             # or s.optimizer(inner), which takes the swarm's settings
+        for batch in data:
+            loss(model, batch).backward()
+            opt.step()
+            opt.zero_grad()
+
+Making the optimizer is what makes this node a member: it is held against the swarm's settings, waits until the swarm begins, and
+takes over the swarm's weights. From then on every step of it also does what a member owes the others. It never raises because of
+a peer. A swarm that `shoal up` began can be joined too, with a model of the same shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, difference
+from shoal.swarm.access.link import Link
+from shoal.swarm.exchange.factory import make_exchange, make_watch
+from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import OuterSettings
+from shoal.swarm.membership import membership as members
+from shoal.swarm.membership.directory import State as DirectoryState
+from shoal.swarm.membership.membership import SHOAL_VERSION, Membership, Place
+from shoal.swarm.membership.overview import overview
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.state.catch_up import check_model
+from shoal.swarm.topics.status_reporter import Reporter
+from shoal.swarm.training.outer_factory import make_outer
+from shoal.swarm.training.outer_sync import Follower
+from shoal.swarm.training.round_length import Speed, round_length
+from shoal.swarm.training.session_exchange import SessionExchange
+from shoal.swarm.training.session_setup import SessionError, begin, new_swarm, parameters_of
+
+ANNOUNCE_S = 1.0  # seconds between two announcements within a round
+LEAVE_S = 2.0
+READ_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part ``index`` (from 0) of ``of`` parts of the data, which the fewest other members train on."""
+
+    index: int
+    of: int
+
+
+class Session:
+    """See the module; made by ``create`` and ``join``. For one thread, the one that trains, but for ``status``."""
+
+    def __init__(self, membership: Membership, params: list[Tensor], model: nn.Module | None, name: str, *, first: bool) -> None:
+        self._membership, self._params, self._model, self._name, self._first = membership, params, model, name, first
+        self.settings: OuterSettings = membership.manifest.outer
+        """How the swarm averages."""
+        self.seed: int = membership.manifest.train.seed
+        """The swarm's, which peers began with and deal the data by."""
+        everyone = membership.directory.members()
+        of, peer = membership.manifest.shards, membership.identity.peer_id
+        self.shard = Shard(members.least_used(everyone, of, peer), of)
+        """Which part of the data to train on, so that peers learn from different ones; nobody checks it."""
+        self._digest = model_digest(params)
+        self._watch = make_watch(self.settings)
+        self._exchange: SessionExchange | None = None
+        self._follower: Follower | None = None
+        self._opt: OuterOptimizer | None = None
+        self._on_round: Callable[[RoundInfo], None] | None = None
+        self._loss: float | None = None
+        self._speed, self._announced, self._round = Speed(), 0.0, -1
+        self._since, self._waited, self._rate = 0, 0.0, 0.0
+        self._reporter: Reporter | None = None
+        self._sent, self._received = 0, 0
+        self._waited_before = 0.0
+        self._finished = self._closed = False
+
+    @property
+    def link(self) -> str:
+        """The link by which others join; needs the network for a moment where there are seeds."""
+        return str(self._membership.link())
+
+    def exchange(self) -> SessionExchange:
+        """What to hand to the outer optimizer. SessionError or OuterError where the swarm's settings do not suit the state."""
+        if self._exchange is None:
+            inner = make_exchange(
+                self._membership,
+                self.settings,
+                self._watch,
+                seed=self.seed,
+                model=self._digest,
+                fragments=self._expected().fragments,
+            )
+            self._exchange = SessionExchange(inner, self._attach)
+        return self._exchange
+
+    def optimizer(self, inner: torch.optim.Optimizer | None = None, **options: Any) -> OuterOptimizer:
+        """The outer optimizer that the swarm's settings ask for, around ``inner``.
+
+        Without ``inner`` its ``step`` does the outer part alone: call it after each step that somebody else's code has taken.
+        ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
+        Raises as ``exchange`` does, and what ``begin`` in swarm/session_start.py raises.
+        """
+        return self._made(inner or Stepped(self._params), self.exchange(), **options)
+
+    def _made(self, inner: torch.optim.Optimizer, exchange: Any, **options: Any) -> OuterOptimizer:
+        if self._model is None and (self.settings.fragments or 1) > 1:
+            raise SessionError("The swarm cuts the model by layer: hand in the module as state, not a list of its parameters.")
+        device = torch.device(options.pop("slow_device", "cpu"))
+        length = round_length(self.settings.round, time.time, self._speeds)
+        return make_outer(self.settings, inner, exchange, model=self._model, slow_device=device, length=length, **options)
+
+    def _expected(self) -> OuterOptimizer:
+        """An optimizer as the swarm has it, that holds no memory."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's own will warn
+            return self._made(Stepped(self._params), Alone(), slow_device="meta")
+
+    def _speeds(self) -> list[float]:
+        return [member.steps_per_s for member in self._membership.directory.members().values()]
+
+    def _attach(self, opt: OuterOptimizer) -> None:
+        """A member from now on; called while ``opt`` is made."""
+        if self._opt is not None or self._closed:
+            raise SessionError("A session has one optimizer, and this one had its own: begin another session for the next.")
+        mine = [p for group in opt.param_groups for p in group["params"]]
+        if [id(p) for p in mine] != [id(p) for p in self._params]:
+            raise SessionError(
+                "The optimizer has other parameters than the session, or in another order: on all peers, hand in "
+                'state=[p for group in inner.param_groups for p in group["params"]].'
+            )
+        found = difference(opt, self._expected())
+        if found is not None:
+            knobs = ", ".join(f"{name}={value:g}" for name, value in self.settings.knobs().items())
+            raise SessionError(
+                f"The optimizer does not average as the swarm does: {found}; the swarm has {self.settings.method} with {knobs}, "
+                f"codec {self.settings.codec}, so make it so, or by s.optimizer(inner)."
+            )
+        assert self._exchange is not None  # it is what called
+        opt.run, self._opt = self._membership.swarm, opt
+        self._on_round, opt.on_round = opt.on_round, self._saw
+        try:
+            self._follower = begin(
+                self._membership, self._digest, opt, self._exchange.inner, self._watch, self._announce, first=self._first
+            )
+        except BaseException:
+            self._opt, opt.on_round = None, self._on_round
+            raise
+        opt.register_step_post_hook(self._after_step)
+        self._reporter = Reporter(self._membership, self._name)
+        self._announce("training")
+
+    def _announce(self, state: DirectoryState) -> None:
+        opt, exchange = self._opt, self._exchange
+        assert opt is not None
+        assert exchange is not None
+        now, waited = time.monotonic(), exchange.inner.waited
+        if opt.steps > self._since:
+            self._rate = self._speed.add(opt.steps - self._since, now - self._announced - (waited - self._waited))
+        self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
+        self._membership.directory.announce(
+            name=self._name,
+            round=opt.round,
+            step=opt.steps,
+            loss=self._loss,
+            steps_per_s=self._rate,
+            shard=self.shard.index,
+            shards=self.shard.of,
+            model=self._digest,
+            state=state,
+            version=SHOAL_VERSION,
+            details=self._follower.condition.details() if self._follower is not None else None,
+        )
+        if self._reporter is not None:
+            self._reporter.progress(state, opt.round, opt.steps, self._loss, self._rate)
+
+    def report(self, loss: float) -> None:
+        """Tell what others see as this node's training loss, nats; what is not finite they do not see."""
+        self._loss = float(loss) if math.isfinite(loss) else None
+
+    def _saw(self, info: RoundInfo) -> None:
+        if self._follower is not None and self._exchange is not None:
+            self._follower.saw(info)
+            suspicions = self._watch.suspicions()
+            self._tell(info, self._exchange.inner.waited, len(suspicions))
+            for suspicion in suspicions:
+                log.warning("refused what peer %s sent in round %d: %s", short(suspicion.peer), suspicion.key.round, suspicion)
+            if line := self._membership.news():
+                log.warning("%s", line)
+        if self._on_round is not None:
+            self._on_round(info)
+
+    def _tell(self, info: RoundInfo, waited: float, suspicious: int) -> None:
+        """Those who watch, and the own record, of a round that is over; ``waited``: seconds of all rounds so far."""
+        assert self._follower is not None
+        traffic, wait = self._membership.host.traffic, waited - self._waited_before
+        sent, received = traffic.sent - self._sent, traffic.received - self._received
+        self._waited_before, self._sent, self._received = waited, traffic.sent, traffic.received
+        self._follower.condition.waited(wait)
+        if self._reporter is not None:
+            self._reporter.round(
+                info.members, round=info.key.round, step=info.step, loss=self._loss, sent=sent, received=received, wait_s=wait,
+                suspicious=suspicious,
+            )  # fmt: skip
+
+    def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
+        """What a member owes the others between two steps."""
+        if self._closed or self._follower is None:
+            return
+        if self._follower.after_step():
+            log.info("missed a round, and took over the swarm's weights at round %d", opt.round)
+        for sentence in self._follower.condition.news():
+            log.warning("%s", sentence)
+        if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
+            self._announce("training")
+
+    def status(self) -> dict[str, Any]:
+        """Who is in the swarm, as this node sees it: what `shoal status --json` tells, and of this node itself its ``peer`` and
+        what of others' it has ``refused`` so far (reason -> how often, as `Membership.refused` counts it).
+        """
+        membership = self._membership
+        seen = overview(membership.swarm, membership.manifest, membership.directory.members(), time.time())
+        return {**seen, "peer": membership.identity.peer_id, "refused": membership.refused()}
+
+    def finish(self) -> None:
+        """After the last step, once: wait for what is in flight, and average once more if the swarm does. ``with`` does it too."""
+        if self._opt is not None and not self._finished and not self._closed:
+            self._finished = True
+            self._opt.finish(average=self.settings.finish == "average")
+
+    def close(self) -> None:
+        """Leave the swarm, in at most some ten seconds. The optimizer goes on alone."""
+        if self._closed:
+            return
+        try:
+            if self._follower is not None:
+                self._announce("leaving")
+                self._membership.directory.leave(LEAVE_S)
+        finally:
+            self._closed = True
+            if self._reporter is not None:
+                self._reporter.close()
+            if self._exchange is not None:
+                self._exchange.close()
+            self._membership.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
+
+
+def create(
+    *,
+    state: nn.Module | Iterable[Tensor],
+    name: str = "own-loop",
+    node: str = "",
+    start_when: int = 1,
+    shards: int = 8,
+    seed: int = 0,
+    invite_only: bool = False,
+    place: Place | None = None,
+    identity: Identity | str | os.PathLike[str] | None = None,
+    **outer: Any,
+) -> Session:
+    """Begin a swarm; its ``link`` is for the others.
+
+    Args:
+        state: what is averaged: a module's parameters that require a gradient, or a list of parameters.
+        name: of the swarm, for people.
+        node: this node's name, for people.
+        start_when: peers that must be there before training begins.
+        shards: parts that the data is dealt into.
+        seed: of the pairing, and of what else peers agree on.
+        invite_only: only who has an invitation of `shoal invite` gets in; that needs this node's ``identity``, so name a file.
+        place: where this node listens, and so on.
+        identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
+        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has.
+
+    Raises:
+        SessionError, IdentityError, AdmissionError: something that was handed in cannot be used.
+        StartupError: the node does not get onto the network; nothing is left running.
+    """
+    params, node, key = parameters_of(state), _name(node), _identity(identity)
+    sealed = new_swarm(
+        key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer
+    )
+    membership = members.create(key, sealed, place or Place())
+    return _session(membership, state, params, node, first=True)
+
+
+def join(
+    link: str | Link,
+    *,
+    state: nn.Module | Iterable[Tensor],
+    node: str = "",
+    place: Place | None = None,
+    identity: Identity | str | os.PathLike[str] | None = None,
+) -> Session:
+    """Join the swarm of ``link``, one of ``create`` or of `shoal up`. The arguments are those of ``create``.
+
+    Raises:
+        LinkError, IdentityError: the link or the key cannot be used.
+        SessionError, ModelDiffersError: the state does not fit the swarm.
+        AdmissionError: it is by invitation only, and the link has none that can be used.
+        StartupError, NetworkError, MessageError: the swarm is not reached; nothing is left running.
+    """
+    params, node, key = parameters_of(state), _name(node), _identity(identity)
+    found = link if isinstance(link, Link) else Link.parse(link)
+    membership = members.join(key, found, place or Place())
+    try:
+        membership.directory.refresh(READ_S)
+        if membership.manifest.outer.method == "none":
+            raise SessionError("The peers of this swarm share no weights (method none): join it with `shoal join`.")
+        check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
+        return _session(membership, state, params, node, first=False)
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _session(
+    membership: Membership, state: nn.Module | Iterable[Tensor], params: list[Tensor], node: str, *, first: bool
+) -> Session:
+    return Session(membership, params, state if isinstance(state, nn.Module) else None, node, first=first)
+
+
+def _name(given: str) -> str:
+    if len(given) > 64 or not given.isprintable():
+        raise SessionError("The name of a node is at most 64 printable characters: give it a shorter one.")
+    return given or platform.node().split(".")[0][:64] or "node"
+
+
+def _identity(given: Identity | str | os.PathLike[str] | None) -> Identity:
+    if given is None:
+        return Identity.ephemeral()
+    return given if isinstance(given, Identity) else Identity.load_or_create(given)

@@ -1,0 +1,173 @@
+"""How a session begins: a manifest for a swarm without a task, and the weights that a member begins with.
+
+All peers must begin with the same weights. In a swarm that `shoal up` began they follow from its seed, which a loop of one's own
+does not know; in one of own loops the manifest has their digest. So who has others takes over those of a member.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from shoal.optim import FLOAT32, OuterOptimizer
+from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import SwarmExchange, model_digest
+from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest, OuterSettings, TrainSettings
+from shoal.swarm.membership.directory import State as DirectoryState
+from shoal.swarm.membership.membership import OWN_LOOP, Membership
+from shoal.swarm.state.catch_up import catch_up
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.training.outer_sync import Follower
+from shoal.swarm.wire.digest import digest
+from shoal.swarm.wire.member import seal
+
+START = "start"
+"""The task option of an own-loop swarm that holds the digest of the first weights."""
+PATIENCE_S = 600.0  # seconds that the swarm's beginning, or its weights, are waited for
+LOOK_S = 0.2
+REMIND_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class SessionError(ShoalError):
+    """What was handed to a session does not fit it, or its swarm."""
+
+
+def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    """What is averaged: of a module what requires a gradient, so of a model with LoRA its adapters; or the tensors as given.
+
+    SessionError if there are none, or one that is no floating-point tensor.
+    """
+    wanted = (p for p in state.parameters() if p.requires_grad) if isinstance(state, nn.Module) else state
+    params: list[Tensor] = list(wanted)
+    if not params or not all(isinstance(p, Tensor) and p.is_floating_point() for p in params):
+        raise SessionError(
+            "The state must be a module with parameters that require a gradient, or a list of floating-point parameters: "
+            "hand in the model that is trained."
+        )
+    return params
+
+
+def digest_of(params: Sequence[Tensor]) -> str:
+    """Hex digest of the values, as float32."""
+    return digest(FLOAT32.encode([p.detach().float().cpu() for p in params]).numpy().data).hex()
+
+
+def new_swarm(
+    identity: Identity,
+    params: Sequence[Tensor],
+    *,
+    name: str,
+    seed: int,
+    start_when: int,
+    shards: int,
+    invite_only: bool,
+    outer: dict[str, object],
+) -> bytes:
+    """The sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used."""
+    try:
+        settings = OuterSettings.model_validate(outer).resolved()
+        if settings.method == "none":
+            raise SessionError("The method 'none' averages with nobody, so it needs no swarm: leave it out, or choose another one.")
+        manifest = Manifest(
+            name=name,
+            created=time.time(),
+            creator=identity.peer_id,
+            task=OWN_LOOP,
+            task_options={START: digest_of(params)},
+            outer=settings,
+            train=TrainSettings(seed=seed),
+            model=model_digest(params),
+            start_when=start_when,
+            shards=shards,
+            invite_only=invite_only,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the settings"
+        what = first["msg"].removeprefix("Value error, ")
+        raise SessionError(f"The swarm cannot be made with {where} as given: {what}.") from None
+    return seal(manifest, identity)
+
+
+def begin(
+    membership: Membership,
+    model: str,
+    opt: OuterOptimizer,
+    exchange: SwarmExchange | GroupExchange,
+    watch: Watch,
+    announce: Callable[[DirectoryState], None],
+    *,
+    first: bool,
+) -> Follower:
+    """Take over the swarm's weights unless this node is its ``first``, and wait until the swarm begins.
+
+    Raises:
+        ModelDiffersError: the model does not fit.
+        SessionError, NetworkError: nobody hands out weights, or too few peers come, within ``PATIENCE_S``.
+    """
+    state = None if first else _weights(membership, model, opt, announce)
+    follower = Follower(membership, model, opt, exchange, watch)
+    if state is not None:
+        follower.begin_from(state)
+        log.info("took over the swarm's weights at round %d", state.round)
+    follower.begin()
+    announce("waiting")
+    _wait_for_start(membership, opt, follower)
+    return follower
+
+
+def _weights(
+    membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]
+) -> State | None:
+    """None if those of ``opt`` are what all begin with, and nobody has finished a round."""
+    directory = membership.directory
+    same = membership.manifest.task_options.get(START) == digest_of(opt.slow)
+    began = time.monotonic()
+    reminder, end = began + REMIND_S, began + PATIENCE_S
+    # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node; one of own loops does, and its
+    # first round should find this node ready.
+    announced = membership.manifest.task == OWN_LOOP
+    while True:
+        try:
+            state = catch_up(membership, model, opt, begun=same)
+            if state is not None or same:
+                return state
+        except NetworkError:
+            if time.monotonic() >= end:
+                raise
+        if time.monotonic() >= end:
+            raise SessionError(
+                f"No peer handed out the weights that the swarm began with in {PATIENCE_S:g} s: begin with its own, or try again."
+            )
+        if not announced:
+            announce("waiting")
+            announced = True
+        if time.monotonic() >= reminder:
+            log.warning("waiting for a peer that hands out the weights to begin with")
+            reminder += REMIND_S
+        directory.wait_for(len(directory.members()) + 1, LOOK_S)
+
+
+def _wait_for_start(membership: Membership, opt: OuterOptimizer, follower: Follower) -> None:
+    directory, wanted = membership.directory, membership.manifest.start_when
+    began = time.monotonic()
+    reminder, end = began + REMIND_S, began + PATIENCE_S
+    while opt.round == 0 and not directory.wait_for(wanted, LOOK_S):
+        others = directory.members().values()
+        if any(member.state == "training" and member.round > 0 for member in others):
+            return
+        follower.offer()  # newcomers may wait for these weights
+        if time.monotonic() >= end:
+            raise SessionError(f"Only {len(others)} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
+        if time.monotonic() >= reminder:
+            log.warning("waiting for %d more peers: share the link", wanted - len(others))
+            reminder += REMIND_S

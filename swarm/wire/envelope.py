@@ -1,0 +1,232 @@
+"""How a message is packed, signed and opened again; what each holds is in swarm/messages.py and swarm/group_messages.py.
+
+A message is msgpack of ``[kind, version, fields]``. What comes from a peer is refused with a MessageError that names
+the difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before
+its size is known to be small, and containers are bounded one by one and in number, so that no message can make this
+node allocate more than a small multiple of its own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity, verify
+
+KIB = 1024
+MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops what is above 1 MiB, without a word
+ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
+
+# Containers in one message: no schema needs more, and every one that is announced costs memory.
+_ARRAY_LENGTH, _MAP_LENGTH, _ARRAYS, _MAPS = 16, 64, 64, 8
+_HEAD = 96  # bytes that surely hold the kind and version
+_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException)
+
+
+class Message(BaseModel):
+    """What all messages share. ``LIMIT`` is in packed bytes; ``AUTHOR`` names the field that must be the signer."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    KIND: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    LIMIT: ClassVar[int] = KIB
+    AUTHOR: ClassVar[str | None] = None
+
+
+M = TypeVar("M", bound=Message)
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of ``message``. Raises MessageError if they exceed its kind's LIMIT."""
+    data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
+    if len(data) > message.LIMIT:
+        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.", "oversized")
+    return data
+
+
+def unpack(data: bytes, *types: type[M]) -> M:
+    """The message in ``data``, which must be one of ``types``. Raises MessageError and nothing else."""
+    return _fields(data, _kind(data, types))
+
+
+def seal(message: Message, identity: Identity) -> bytes:
+    """``message`` signed: msgpack of ``[peer id, packed message, signature]``. Raises MessageError if too large."""
+    payload = pack(message)
+    sealed: bytes = msgpack.packb([identity.peer_id, payload, identity.sign(_context(type(message)), payload)])
+    return sealed
+
+
+def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
+    """The signer's peer id and the message, both verified. Raises MessageError and nothing else."""
+    _check_size(data, max(kind.LIMIT for kind in types) + ENVELOPE)
+    envelope = _decode(data, "signed message")
+    if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
+        raise _malformed("signed message", "it is not [peer id, message, signature]", diagnose(data))
+    signer, payload, signature = envelope
+    kind = _kind(payload, types)
+    if not verify(signer, _context(kind), payload, signature):
+        raise MessageError(f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.", "forged")
+    message = _fields(payload, kind)
+    if kind.AUTHOR is not None and getattr(message, kind.AUTHOR) != signer:
+        raise MessageError(f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.", "forged")
+    return signer, message
+
+
+def peek(data: bytes, limit: int) -> dict[Any, Any]:
+    """The fields of a sealed message of at most ``limit`` bytes, bounded but neither verified nor validated: for whoever knows the
+    bytes by their hash. Raises MessageError and nothing else.
+    """
+    _check_size(data, limit + ENVELOPE)
+    envelope = _decode(data, "signed message")
+    sealed = isinstance(envelope, tuple) and [type(part) for part in envelope] == [str, bytes, bytes]
+    message = _decode(envelope[1], "message") if sealed else None
+    if not isinstance(message, tuple) or len(message) != 3 or not isinstance(message[2], dict):
+        raise _malformed("signed message", "it is not [peer id, [kind, version, fields], signature]", diagnose(data))
+    return message[2]
+
+
+def _context(kind: type[Message]) -> str:
+    return f"shoal/{kind.KIND}/{kind.VERSION}"
+
+
+def _malformed(what: str, why: str, reason: str = "malformed") -> MessageError:
+    return MessageError(f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.", reason)
+
+
+def _check_size(data: bytes, limit: int) -> None:
+    if len(data) > limit:
+        raise _malformed("message", f"{len(data)} bytes where at most {limit} are allowed", "oversized")
+
+
+def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
+    """Which of ``types`` this is, from its first bytes alone. Raises MessageError on another kind, version or size."""
+    _check_size(data, max(kind.LIMIT for kind in types))
+    unpacker = msgpack.Unpacker(use_list=False, max_array_len=3, max_map_len=0, max_ext_len=0)
+    unpacker.feed(data[:_HEAD])
+    try:
+        length, name, version = unpacker.read_array_header(), unpacker.unpack(), unpacker.unpack()
+    except _DECODE_ERRORS as error:
+        raise _malformed("message", "it does not start with a kind and version", diagnose(data)) from error
+    if length != 3 or not isinstance(name, str) or type(version) is not int:
+        raise _malformed("message", "it is not [kind, version, fields]", diagnose(data))
+    expected = " or ".join(sorted(kind.KIND for kind in types))
+    kind = next((kind for kind in types if name == kind.KIND), None)
+    if kind is None:
+        raise MessageError(f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.", "kind")
+    if version != kind.VERSION:
+        where, spoken = "here" if version > kind.VERSION else "there", kind.VERSION
+        raise MessageError(f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.", "version")
+    _check_size(data, kind.LIMIT)
+    return kind
+
+
+def _fields(data: bytes, kind: type[M]) -> M:
+    content = _decode(data, kind.KIND)
+    if not isinstance(content, tuple) or len(content) != 3 or not isinstance(content[2], dict):
+        raise _malformed(kind.KIND, "it is not [kind, version, fields]", diagnose(data))
+    try:
+        return kind.model_validate(content[2])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        # Names and texts in it may be the peer's: cut, and no control codes.
+        field = ascii(".".join(map(str, first["loc"])) or "fields")[:80]
+        reason = "oversized" if first["type"].endswith("too_long") else diagnose(data)
+        raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}", reason) from None
+
+
+def _decode(data: bytes, what: str) -> Any:
+    """``data`` as tuples, dicts and scalars, with bounds on every container. Raises MessageError."""
+    try:
+        return msgpack.unpackb(
+            data,
+            use_list=False,
+            strict_map_key=True,
+            list_hook=_bounded(_ARRAYS, tuple),
+            object_pairs_hook=_bounded(_MAPS, _unique),
+            max_array_len=_ARRAY_LENGTH,
+            max_map_len=_MAP_LENGTH,
+            max_ext_len=0,
+        )
+    except _DECODE_ERRORS as error:
+        raise _malformed(what, "it does not decode within the limits", diagnose(data)) from error
+
+
+def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``build``, callable ``limit`` times: bounds the number of containers in a message, empty ones included."""
+    count = 0
+
+    def hook(content: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > limit:
+            raise ValueError("too many containers")
+        return build(content)
+
+    return hook
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict, refusing a key given twice: two readers might otherwise see two messages under one signature."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key is given twice")
+    return content
+
+
+MAX_DEPTH = 8  # containers inside each other: no schema of ours has more than four
+
+
+MAX_ITEMS = 4096  # looked at, then the diagnosis is left at that: it must cost a hostile sender more than us
+
+
+# First byte -> bytes of the length that follows it, then (strings, binaries) that many bytes, or (containers) items.
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+
+
+_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+
+
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+
+
+def diagnose(data: bytes) -> Literal["truncated", "nested", "malformed"]:
+    """What is wrong with ``data``, which did not decode as msgpack within our limits.
+
+    Walks over the items without building any; never raises, and stops after `MAX_ITEMS` of them.
+    """
+    at, open_items = 0, [1]  # items still to come in each open container, the innermost last
+    for _ in range(MAX_ITEMS):
+        while open_items and not open_items[-1]:
+            open_items.pop()
+        if not open_items:
+            return "malformed"  # whole in itself, so what was wrong is something else
+        if len(open_items) > MAX_DEPTH + 1:
+            return "nested"
+        if at >= len(data):
+            return "truncated"
+        head, at = data[at], at + 1
+        open_items[-1] -= 1
+        if head <= 0x7F or head >= 0xE0:  # a small integer
+            continue
+        if head <= 0x9F:  # a short map or array
+            open_items.append((head & 0x0F) * (2 if head <= 0x8F else 1))
+        elif head <= 0xBF:
+            at += head & 0x1F
+        elif head in _CONTAINERS:
+            width, per_item = _CONTAINERS[head]
+            open_items.append(int.from_bytes(data[at : at + width], "big") * per_item)
+            at += width
+        elif head in _SIZED:
+            width = _SIZED[head]
+            at += width + int.from_bytes(data[at : at + width], "big")
+        elif head in _FIXED:
+            at += _FIXED[head]
+        else:
+            return "malformed"  # extension types, and the byte that msgpack never uses
+        if at > len(data):
+            return "truncated"
+    return "malformed"

@@ -1,0 +1,96 @@
+"""The types of messages' fields, each with its bounds."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+
+from shoal.swarm.identity import is_peer_id
+
+if TYPE_CHECKING:
+    pass  # no import: whoever reads records, as a seed does, has no torch
+
+MAX_TENSORS = 65_536
+MAX_DIMS = 131_072  # of all tensors together
+MAX_RANK = 8
+MAX_COUNT = 2**53  # steps, rounds: exact in every language's numbers
+MAX_BYTES = 2**40
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():  # control codes, line breaks, text direction marks: they end up on terminals
+        raise ValueError("must hold printable characters only")
+    return text
+
+
+def _peer_id(text: str) -> str:
+    if not is_peer_id(text):
+        raise ValueError("must be the peer id of an Ed25519 key")
+    return text
+
+
+def _sentence(text: object) -> object:
+    """A reason is for people: cut and cleaned at either end rather than a cause of further errors."""
+    if not isinstance(text, str):
+        return text
+    return "".join(char if char.isprintable() else " " for char in text[:512])
+
+
+def _shapes(value: object) -> object:
+    """Shapes as the wire has them (per tensor: rank as u8, sizes as little-endian u32) or as tuples of int."""
+    shapes: list[tuple[int, ...]] = []
+    if isinstance(value, bytes):
+        at = 0
+        while at < len(value):
+            rank = value[at]
+            if rank > MAX_RANK or at + 1 + 4 * rank > len(value) or len(shapes) == MAX_TENSORS:
+                raise ValueError("malformed shapes")
+            shapes.append(struct.unpack_from(f"<{rank}I", value, at + 1))
+            at += 1 + 4 * rank
+    elif isinstance(value, tuple):
+        for shape in value:
+            if not isinstance(shape, tuple) or len(shape) > MAX_RANK or len(shapes) == MAX_TENSORS:
+                raise ValueError(f"must be at most {MAX_TENSORS} tuples of at most {MAX_RANK} sizes")
+            if not all(type(size) is int and 0 <= size < 2**32 for size in shape):
+                raise ValueError("every size must be an integer from 0 to 2**32 - 1")
+            shapes.append(shape)
+    else:
+        raise ValueError("must be shapes")
+    if sum(map(len, shapes)) > MAX_DIMS:
+        raise ValueError(f"must hold at most {MAX_DIMS} sizes in all")
+    return tuple(shapes)
+
+
+def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
+    """Shapes as the wire has them."""
+    return b"".join(struct.pack(f"<B{len(shape)}I", len(shape), *shape) for shape in shapes)
+
+
+SwarmId = Annotated[str, Field(pattern=r"^[a-z2-7]{52}$")]
+PeerId = Annotated[str, Field(max_length=64), AfterValidator(_peer_id)]
+Label = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
+ShortLabel = Annotated[str, Field(min_length=1, max_length=16), AfterValidator(_printable)]
+Address = Annotated[str, Field(max_length=256, pattern=r"^/[\x21-\x7e]+$")]
+Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+# Sums and products of such weights stay finite in float32. 0: takes part, and does not count.
+Weight = Annotated[float, Field(ge=0, le=1e30)]
+Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
+Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
+# One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.
+Shapes = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_shapes), PlainSerializer(pack_shapes)]
+
+
+Failure = Literal["unreachable", "timeout", "refused", "broken", "damaged", "suspicious"]
+
+
+FAILURES: tuple[Failure, ...] = get_args(Failure)
+
+
+BLAMED = 4  # (peer, kind) told: those met most often

@@ -1,0 +1,112 @@
+"""Every message of a group exchange: its fields and its bounds. They travel in the order in which they stand here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
+from shoal.swarm.wire.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token, Weight
+
+MAX_GROUP = 64  # members: their places are the bits of one number
+MAX_PATIENCE = 3600.0  # seconds
+
+Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
+"""A set of members: bit n stands for the n-th in the order of peer ids."""
+
+
+class GroupReady(Message):
+    """Signed: what the sender brings to a round, for its leader and then for its whole group; ``patience`` in seconds."""
+
+    KIND, VERSION = "group-ready", 2
+    swarm: SwarmId
+    round: Count
+    fragment: Count
+    model: Digest
+    codec: Token
+    shapes: Sha256
+    nbytes: Bytes
+    weight: Weight
+    sha256: Sha256
+    patience: Annotated[float, Field(ge=0, le=MAX_PATIENCE)]
+    nonce: Nonce
+
+
+class GroupReceipt(Message):
+    """The leader's answer to a ready message.
+
+    ``passed``: go to ``round``. ``elsewhere``: this node itself waits at another leader, at ``addresses``; said also later.
+    """
+
+    KIND, LIMIT = "group-receipt", 4 * KIB
+    verdict: Literal["noted", "passed", "elsewhere", "busy", "refuse"]
+    reason: Reason = ""
+    round: Count
+    leader: PeerId | None = None
+    addresses: Annotated[tuple[Address, ...], Field(max_length=8)] = ()
+
+
+class GroupAlive(Message):
+    """Sent by either side that has nothing else to say, so that silence means a stopped process or a dead link."""
+
+    KIND = "group-alive"
+
+
+class GroupFormed(Message):
+    """The leader tells a member its group: the signed ready messages of all, each after its length as two bytes.
+
+    ``alone``: nobody else was ready. A second one calls the first attempt off and asks for another.
+    """
+
+    KIND, LIMIT = "group-formed", MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
+    nonce: Nonce
+    reduction: Literal["gather", "allreduce"]
+    alone: bool
+    members: Annotated[bytes, Field(max_length=MAX_GROUP * (KIB + ENVELOPE + 2))]
+
+
+class GroupLost(Message):
+    """The leader tells who has died since the group was formed: nobody need wait for what they have not sent."""
+
+    KIND = "group-lost"
+    nonce: Nonce
+    lost: Places
+
+
+class GroupHello(Message):
+    """Opens the stream between two members, over which their payloads travel."""
+
+    KIND = "group-hello"
+    nonce: Nonce
+
+
+class GroupReport(Message):
+    """A member tells the leader whose contributions it holds whole; after an all-reduce: everybody's or nobody's."""
+
+    KIND = "group-report"
+    nonce: Nonce
+    held: Places
+
+
+class GroupDecision(Message):
+    """Signed by the leader: whose contributions make the mean. None of them: the exchange is off."""
+
+    KIND = "group-decision"
+    swarm: SwarmId
+    nonce: Nonce
+    mean: Places
+
+
+class GroupQuestion(Message):
+    """Asks the leader or another member for the decision, after the line to the leader broke."""
+
+    KIND = "group-question"
+    nonce: Nonce
+
+
+class GroupReply(Message):
+    """The sealed decision, from the leader or from whoever heard it; None if the replying side does not have it."""
+
+    KIND, LIMIT = "group-reply", 2 * KIB
+    decision: Annotated[bytes, Field(max_length=KIB + ENVELOPE)] | None

@@ -1,0 +1,166 @@
+"""Real processes that are killed (-9) or stopped at a named point of a protocol: the others have one whole outcome, and go on.
+
+One case of each point runs with every change; the others, so that every role meets both signals, are marked slow. What a save that
+was killed at each of its points leaves is in tests/node/test_saver.py.
+"""
+
+import signal
+
+import pytest
+
+from shoal.node.checkpoint import store as checkpoint
+from shoal.optim import Alone, Simulation
+
+FLOATS = 1_000_000  # 4 MB: several chunks, so that "in the middle" means something
+WAIT, CHUNK_TIMEOUT = 20.0, 1.0
+GROUP = {"wait": 30.0, "chunk_timeout": 2.0, "exchange_timeout": 30.0}
+ALONE, PAIR = {"alone"}, {"pair"}
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.fixture(scope="module")
+def outcomes(worker_module):
+    """For each peer: digest of its slow weights -> which outcome that is. (The bits of the mean of two depend on no order.)"""
+
+    def slow(number, exchange):
+        return worker_module.sha256(worker_module.train(number, FLOATS, exchange))
+
+    together = Simulation(["0", "1"]).run(lambda exchange: slow(int(exchange.peer), exchange))
+    return [{slow(number, Alone()): "alone", together[str(number)]: "pair"} for number in range(2)]
+
+
+# Where a message is on its way when its sender dies it may arrive or not; both outcomes are whole then.
+OFTEN = [
+    (KILL, "caller", "offer", ALONE),
+    (STOP, "callee", "offer", ALONE),
+    (KILL, "callee", "chunk", ALONE),
+    (STOP, "caller", "chunk", ALONE),
+    (KILL, "callee", "ready", ALONE | PAIR),
+    (STOP, "caller", "decided", ALONE),
+    (KILL, "callee", "heard", PAIR),
+    (STOP, "caller", "commit", PAIR),
+]
+SELDOM = [
+    (KILL, "caller", "chunk", ALONE),
+    (KILL, "caller", "ready", ALONE),
+    (KILL, "caller", "decided", ALONE),
+    (KILL, "caller", "commit", ALONE | PAIR),
+    (KILL, "callee", "offer", ALONE),
+    (STOP, "caller", "ready", ALONE),
+    (STOP, "callee", "chunk", ALONE),
+    (STOP, "callee", "ready", PAIR),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "role", "point", "expected"),
+    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(value),
+)
+def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected):
+    pair = nursery.pair(wait=WAIT, chunk_timeout=CHUNK_TIMEOUT)
+    victim, survivor = (0, 1) if role == "caller" else (1, 0)
+    caller, callee = pair
+    pair[victim].ask("arm", "armed", point=point, number=int(number))
+    caller.tell("train", number=0, floats=FLOATS)
+    if (role, point) == ("caller", "offer"):
+        caller.wait("point")
+    else:
+        callee.wait("held")  # only then it is sure who calls
+    callee.tell("train", number=1, floats=FLOATS)
+
+    pair[victim].wait("point")
+    next_step = pair[survivor].wait("step", step=3)  # how soon: bench/latency.py
+    assert outcomes[survivor][next_step["slow"]] in expected
+    if number == KILL:
+        eventually(lambda: not nursery.left(pair[victim].pid), 5, "the end of the victim's daemon and sockets")
+
+
+def run(peers, round):
+    for number, peer in enumerate(peers):
+        peer.tell("mean", number=number, floats=FLOATS, round=round)
+
+
+@pytest.mark.parametrize(
+    ("count", "point", "number"),
+    [
+        pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
+        pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
+        pytest.param(3, "chunk", STOP, id="gather-SIGSTOP", marks=pytest.mark.slow),
+        pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow),
+    ],
+)
+def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(nursery, eventually, count, point, number):
+    *survivors, victim = peers = nursery.group(count, **GROUP)
+    victim.ask("arm", "armed", point=point, number=int(number))
+    run(peers, 0)
+    victim.wait("point")
+    ids = {peer.wait("host")["peer"] for peer in survivors}
+    first = [peer.wait("mean", round=0) for peer in survivors]
+    assert len({mean["sha256"] for mean in first}) == 1
+    assert ids <= set(first[0]["members"])
+    run(survivors, 1)
+    second = [peer.wait("mean", seconds=20.0, round=1) for peer in survivors]  # well before the wait is over
+    assert [set(mean["members"]) for mean in second] == [ids] * len(survivors)
+    assert len({mean["sha256"] for mean in second}) == 1
+    if number == KILL:
+        eventually(lambda: not nursery.left(victim.pid), 5, "the end of the victim's daemon and sockets")
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+def test_without_its_leader_nobody_has_a_mean_and_all_go_on(nursery, number):
+    leader, *others = peers = nursery.group(3, **GROUP)
+    leader.ask("arm", "armed", point="settle", number=int(number))
+    run(peers, 0)
+    leader.wait("point")
+    assert [peer.wait("mean", round=0).get("members") for peer in others] == [None] * 2
+    run(others, 1)
+    ids = {peer.wait("host")["peer"] for peer in others}
+    assert [set(peer.wait("mean", round=1)["members"]) for peer in others] == [ids] * 2
+
+
+def givers_and_newcomer(nursery):
+    """Two peers that hand out the same state, and one that wants it; and where the two are."""
+    givers, newcomer = nursery.group(2, **GROUP), nursery.worker()
+    newcomer.ask("host", "host")
+    for giver in givers:
+        giver.ask("serve", "serving", floats=FLOATS)
+    return givers, newcomer, [{key: giver.wait("host")[key] for key in ("peer", "addresses")} for giver in givers]
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+def test_a_newcomer_has_the_whole_state_though_one_of_its_givers_goes(nursery, worker_module, number):
+    givers, newcomer, places = givers_and_newcomer(nursery)
+    giver = givers[0]
+    giver.ask("arm", "armed", point="piece", number=int(number))
+    newcomer.tell("fetch", givers=places, floats=FLOATS)
+    giver.wait("point")
+    fetched = newcomer.wait("fetched", seconds=60.0)
+    assert (fetched["round"], fetched["sha256"]) == (3, worker_module.sha256(worker_module.values(7, FLOATS)))
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+def test_the_givers_go_on_though_the_newcomer_goes_in_the_middle(nursery, number):
+    givers, newcomer, places = givers_and_newcomer(nursery)
+    newcomer.ask("arm", "armed", point="write", number=int(number))
+    newcomer.tell("fetch", givers=places, floats=FLOATS)
+    newcomer.wait("point")
+    run(givers, 0)
+    means = [giver.wait("mean", round=0) for giver in givers]
+    assert [set(mean["members"]) for mean in means] == [{place["peer"] for place in places}] * 2
+
+
+@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(nursery, outcomes, tmp_path, number):
+    """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its save when it is let go on."""
+    survivor, victim = nursery.pair(wait=WAIT, chunk_timeout=CHUNK_TIMEOUT)
+    victim.ask("save", "saved", folder=str(tmp_path), step=1, floats=FLOATS)
+    victim.tell("save", folder=str(tmp_path), step=2, floats=FLOATS, number=int(number))
+    victim.wait("point")
+    survivor.tell("train", number=0, floats=FLOATS)
+    assert outcomes[0][survivor.wait("step", step=3)["slow"]] in ALONE
+    assert checkpoint.load(tmp_path)[0] == 1
+    if number == STOP:
+        victim.signal(signal.SIGCONT)
+        victim.wait("saved", step=2)
+        assert checkpoint.load(tmp_path)[0] == 2

@@ -1,0 +1,234 @@
+"""Checkpoints come back exactly, survive a kill at any moment, and are never half loaded."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import struct
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint.store import STATE, TENSORS, CheckpointError, check_writable, load, save, steps
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def same(a, b):
+    """Equal in type, structure and bits."""
+    if isinstance(a, torch.Tensor):
+        if not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and all(same(a[k], b[k]) for k in a)
+    return a == b
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    value = torch.arange(math.prod(shape)).reshape(shape).mul(draw(st.integers(0, 9))).to(dtype)
+    return value.transpose(0, 1) if len(shape) >= 2 and draw(st.booleans()) else value
+
+
+leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | tensors()
+keys = st.integers() | st.text(max_size=4) | st.tuples(st.integers(), st.text(max_size=2)) | st.none() | st.booleans()
+states = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3)
+    | st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(states, st.integers(0, 10**12))
+def test_any_state_comes_back_exactly(state, step):
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder), step, state)
+        got_step, got = load(Path(folder))
+    assert got_step == step
+    assert same(state, got)
+
+
+def test_views_shared_memory_and_parameters(tmp_path):
+    big = torch.arange(12.0)
+    state = {"a": big, "b": big, "view": big[3:5], "column": big.view(3, 4)[:, 1], "scalar": torch.tensor(2.5)}
+    state["parameter"] = torch.nn.Parameter(torch.ones(2))
+    save(tmp_path, 1, state)
+    got = load(tmp_path)[1]
+    assert all(torch.equal(got[k], state[k].detach()) for k in state)
+    assert type(got["parameter"]) is torch.Tensor
+    got["a"][0] = 9
+    assert got["b"][0] == 0
+
+
+def test_optimizer_and_scheduler_go_on_bit_identically(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s))
+
+    def run(parts, count):
+        model, optimizer, scheduler = parts
+        for i in range(count):
+            model(torch.full((2, 4), float(i))).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    whole = build()
+    run(whole, 3)
+    save(tmp_path, 3, [OrderedDict(p.state_dict()) for p in whole])
+    run(whole, 4)
+    other = build()
+    for part, state in zip(other, load(tmp_path)[1], strict=True):
+        part.load_state_dict(state)
+    run(other, 4)
+    assert all(same(a.state_dict(), b.state_dict()) for a, b in zip(whole, other, strict=True))
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (5, 1000, 20):
+        save(tmp_path, step, {"step": step}, keep=2)
+    assert steps(tmp_path) == [1000, 20]
+    save(tmp_path, 3000, {}, keep=2)
+    assert steps(tmp_path) == [3000, 1000]
+    save(tmp_path, 7, {}, keep=2)  # a new run in an old folder: the one just written stays
+    assert steps(tmp_path) == [3000, 7]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000007", "step-00003000"]
+    for step in range(10):
+        save(tmp_path / "three", step, {})
+    assert steps(tmp_path / "three") == [9, 8, 7]
+    save(tmp_path / "three", 10, {}, keep=1)
+    assert steps(tmp_path / "three") == [10]
+
+
+def test_a_single_checkpoint_can_be_named_too(tmp_path):
+    for step in (5, 6):
+        save(tmp_path, step, {"step": step})
+    assert load(tmp_path / "step-00000005") == (5, {"step": 5})
+
+
+def test_what_the_library_wrote_is_read_as_before(tmp_path):
+    """Checkpoints written before this version wrote safetensors itself."""
+    state = {"x": torch.ones(3), "y": torch.zeros(2, 2, dtype=torch.bfloat16)}
+    path = save(tmp_path, 5, state)
+    save_file(load_file(path / TENSORS), path / TENSORS)
+    _, _, text = (path / STATE).read_text().partition("\n")
+    body = json.loads(text) | {"tensors_sha256": hashlib.sha256((path / TENSORS).read_bytes()).hexdigest()}
+    text = json.dumps(body)
+    (path / STATE).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+    assert same(load(tmp_path)[1], state)
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, 5, "old")
+    save(tmp_path, 5, "new")
+    assert load(tmp_path) == (5, "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync", "write_tensors", "replacing"])
+def test_killed_while_saving_leaves_the_older_one(tmp_path, monkeypatch, call):
+    save(tmp_path, 5, {"x": torch.ones(3)})
+    real, calls = os.rename, []
+
+    def kill(*args, **kwargs):
+        calls.append(args)
+        if call == "replacing" and len(calls) == 1:  # the old one has been moved away, the new one is not there yet
+            return real(*args)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if call == "write_tensors":
+            patch.setattr(checkpoint, "write_tensors", kill)
+        else:
+            patch.setattr(os, "rename" if call == "replacing" else call, kill)
+        patch.setattr(shutil, "rmtree", lambda *_a, **_k: None)  # a killed process does not tidy up
+        with pytest.raises(Killed):
+            save(tmp_path, 5 if call == "replacing" else 6, {"x": torch.zeros(3)})
+    step, state = load(tmp_path)
+    assert step == 5
+    assert torch.equal(state["x"], torch.ones(3))
+    save(tmp_path, 7, {"x": torch.zeros(3)})
+    assert load(tmp_path)[0] == 7
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device\): free some space"):
+        save(tmp_path, 1, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [STATE, TENSORS])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_damage_is_named_with_the_way_out(tmp_path, name, harm):
+    save(tmp_path, 5, {"x": torch.ones(3)})
+    save(tmp_path, 6, {"x": torch.ones(3), "y": 0.25})
+    path = tmp_path / "step-00000006" / name
+    data = bytearray(path.read_bytes())
+    if harm == "remove":
+        path.unlink()
+    else:
+        data[-3] ^= 1
+        path.write_bytes(data if harm == "flip" else data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        load(tmp_path)
+    assert name in str(caught.value)
+    assert "delete" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(tmp_path / "step-00000006")
+    assert load(tmp_path)[0] == 5
+    (tmp_path / "step-00000005" / STATE).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no older one, .* without --resume"):
+        load(tmp_path)
+
+
+def test_none_there(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        assert steps(folder) == []
+        with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+            load(folder)
+
+
+def test_other_types_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match="set"):
+        save(tmp_path, 1, {"x": {1, 2}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_writable(tmp_path):
+    check_writable(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/shoal")):
+        with pytest.raises(CheckpointError, match="Cannot write to the folder"):
+            check_writable(folder)

@@ -1,0 +1,252 @@
+"""Saving while training goes on: one copy, one writer; what is written is one moment's state; a full disk stops nothing."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint.store import POINTS, load, steps
+from shoal.node.checkpoint.writer import Saver, Snapshots
+
+LONG = 30.0
+
+
+class Disk:
+    """Holds a save at its first block until it is let go."""
+
+    def __init__(self):
+        self.reached, self.free = threading.Event(), threading.Event()
+
+    def __call__(self, point):
+        if point == "block":
+            self.reached.set()
+            assert self.free.wait(LONG)
+
+
+class Training:
+    """A state that every step changes as a whole."""
+
+    def __init__(self, folder, **options):
+        self.step, self.asked, self.said = 0, 0, []
+        self.weights = [torch.zeros(3, 4), torch.zeros(5, dtype=torch.bfloat16)]
+        self.saver = Saver(folder, keep=3, state=self.state, say=self.said.append, **options)
+
+    def state(self):
+        self.asked += 1
+        return {"step": self.step, "weights": self.weights}
+
+    def train(self, due=False):
+        self.step += 1
+        for weight in self.weights:
+            weight.fill_(self.step)
+        self.saver.due |= due
+        self.saver.turn(self.step)
+
+    def written(self):
+        self.saver._wait(time.monotonic() + LONG)
+        assert not self.saver.busy
+
+
+def check(folder):
+    """The newest checkpoint is of one moment; returns which."""
+    step, state = load(folder)
+    assert state["step"] == step
+    assert all(bool((weight == step).all()) for weight in state["weights"])
+    return step
+
+
+def test_what_is_written_is_the_state_of_one_step_whatever_training_does_meanwhile(tmp_path):
+    disk = Disk()
+    run = Training(tmp_path, at=disk)
+    run.train(due=True)
+    assert disk.reached.wait(LONG)
+    for _ in range(5):
+        run.train()
+    disk.free.set()
+    run.written()
+    assert check(tmp_path) == 1
+
+
+def test_a_save_that_comes_due_while_one_is_written_is_put_off_and_saves_the_newest_state(tmp_path):
+    disk = Disk()
+    run = Training(tmp_path, at=disk)
+    run.train(due=True)
+    assert disk.reached.wait(LONG)
+    for _ in range(4):
+        run.train(due=True)
+    assert (run.asked, run.saver.busy) == (1, True)  # no second copy, no second writer
+    disk.free.set()
+    run.written()
+    run.train()
+    run.written()
+    run.train()
+    assert run.asked == 2
+    assert steps(tmp_path) == [6, 1]
+    assert check(tmp_path) == 6
+    assert run.said == []
+
+
+def test_the_last_save_waits_for_the_one_before_and_for_itself(tmp_path):
+    disk = Disk()
+    run = Training(tmp_path, at=disk)
+    run.train(due=True)
+    assert disk.reached.wait(LONG)
+    run.step = 9
+    for weight in run.weights:
+        weight.fill_(9)
+    timer = threading.Thread(target=disk.free.set)
+    timer.start()
+    assert run.saver.last(9) is None
+    timer.join()
+    assert steps(tmp_path) == [9, 1]
+    assert check(tmp_path) == 9
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path):
+    disk = Disk()
+    run = Training(tmp_path, at=disk)
+    run.train()
+    assert "was not saved" in run.saver.last(1, patience_s=0.0)
+    disk.free.set()
+    run.written()
+    disk.free.clear()
+    disk.reached.clear()
+    run.train(due=True)
+    assert disk.reached.wait(LONG)
+    assert "the disk is too slow or hangs" in run.saver.last(2, patience_s=0.0)  # still at the one before
+    disk.free.set()
+    run.written()
+
+
+def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    run = Training(tmp_path)
+    run.train(due=True)
+    run.written()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", full)
+        for _ in range(3):
+            run.train(due=True)
+            run.written()
+        run.train()
+    assert len(run.said) == 1
+    assert "step-00000002' (No space left on device): free some space or choose another folder; training goes on" in run.said[0]
+    assert steps(tmp_path) == [1]
+    run.train(due=True)
+    run.written()
+    run.train()
+    assert run.said[1:] == ["Checkpoints can be saved again."]
+    assert check(tmp_path) == 6
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    assert "No space left on device" in run.saver.last(7)
+
+
+def test_a_state_that_no_file_can_hold_is_told_too(tmp_path):
+    run = Training(tmp_path)
+    run.weights.append(torch.zeros(2, dtype=torch.complex128))
+    run.saver.due = True
+    run.saver.turn(1)
+    assert "Cannot save a checkpoint (TypeError: a safetensors file cannot hold torch.complex128)" in run.said[0]
+    assert not run.saver.busy
+
+
+def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path, monkeypatch):
+    def fail(text):
+        def empty(*_args, **_kwargs):
+            raise RuntimeError(text)
+
+        return empty
+
+    run = Training(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fail("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+        run.train(due=True)
+    assert "There is no memory for the copy" in run.said[0]
+    monkeypatch.setattr(torch, "empty", fail("something else"))
+    with pytest.raises(RuntimeError, match="something else"):
+        run.train(due=True)
+
+
+def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_given_back():
+    snapshots = Snapshots()
+    state = {"a": torch.ones(4), "b": [torch.ones(4), torch.ones(2, 2).t()], "n": torch.tensor(1)}
+    first = snapshots.take(state)
+    places = {tensor.data_ptr() for tensor in first.tensors.values()}
+    assert len(places) == 4
+    assert snapshots.nbytes == 3 * 16 + 8
+    state["a"].add_(1)
+    assert first.tensors["0"].tolist() == [1.0] * 4
+    second = snapshots.take(state)
+    assert {tensor.data_ptr() for tensor in second.tensors.values()} == places
+    assert second.tensors["0"].tolist() == [2.0] * 4
+    snapshots.take({"a": torch.ones(2, 2)})
+    assert snapshots.nbytes == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpus_tensors_are_copied_to_pinned_memory():
+    snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3)]
+    first = snapshots.take(state)
+    state[0].zero_()
+    assert [tensor.is_pinned() for tensor in first.tensors.values()] == [True, False]
+    assert all(bool((tensor == 1).all()) for tensor in first.tensors.values())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from shoal.node.checkpoint import save
+from shoal.node.saver import Saver
+
+def state(value):
+    return {"value": value, "weights": [torch.full((1024, 1024), float(value)) for _ in range(3)]}
+
+for order in sys.argv[2:]:
+    point, number, step = order.split(":")
+    folder = Path(sys.argv[1]) / order
+    child = os.fork()
+    if child == 0:
+        save(folder, 5, state(5))
+        seen = []
+        def at(reached):
+            seen.append(reached)
+            if seen.count(point) == int(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+        saver = Saver(folder, keep=3, state=lambda: state(6), say=print, at=at)
+        saver.due = True
+        saver.turn(int(step))
+        saver.last(int(step))
+        os._exit(0)
+    print(order, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+    """Processes that are killed in their writing threads; each point, and the first, a middle and the last block."""
+    orders = [f"{point}:1:6" for point in POINTS if point != "aside"]
+    orders += ["block:2:6", "block:4:6", *(f"{point}:1:5" for point in ("synced", "aside", "renamed"))]  # 5: replaces the older one
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), *orders],
+        capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [f"{order} {-signal.SIGKILL}" for order in orders], done.stderr
+    for order in orders:
+        point, _, step = order.split(":")
+        new = point in ("renamed", "pruned")
+        got, state = load(tmp_path / order)
+        assert got == (int(step) if new else 5), order
+        assert state["value"] == (6 if new else 5), order
+        assert all(bool((weight == state["value"]).all()) for weight in state["weights"])
+        checkpoint.save(tmp_path / order, 7, {})
+        assert sorted(path.name for path in (tmp_path / order).iterdir())[-1] == "step-00000007"
+        assert not list((tmp_path / order).glob(".saving-*"))

@@ -1,0 +1,191 @@
+"""Settings from defaults, file and flags; each mistake is one sentence that names the key."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shoal.node.config import settings as config
+from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load, resolve_device
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "swarm.toml"
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = tmp_path / "swarm.toml"
+    path.write_text('[outer]\nevery = 7\nlr = 1\n[task.options]\nlayers = 3\n[node]\nname = "ada"\n')
+    loaded = load(path, {"outer.every": 9, "task.options.width": 32, "node.device": None})
+    assert loaded.outer.every == 9
+    assert loaded.outer.lr == 1.0
+    assert loaded.outer.wait_s == 10.0
+    assert loaded.task.options == {"layers": 3, "width": 32}
+    assert loaded.node.device == "auto"
+    assert loaded.node.run_folder == Path("runs/ada")
+
+
+def test_defaults_need_no_file():
+    assert load() == Settings()
+
+
+def test_example_file_has_the_defaults():
+    example, default = load(EXAMPLE).model_dump(), load().model_dump()
+    assert example == default
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_example_file_documents_every_key(key):
+    table, name = key.split(".")
+    model = Settings.model_fields[table].annotation
+    field = model.model_fields[name]
+    if key == "task.options":
+        section, before = "task.options", EXAMPLE.read_text().split("[task.options]")[1].split("\n[")[0]
+    else:
+        section = EXAMPLE.read_text().split(f"[{table}]\n")[1].split("\n[")[0]
+        found = re.search(rf"((?:^#.*\n)+)^(?:# )?{name} = .+$", section, re.MULTILINE)
+        assert found, f"examples/swarm.toml lacks {key}"
+        before = found[1]
+    words = " ".join(line.removeprefix("#").strip() for line in before.splitlines())
+    assert " ".join(field.description.split()) in words
+    assert "Default: " in words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"outer.evry": 3}, r"no setting 'outer\.evry': did you mean 'outer\.every'\?"),
+        ({"outter.every": 3}, "no setting 'outter': did you mean 'outer'"),
+        ({"qqqq": 3}, "the tables are swarm, task, outer, train, verify, rl, node"),
+        ({"outer.every": 0}, r"outer\.every=0 .* greater than or equal to 1"),
+        ({"outer.every": "x"}, r"outer\.every='x' .* valid integer"),
+        ({"outer.every": True}, r"outer\.every=True"),
+        ({"outer.lr": math.nan}, r"outer\.lr=nan .* finite"),
+        ({"outer.method": "diloco2"}, r"outer\.method='diloco2' .* 'noloco', 'local', .* or 'sparta'"),
+        ({"outer.codec": "int9"}, r"outer\.codec='int9' .* unknown codec 'int9': choose one of float32, .*\+ef"),
+        ({"outer.codec": "sign+ef:7"}, r"outer\.codec='sign\+ef:7' .* must lie in \[0, 1\], got 7"),
+        (
+            {"outer.method": "local", "outer.lr": 0.5},
+            r"settings of 'outer' do not go together: the method 'local' has no lr: leave it out, or choose one that has it "
+            r"\(noloco, gasloc, diloco, diloco-hb, ",
+        ),
+        ({"outer.codec": "topk2+ef"}, r"noloco sends whole weights, of which the codec topk2\+ef loses too much"),
+        ({"outer.mix": 1.5, "outer.method": "gasloc"}, r"outer\.mix=1\.5 .* less than or equal to 1"),
+        ({"node": 3}, r"'node' must be a table"),
+        ({"node": 3, "node.name": "x"}, r"'node' must be a table"),
+        ({"node.listen": "a"}, r"node\.listen='a' .* list"),
+        ({"node.name": "../../etc"}, r"node\.name='../../etc' .* letters"),
+        ({"node.shard": "8/8"}, r"node\.shard='8/8' .* 0/8"),
+        ({"node.folder": 3}, r"node\.folder=3 .* path"),
+        ({"task.options.layers": [1]}, r"'task\.options\.layers' must be a number"),
+    ],
+)
+def test_mistakes_name_the_key(overrides, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(None, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(known_keys()), st.integers(0, 40), st.characters(categories=["Ll"]))
+def test_an_unknown_key_is_named_with_its_neighbour(key, place, letter):
+    table, name = key.split(".")
+    at = place % (len(name) + 1)
+    wrong = f"{table}.{name[:at]}{letter}{name[at:]}"
+    assume(wrong not in known_keys())
+    with pytest.raises(ConfigError) as caught:
+        load(None, {wrong: 1})
+    assert f"no setting {wrong!r}: did you mean '{table}." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[outer]\nevery = = 3\n", r"not TOML .*line 2"),
+        (b"\xff\xfe", "not TOML"),
+        (b"#" * (2**20 + 1), "over 1 MiB"),
+    ],
+)
+def test_files_that_are_no_settings(tmp_path, content, words):
+    path = tmp_path / "swarm.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(ConfigError, match="There is no settings file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="Cannot read the settings file"):
+        load(tmp_path)
+
+
+def test_identity_path_follows_xdg(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert load().node.identity_path == Path("/home/ada/.config/shoal/identity.key")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/cfg")
+    assert load().node.identity_path == Path("/cfg/shoal/identity.key")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    assert load().node.identity_path == Path("/home/ada/.config/shoal/identity.key")
+    assert load(None, {"node.identity": "~/key"}).node.identity_path == Path("/home/ada/key")
+
+
+def test_shard_pair():
+    assert load(None, {"node.shard": "3/8"}).node.shard_pair == (3, 8)
+    assert load().node.shard_pair is None
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    for text, words in [("cuda", "install a CUDA build"), ("mps", "not available"), ("gpu", "choose auto, cpu")]:
+        with pytest.raises(ConfigError, match=words):
+            resolve_device(text)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
+        resolve_device("cuda:2")
+
+
+def test_host_name_is_a_file_name(monkeypatch):
+    monkeypatch.setattr(config.socket, "gethostname", lambda: "-é/box.example.org")
+    assert load().node.name == "box"
+    monkeypatch.setattr(config.socket, "gethostname", lambda: "...")
+    assert load().node.name == "node"
+
+
+@pytest.mark.parametrize("key", ["listen", "announce"])
+def test_an_address_that_is_none_is_named(key):
+    with pytest.raises(ConfigError, match=r"'4001' should be written such as /ip4/0\.0\.0\.0/tcp/4001"):
+        load(None, {f"node.{key}": ["/ip4/127.0.0.1/tcp/1", "4001"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("outer.lr=0.5", 0.5),
+        ("width=256", 256),
+        ("a=true", True),
+        ("outer.method=diloco-hb", "diloco-hb"),
+        ('a="1"', "1"),
+        ("a=", ""),
+        ("a=/some/path", "/some/path"),
+        ("a=1\nb = 2", "1\nb = 2"),
+        ("a=1 # no comment", "1 # no comment"),
+    ],
+)
+def test_an_assignment_is_read_as_toml_would_or_as_plain_text(text, value):
+    key, got = assignment(text)
+    assert (key, got, type(got)) == (text.partition("=")[0], value, type(value))
+
+
+@pytest.mark.parametrize("text", ["width", "=3", "a b=3", "outer.=3", ".lr=3"])
+def test_what_is_no_assignment(text):
+    with pytest.raises(ConfigError, match=r"is not of the form KEY=VALUE: write it so, such as width=256\."):
+        assignment(text)

@@ -1,0 +1,67 @@
+"""What the manifest says of data and tokenizer: names and a digest. What is a path stays on the machine that has it."""
+
+import pytest
+
+from shoal.node.cli.options import data_overrides
+from shoal.node.config.settings import load
+from shoal.node.data.errors import DataError
+from shoal.node.data.manifest_options import flags
+from shoal.node.runtime.join import new_manifest, swarm_settings
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import open_manifest
+
+ME = Identity.ephemeral()
+DIGEST = {"tokenizer_digest": "f" * 64}
+
+
+def manifest(options, hooks="text", agreed=None):
+    settings = load(None, {"task.options": options, "task.hooks": hooks})
+    return open_manifest(new_manifest(settings, ME, "0" * 64, agreed=agreed))
+
+
+def joined(theirs, own=None):
+    return swarm_settings(load(None, {f"task.options.{key}": value for key, value in (own or {}).items()}), theirs).task.options
+
+
+def test_a_path_is_told_by_no_manifest_and_a_name_is():
+    assert manifest({"data": "/home/ada/texts", "width": 32}).task_options == {"width": 32}
+    assert manifest({"data": "hf:./folder"}).task_options == {}
+    named = {"data": "hf:owner/name:train", "field": "body", "tokenizer": "owner/name"}
+    assert manifest(named, agreed=DIGEST).task_options == {**named, **DIGEST}
+    assert manifest({"tokenizer": "/home/ada/tok"}, agreed=DIGEST).task_options == {"tokenizer": "tok", **DIGEST}
+    assert manifest({"data": "/of/its/own"}, hooks="a.py:Mine").task_options == {"data": "/of/its/own"}
+
+
+def test_a_joiner_has_its_own_data_and_its_own_copy_of_the_tokenizer():
+    theirs = manifest({"data": "hf:owner/name", "tokenizer": "./tok", "width": 32}, agreed=DIGEST)
+    assert joined(theirs) == {"data": "hf:owner/name", "tokenizer": "tok", "width": 32, **DIGEST}
+    own = {"data": "mine.jsonl", "tokenizer": "./copy"}
+    assert joined(theirs, {**own, "width": 7}) == {**own, "width": 32, **DIGEST}
+
+
+@pytest.mark.parametrize(
+    "options", [{"data": "/etc"}, {"data": "hf:../x"}, {"data": ""}, {"tokenizer": "/etc/x"}, {"tokenizer": ".."}]
+)
+def test_a_path_in_a_strangers_manifest_is_refused(options):
+    theirs = manifest({}).model_copy(update={"task_options": options})
+    with pytest.raises(DataError, match=r"The swarm names '.*', a path on somebody's machine"):
+        joined(theirs)
+
+
+def test_a_tokenizer_where_the_swarm_has_bytes_is_one_sentence():
+    with pytest.raises(DataError, match="The swarm trains on bytes, this node was given the tokenizer 'gpt2': leave it out"):
+        joined(manifest({}), {"tokenizer": "gpt2"})
+    assert joined(manifest({}), {"tokenizer": "bytes"}) == {"tokenizer": "bytes"}
+
+
+def test_flags_and_options_become_settings():
+    given = {"data": "a.jsonl", "shard": None, "tokenizer": "gpt2", "task_options": ("field=body", "width=8", "tokenizer=bytes")}
+    settings = load(None, data_overrides(given))
+    assert settings.node.data == "a.jsonl"
+    assert settings.task.options == {"field": "body", "width": 8, "tokenizer": "gpt2"}
+    assert not load(None, data_overrides({"data": None, "shard": None, "tokenizer": None})).task.model_fields_set
+
+
+def test_nodes_of_one_machine_are_given_what_the_manifest_does_not_tell():
+    assert flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == ["--data", "a.jsonl", "--tokenizer", "./tok"]
+    assert flags("text", {"width": 8}) == flags("a.py:Mine", {"data": "x"}) == []

@@ -1,0 +1,220 @@
+"""A swarm of real hosts that is by invitation only: who is let in, and what is served to who is not."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from shoal.node.commands.invite import check
+from shoal.node.config.settings import load
+from shoal.node.runtime.join import create, join, new_manifest
+from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.link import Link
+from shoal.swarm.access.policy import Door
+from shoal.swarm.errors import AdmissionError, NetworkError
+from shoal.swarm.gossip.body_store import BODY_PROTOCOL
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import open_manifest
+from shoal.swarm.membership.manifest_exchange import fetch_manifest
+from shoal.swarm.membership.visitor import visited
+from shoal.swarm.state.selection import STATE_PROTOCOL
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.wire.member import Answer, StateRequest, pack, unpack
+
+MODEL = "0" * 64
+SHAPES = [(4,)]
+ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": MODEL,
+         "state": "training", "version": "0"}  # fmt: skip
+
+
+def until(condition, seconds=15.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+class Club:
+    """The creator's node, and a way for others to come."""
+
+    def __init__(self, folder):
+        self.folder, self.members, self.identity = folder, [], Identity.ephemeral()
+        settings = self.settings("creator", **{"swarm.invite_only": True})
+        self.first = create(settings, self.identity, new_manifest(settings, self.identity, MODEL))
+        self.members.append(self.first)
+        self.first.directory.announce(**ABOUT)
+        self.first.directory.wait_for(1, 5.0)
+        until(lambda: self.first.directory._prefix is not None)
+
+    def settings(self, name, **more):
+        return load(None, {"node.folder": self.folder / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"], **more})
+
+    def link(self, invite=""):
+        return Link(self.first.swarm, self.first.link().bootstrap, invite)
+
+    def invited(self, **options):
+        return self.link(issue(self.identity, self.first.swarm, lives=600.0, **options))
+
+    def join(self, link, name="guest", identity=None, **more):
+        membership = join(self.settings(name, **more), identity or Identity.ephemeral(), link)
+        self.members.append(membership)
+        return membership
+
+
+@pytest.fixture
+def club(tmp_path):
+    made = Club(tmp_path)
+    yield made
+    for membership in reversed(made.members):
+        membership.close()
+
+
+def stranger(club, monkeypatch):
+    """A node of the swarm with a changed program: it does not look whether it may come in."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Door, "check_own", lambda door: None)
+        return club.join(club.link(), "stranger")
+
+
+def asks(host, peer, protocol, message, addresses):
+    async def ask():
+        stream = await host.open(peer, protocol, addresses=addresses, timeout=5)
+        try:
+            await stream.send(pack(message), 5)
+            return unpack(await stream.receive(4096, 5), Answer)
+        finally:
+            stream.close()
+
+    return host.call(ask(), 15)
+
+
+def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
+    with pytest.raises(AdmissionError, match=r"may not come in: it has no invitation .* by invitation only: ask the creator"):
+        club.join(club.link())
+    assert [thread.name for thread in threading.enumerate()].count("shoal-host") == 1  # the newcomer's host is closed again
+    with pytest.raises(AdmissionError, match="for peer"):
+        club.join(club.invited(peer=Identity.ephemeral().peer_id))
+    with pytest.raises(AdmissionError, match="expired"):
+        club.join(club.link(issue(club.identity, club.first.swarm, lives=1.0, now=time.time() - 1000)))
+
+
+def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch):
+    anna, bert = club.join(club.invited(), "anna"), club.join(club.invited(), "bert")
+    creator = club.first
+    for member in (creator, anna):
+        StateServer(member.host, member.swarm, MODEL, SHAPES)
+    # Weights are asked for before anybody could have read a record of the newcomer: it shows its invitation first.
+    wanted = StateRequest(swarm=creator.swarm, model=MODEL)
+    assert asks(bert.host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
+    # Two guests, neither of whom has a record yet, may meet too; and each learns of the other.
+    assert not anna.directory.door._guests.keys() & {bert.host.peer_id}
+    answer = asks(bert.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=bert.swarm, model=MODEL), anna.host.addresses())
+    assert answer.verdict == "wait"
+    assert anna.directory.door.lets_in(bert.host.peer_id)
+    assert bert.directory.door.lets_in(anna.host.peer_id)
+    for guest in (anna, bert):
+        guest.directory.announce(**ABOUT)
+    ids = {m.host.peer_id for m in (creator, anna, bert)}
+    until(lambda: all(m.directory.refresh(10) or set(m.directory.members()) == ids for m in (creator, anna, bert)))
+
+    spy = stranger(club, monkeypatch)
+    spy.directory.announce(**ABOUT)
+    until(lambda: spy.directory._prefix is not None)
+    for member in (creator, anna):
+        member.directory.refresh(10)
+        assert set(member.directory.everyone()) == ids
+        assert not member.directory.addresses(spy.host.peer_id)
+    with pytest.raises(NetworkError, match="does not let this node in: it has no invitation"):
+        asks(spy.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=spy.swarm, model=MODEL), anna.host.addresses())
+    # A program that does not even show an invitation is not answered at all.
+    spy.host.introduce = None
+    for protocol in (STATE_PROTOCOL, BODY_PROTOCOL, "/shoal/exchange/1", "/shoal/group/1"):
+        anna.host.serve(protocol, lambda stream: asyncio.sleep(60))
+        with pytest.raises(NetworkError, match="ended early"):
+            asks(spy.host, anna.host.peer_id, protocol, StateRequest(swarm=spy.swarm, model=MODEL), anna.host.addresses())
+    assert anna.host.entrance.refused()["uninvited"] == 4
+    # The manifest says that an invitation is needed, so everybody gets it; and the directory shows who is there.
+    assert fetch_manifest(spy.host, club.link())[1].invite_only
+
+
+def test_a_visitor_sees_the_members_and_may_fetch_by_an_invitation_only(club):
+    creator = club.first
+    StateServer(creator.host, creator.swarm, MODEL, SHAPES)
+    wanted = StateRequest(swarm=creator.swarm, model=MODEL)
+    with visited(club.link()) as (host, manifest, members):
+        assert manifest.invite_only
+        assert set(members) == {creator.host.peer_id}
+        with pytest.raises(NetworkError, match="has no invitation"):
+            asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses())
+    with visited(club.invited()) as (host, _, _):
+        assert asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
+
+
+def test_the_second_who_comes_by_a_link_for_one_is_told_who_uses_it(club):
+    link = club.invited()
+    anna = club.join(link, "anna")
+    anna.directory.announce(**ABOUT)
+    until(lambda: anna.directory._prefix is not None)
+    with pytest.raises(AdmissionError, match=f"used by peer {anna.host.peer_id} already"):
+        club.join(link, "bert")
+    again = club.join(club.invited(uses=2), "carl")
+    again.directory.announce(**ABOUT)
+    until(lambda: again.directory._prefix is not None)
+    until(lambda: club.first.directory.refresh(10) or len(club.first.directory.members()) == 3)
+
+
+def test_what_a_stranger_gossips_is_not_taken(club, monkeypatch):
+    anna, spy = club.join(club.invited(), "anna"), stranger(club, monkeypatch)
+    anna.directory.announce(**ABOUT)
+    pools = []
+    for member in (club.first, anna, spy):
+        gossip = Gossip(member.host, member.identity, member.swarm, door=member.directory.door, look=member.directory.look)
+        pools.append(RolloutPool(gossip, lambda *env: True))
+    until(lambda: len(pools[0].topic.listeners()) == 2)
+    until(lambda: club.first.directory.door.lets_in(anna.host.peer_id))
+    for pool in pools[1:]:
+        until(lambda pool=pool: pool.topic.listeners())
+        pool.publish(rollout(pool))
+    until(lambda: pools[0].counts["rejected"]["unwelcome"] and pools[0].counts["accepted"])
+    assert {record.peer for record in pools[0].drain()} == {anna.host.peer_id}
+
+
+def rollout(pool):
+    return pool.make(
+        env="e", env_version="1", env_config=bytes(32), seed=0, index=0, completions=["a"], finish=["stop"], policy_version=0,
+        temperature=1.0,
+    )  # fmt: skip
+
+
+def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path):
+    manifest = open_manifest(club.first.sealed)
+    key = Identity.create(tmp_path / "other.key")
+    check(manifest, club.identity)
+    with pytest.raises(AdmissionError, match=r"Only the swarm's creator, .* can invite.*if it is lost"):
+        check(manifest, key)
+    with pytest.raises(AdmissionError, match="is open"):
+        check(manifest.model_copy(update={"invite_only": False}), club.identity)
+    with pytest.raises(AdmissionError, match="by invitation only, and this node's key is not its creator's"):
+        create(club.settings("x"), key, club.first.sealed)
+
+
+def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
+    anna, bert = Identity.ephemeral(), Identity.ephemeral()
+    first = club.join(club.invited(), "anna", anna, **{"peers.deny": [bert.peer_id]})
+    second = club.join(club.invited(), "bert", bert, **{"peers.allow": [club.identity.peer_id]})
+    for guest in (first, second):
+        guest.directory.announce(**ABOUT)
+    until(lambda: club.first.directory.refresh(10) or len(club.first.directory.members()) == 3)
+    for one, other in ((first, second), (second, first)):
+        until(lambda one=one: one.directory.refresh(10) or len(one.directory.members()) == 2)
+        assert other.host.peer_id not in one.directory.everyone()
+        assert one.directory.is_barred(other.host.peer_id)
+    with pytest.raises(NetworkError, match="list of those it does not meet"):
+        first.host.call(first.host.open(bert.peer_id, STATE_PROTOCOL, timeout=5), 10)
+    second.host.introduce = None
+    with pytest.raises(NetworkError, match="ended early"):
+        asks(second.host, anna.peer_id, "/shoal/manifest/1", StateRequest(swarm=first.swarm, model=MODEL), first.host.addresses())
+    assert first.host.entrance.refused()["denied"]  # the manifest is for anybody else, not for who is denied

@@ -1,0 +1,146 @@
+"""The metrics file is JSON line by line; the display shows strangers' names without obeying them."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shoal.node.exit_codes import MEANING, ExitCode, epilogue
+from shoal.node.metrics import Metrics, MetricsError, RoundRecord
+from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, make_display
+
+
+def info(**changes):
+    fields = {
+        "round": 3,
+        "step": 75,
+        "members": 2,
+        "partner": "bob",
+        "bytes_sent": 543_000,
+        "bytes_received": 544_000,
+        "lag": 0,
+        "wait_s": 0.25,
+        "loss": 2.5,
+        "weights": "0123456789abcdef",
+    }
+    return RoundRecord(**(fields | changes))
+
+
+def read(path):
+    def refuse(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_lines_are_whole_json_without_nan(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    with Metrics(path) as metrics:
+        metrics.round(info(loss=math.nan))
+        metrics.write("end", losses=[1.0, math.inf], more={"x": -math.inf})
+        first, second = read(path)  # before the file is closed
+    assert first["event"] == "round"
+    assert first["loss"] is None
+    assert first["bytes_sent"] == 543_000
+    assert second["losses"] == [1.0, None]
+    assert second["more"] == {"x": None}
+    assert second["time"] >= first["time"] > 1.7e9
+
+
+def test_appends_after_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "roun')
+    with Metrics(path) as metrics:
+        metrics.write("start", peers=4)
+    assert json.loads(path.read_text().splitlines()[1])["peers"] == 4
+
+
+def test_unwritable_file_is_one_sentence(tmp_path):
+    with pytest.raises(MetricsError, match="Cannot write the metrics"):
+        Metrics(tmp_path)
+    metrics = Metrics(Path("/dev/full"))
+    with pytest.raises(MetricsError, match="No space left"):
+        metrics.write("x")
+    metrics.close()
+    metrics.close()
+
+
+def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_path, monkeypatch):
+    said, path = [], tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, said.append)
+    metrics.write("before")
+    real = metrics._file
+
+    class Full:
+        """Takes five bytes of a line, and then nothing more."""
+
+        def __init__(self):
+            self.space = 5
+
+        def write(self, data):
+            if not self.space:
+                raise OSError(28, "No space left on device")
+            done, self.space = real.write(data[: self.space]), 0
+            return done
+
+    monkeypatch.setattr(metrics, "_file", Full())
+    metrics.write("lost")
+    metrics.write("lost")
+    monkeypatch.setattr(metrics, "_file", real)
+    metrics.write("after")
+    metrics.close()
+    assert said == [
+        f"Cannot write the metrics {str(path)!r} (No space left on device): free some space or choose another folder; "
+        "training goes on without them.",
+        "Metrics can be written again.",
+    ]
+    lines = path.read_text().splitlines()
+    assert [len(lines), json.loads(lines[0])["event"], json.loads(lines[-1])["event"]] == [3, "before", "after"]
+
+
+def test_lines_name_the_round_and_hold_progress_back():
+    now = [0.0]
+    stream = io.StringIO()
+    display = LineDisplay(stream, clock=lambda: now[0])
+    display.start(1000)
+    display.update(1, 5.0, 100.0)
+    display.round(info())
+    display.round(info(partner=None, members=1, loss=math.nan))
+    now[0] = LINE_EVERY_S
+    display.update(2, 4.5, 100.0)
+    display.update(3, 4.0, 100.0)
+    display.close()
+    assert stream.getvalue().splitlines() == [
+        "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 3 alone: loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "step 2 of 1000: loss 4.5000, 100.0 steps/s",
+    ]
+
+
+@pytest.mark.parametrize("total", [0, 100])
+def test_live_display_does_not_obey_a_name(total):
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=160))
+    display.start(total)
+    display.update(10, 2.0, 50.0)
+    display.round(info(partner="[red]eve[/red]\x1b[2J\n"))
+    display.message("[bold]joined[/nonsense]\x1b]0;title\x07")
+    display.close()
+    display.close()
+    shown = stream.getvalue()
+    assert "[red]eve[/red]?[2J?" in shown
+    assert "[bold]joined[/nonsense]?]0;title?" in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_no_terminal_means_lines():
+    assert isinstance(make_display(io.StringIO()), LineDisplay)
+
+
+def test_every_exit_code_is_documented():
+    assert set(MEANING) == set(ExitCode)
+    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4, 10, 11, 12, 13, 130]
+    assert all(f"{int(code):>3}  {MEANING[code]}" in epilogue() for code in ExitCode)

@@ -1,0 +1,91 @@
+"""What a joiner takes from the manifest and what is its own affair; which shard it gets."""
+
+import pytest
+
+from shoal.node.config.settings import load
+from shoal.node.runtime.join import choose_shard, new_manifest, own_data, swarm_settings, task_label
+from shoal.node.task import Shard
+from shoal.node.tasks.loader import HookError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import open_manifest
+from shoal.swarm.wire.member import Member
+
+ME = Identity.ephemeral()
+
+
+def manifest(**overrides):
+    settings = load(None, {"swarm.shards": 4, "train.seed": 5, **overrides})
+    return open_manifest(new_manifest(settings, ME, "0" * 64))
+
+
+def member(shard, shards=4):
+    peer = Identity.ephemeral().peer_id
+    return Member(
+        swarm="a" * 52, peer=peer, name="x", addresses=(), round=0, step=0, loss=None, steps_per_s=0.0, shard=shard,
+        shards=shards, model="0" * 64, state="training", issued=0.0, version="0",
+    )  # fmt: skip
+
+
+def members(*shards):
+    return {m.peer: m for m in map(member, shards)}
+
+
+def test_the_folder_of_a_task_is_nobody_elses_affair():
+    assert task_label("/home/somebody/task.py:Mine") == "task.py:Mine"
+    assert task_label("package.module:Mine") == "package.module:Mine"
+    assert task_label("text") == "text"
+
+
+def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
+    theirs = manifest(**{"outer.every": 7, "train.steps": 100, "task.options": {"width": 32}, "swarm.name": "whales"})
+    mine = load(None, {"outer.every": 3, "node.data": "here", "node.name": "me"})
+    settings = swarm_settings(mine, theirs)
+    assert (settings.outer.every, settings.train.steps, settings.train.seed) == (7, 100, 5)
+    assert (settings.swarm.name, settings.swarm.shards, settings.task.options) == ("whales", 4, {"width": 32})
+    assert (settings.node.name, own_data(settings)) == ("me", {"data": "here"})
+    assert own_data(load(None, {})) == {}
+    shorter = swarm_settings(load(None, {"train.steps": 9}), theirs)
+    assert shorter.train.steps == 9
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "sentence"),
+    [
+        ("text", "a/task.py:Mine", "The swarm trains 'task.py:Mine', which this node must have: name your copy"),
+        ("b/task.py:Other", "a/task.py:Mine", "this node was given 'b/task.py:Other': use the swarm's task"),
+        ("b/task.py:Mine", "text", "The swarm trains 'text', this node was given 'b/task.py:Mine'"),
+    ],
+)
+def test_another_task_than_the_swarms_is_named(mine, theirs, sentence):
+    with pytest.raises(HookError, match=sentence.replace(".", r"\.")):
+        swarm_settings(load(None, {"task.hooks": mine}), manifest(**{"task.hooks": theirs}))
+
+
+def test_a_swarm_of_own_loops_has_no_task_that_a_node_could_run():
+    theirs = manifest().model_copy(update={"task": "own-loop"})
+    with pytest.raises(HookError, match=r"join it with swarm\.join\(link, state=model\)"):
+        swarm_settings(load(None, {}), theirs)
+
+
+def test_the_same_task_may_lie_elsewhere():
+    settings = swarm_settings(load(None, {"task.hooks": "b/task.py:Mine"}), manifest(**{"task.hooks": "a/task.py:Mine"}))
+    assert settings.task.hooks == "b/task.py:Mine"
+
+
+def test_the_least_used_shard_is_taken_unless_one_is_asked_for():
+    settings, swarm = load(None, {}), manifest()
+    assert choose_shard(settings, swarm, members(0, 1, 3), ME.peer_id) == Shard(2, 4, 5)
+    assert choose_shard(settings, swarm, members(0, 0, 1, 2, 2, 3, 3), ME.peer_id) == Shard(1, 4, 5)
+    # The same number of shards, or it is another dealing.
+    other = {m.peer: m for m in (member(2, 8), member(0), member(1), member(3))}
+    assert choose_shard(settings, swarm, other, ME.peer_id) == Shard(2, 4, 5)
+    asked = load(None, {"node.shard": "1/2"})
+    assert choose_shard(asked, swarm, members(0, 1, 3), ME.peer_id) == Shard(1, 2, 5)
+
+
+def test_with_nobody_else_peers_choose_differently_but_each_always_the_same():
+    settings, swarm = load(None, {}), manifest()
+    peers = [Identity.ephemeral().peer_id for _ in range(40)]
+    chosen = [choose_shard(settings, swarm, {}, peer).index for peer in peers]
+    assert set(chosen) == {0, 1, 2, 3}
+    assert chosen == [choose_shard(settings, swarm, {}, peer).index for peer in peers]

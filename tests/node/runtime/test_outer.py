@@ -1,0 +1,253 @@
+"""Every method from its settings: what is not said is the method's own, and each trains through the node's trainer."""
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.cli.main import demo, up
+from shoal.node.task import Shard, Task, tokens_in
+from shoal.node.training.trainer import Trainer
+from shoal.optim import (
+    METHODS,
+    Alone,
+    Mean,
+    NoLoCoRule,
+    Simulation,
+    by_rate,
+    by_tokens,
+    codec_named,
+    equal,
+    method_named,
+    methods_with,
+)
+from shoal.optim.codecs.tail import WithTail
+from shoal.swarm.manifest.manifest import KNOBS, OuterSettings, TrainSettings
+from shoal.swarm.training.outer_factory import OuterError, make_outer
+from shoal.swarm.wire.member import Offer
+
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+EVERY, PEERS = 4, ["0", "1"]
+VALUES = {
+    "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
+    "part": 0.5,
+}  # fmt: skip
+EVERYONE = [name for name, method in METHODS.items() if method.group == "everyone"]
+
+
+class Layers(Task):
+    """Three layers with BatchNorm, a target of each shard's own."""
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+
+    def batches(self, shard):
+        generator = torch.Generator().manual_seed(shard.index)
+        while True:
+            yield ["no tensor", {"x": torch.randn(8, 4, generator=generator)}]
+
+    def loss(self, model, batch):
+        return (model(batch[1]["x"]) - batch[1]["x"].sum(1, keepdim=True)).square().mean()
+
+    @torch.no_grad()
+    def evaluate(self, model):
+        return float(sum(p.double().square().sum() for p in model.parameters()))
+
+    def inner_optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.05)
+
+
+def made(settings):
+    task = Layers()
+    model = task.model()
+    return make_outer(
+        settings, task.inner_optimizer(model.parameters()), Alone(), model=model, slow_device=torch.device("cpu"), on_round=None
+    )
+
+
+def test_the_settings_know_every_method_and_every_knob_is_some_methods():
+    assert typing.get_args(OuterSettings.model_fields["method"].annotation) == tuple(METHODS)
+    assert all(methods_with(knob) for knob in KNOBS)
+    # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, CO2's `keep` is for experiments.
+    assert {knob for method in METHODS.values() for knob in method.knobs} == {*KNOBS, "nesterov", "keep"}
+    assert set(VALUES) == set(KNOBS)
+
+
+@pytest.mark.parametrize("command", [up, demo])
+def test_the_help_names_every_method(command):
+    (option,) = [option for option in command.params if option.name == "method"]
+    words = re.findall(r"[a-z0-9-]+", option.help)
+    assert [name for name in METHODS if name not in words] == []
+
+
+def test_the_table_in_the_docs_has_every_method_with_whom_it_meets_and_a_command():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([a-z ]+) \| .* \| `(shoal .*)` \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    who = {"a partner": "pair", "everyone": "everyone", "nobody": "nobody"}
+    assert {name: who[group] for name, group, _ in rows} == {name: method.group for name, method in METHODS.items()}
+    for name, _, command in rows:
+        assert f"--method {name}" in command or name == "noloco"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_not_said_is_the_methods_own(name):
+    torch.manual_seed(0)
+    ours = made(OuterSettings(method=name))
+    torch.manual_seed(0)
+    task = Layers()
+    model = task.model()
+    theirs = method_named(name).make(task.inner_optimizer(model.parameters()), Alone(), model=model)
+    written = OuterSettings(method=name).resolved().model_dump_json()  # as in a manifest
+    resolved = made(OuterSettings.model_validate_json(written))
+    for opt in (ours, resolved):
+        assert (opt.rule, opt.schedule, opt.weight) == (theirs.rule, theirs.schedule, theirs.weight)
+        assert opt.codec.name == theirs.codec.name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_knobs_come_through_the_manifest_to_the_rule_and_the_schedule(name):
+    knobs = {knob: VALUES[knob] for knob in KNOBS if knob in method_named(name).knobs}
+    settings = OuterSettings.model_validate({"method": name, **knobs})
+    assert OuterSettings.model_validate_json(settings.resolved().model_dump_json()).knobs() == knobs
+    opt = made(settings)
+    rule, schedule = vars(opt.rule), vars(opt.schedule)
+    for knob, value in knobs.items():
+        assert value == {**rule, **schedule}[knob], knob
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("knob", KNOBS)
+def test_a_knob_of_other_methods_is_refused_by_name(name, knob):
+    if knob in method_named(name).knobs:
+        return
+    with pytest.raises(ValueError, match=f"the method '{name}' has no {knob}: leave it out, or choose one that has it "):
+        OuterSettings.model_validate({"method": name, knob: VALUES[knob]})
+
+
+@pytest.mark.parametrize("name", ["float32", "topk2+ef:0.95", "auto:2.5+ef:0.999"])
+def test_a_codecs_name_fits_the_wire_also_with_buffers(name):
+    (pattern,) = [bound.pattern for bound in Offer.model_fields["codec"].metadata if getattr(bound, "pattern", None)]
+    codec = codec_named(name)
+    assert re.fullmatch(pattern, codec.name)
+    assert re.fullmatch(pattern, WithTail(codec, 1000).name)
+
+
+def test_weights_are_the_methods_own_unless_asked_for():
+    assert made(OuterSettings()).weight is equal
+    assert made(OuterSettings(method="decoupled")).weight is by_rate
+    assert made(OuterSettings(method="decoupled", weights="equal")).weight is equal
+    assert made(OuterSettings(method="diloco", weights="tokens")).weight is by_tokens
+    assert made(OuterSettings(weights="equal")).rule == NoLoCoRule()  # one tensor travels, not two
+
+
+@pytest.mark.parametrize("finish", ["none", "average"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_two_rounds_between_two_peers(name, finish):
+    def peer(exchange):
+        settings = OuterSettings.model_validate({"method": name, "every": EVERY, "finish": finish, "buffers": "average"})
+        infos = []
+        trainer = Trainer(Layers(), settings, TrainSettings(steps=2 * EVERY, seed=1), on_round=infos.append)
+        trainer.connect(exchange, "run", Shard(int(exchange.peer), 2, 1))
+        first = trainer.evaluate()
+        trainer.run()
+        return trainer, infos, first
+
+    found = Simulation(PEERS).run(peer)
+    (one, infos, first), (other, _, _) = found["0"], found["1"]
+    assert one.evaluate() != first
+    assert all(tensor.isfinite().all() for tensor in one.opt.slow)
+    met = [info for info in infos if info.members == ("0", "1")]
+    assert len(met) == len(infos) if name != "none" else not met
+    assert infos
+    assert one.opt.tokens == 2 * EVERY * 32
+    if finish == "average" and name != "none":
+        for mine, theirs in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert one.round_loss() is not None
+
+
+class Echo:
+    """A group of one that gets back what the codec made of its own."""
+
+    def start(self, key, tensors, weight=1.0, codec=None):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        mean = Mean(codec.decode(codec.encode(tensors), shapes), weight, ("me",))
+        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+
+
+@pytest.mark.parametrize("saved_at", [6, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_goes_on_from_a_checkpoint(name, saved_at, tmp_path):
+    codec = "auto:2+ef" if method_named(name).sends == "displacement" else "int8"
+
+    def trainer():
+        made = Trainer(Layers(), OuterSettings(method=name, every=EVERY, codec=codec), TrainSettings(steps=12, seed=1))
+        made.connect(Echo(), "run", Shard(0, 2, 1))
+        return made
+
+    whole = trainer()
+    for _ in range(saved_at):
+        whole.step()
+    checkpoint.save(tmp_path, saved_at, whole.state())
+    whole.run()
+    again = trainer()
+    again.resume(checkpoint.load(tmp_path)[1])
+    again.run()
+    assert again.opt.steps == whole.opt.steps == 12
+    if method_named(name).slow:  # something was in flight, and is sent again
+        assert all(tensor.isfinite().all() for tensor in again.opt.slow)
+    else:
+        for mine, theirs in zip([*again.opt.slow, *again.params], [*whole.opt.slow, *whole.params], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_evaluation_is_with_the_slow_weights_where_the_method_says_so(name):
+    torch.manual_seed(0)
+    trainer = Trainer(Layers(), OuterSettings(method=name, every=EVERY), TrainSettings(seed=1))
+    trainer.connect(Alone(), "run", Shard(0, 2, 1))
+    for _ in range(EVERY + 2):
+        trainer.step()
+    slow = float(sum(t.double().square().sum() for t in trainer.opt.slow))
+    fast = Layers().evaluate(trainer.model)
+    assert abs(slow - fast) > 1e-6
+    assert trainer.evaluate() == pytest.approx(slow if method_named(name).slow else fast, abs=1e-9)
+    assert Layers().evaluate(trainer.model) == fast
+
+
+def test_a_round_without_a_step_has_no_loss():
+    trainer = Trainer(Layers(), OuterSettings(every=EVERY), TrainSettings(seed=1))
+    assert trainer.round_loss() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (OuterSettings(method="streaming", every=4, lag=4), "for 'streaming': lag must be at least 0 and below every"),
+        (OuterSettings(method="decoupled", every=2), "for 'decoupled': fragments must be between 1 and every"),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_one_sentence(settings, words):
+    with pytest.raises(OuterError, match=words) as caught:
+        made(settings)
+    assert str(caught.value).count("\n") == 0
+    assert str(caught.value).endswith(".")
+
+
+def test_there_are_never_more_fragments_than_layers():
+    assert len(made(OuterSettings(method="decoupled"))._parts) == 3
+    assert len(made(OuterSettings(method="streaming", fragments=2))._parts) == 2
+
+
+def test_tokens_are_what_the_task_says_or_the_elements_of_the_first_tensor():
+    class Own:
+        def tokens(self, batch):
+            return 5
+
+    batch = {"name": "x", "more": [torch.zeros(2, 3), torch.zeros(9)]}
+    assert tokens_in(Own(), batch) == 5
+    assert tokens_in(object(), batch) == 6
+    assert tokens_in(object(), torch.zeros(4)) == 4
+    assert tokens_in(object(), ("a", 3)) == 1

@@ -1,0 +1,88 @@
+"""What a node refused: noted once when it changes, said at most once a minute, and told from its metrics afterwards."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from shoal.node.cli.main import cli
+from shoal.node.metrics import Metrics
+from shoal.node.runtime.refusal_log import RECENT_S, SAY_S, Refusals, RefusalsError, read_refusals, sentence
+
+NOW = 1_800_000_000.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_what_changed_is_noted_at_once_and_said_once_a_minute():
+    counts, events, said, clock = {}, [], [], Clock()
+    refusals = Refusals(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), said.append, clock)
+    refusals.look()
+    assert (events, said) == ([], [])
+    counts |= {"rate": 3, "forged": 1, "overflow": 0}
+    refusals.look()
+    refusals.look()
+    assert events == [("refused", {"rate": 3, "forged": 1})]
+    assert said == ["refused of others since the last such line: 3 x rate, 1 x forged"]
+    counts["forged"] = 7
+    refusals.look()
+    assert len(events) == 2
+    assert len(said) == 1
+    clock.now += SAY_S
+    refusals.look()
+    assert len(events) == 2
+    assert said[1:] == ["refused of others since the last such line: 6 x forged"]
+    clock.now += SAY_S
+    refusals.look()
+    assert len(said) == 2
+    assert refusals.now() == {"rate": 3, "forged": 7}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The metrics of a run that ended, and of one that goes on."""
+
+    def line(event, at, **fields):
+        return json.dumps({"event": event, "time": NOW + at, **fields}) + "\n"
+
+    lines = [
+        line("start", -9000, name="x"), line("refused", -8000, denied=500), line("end", -7000, refused={"denied": 500}),
+        line("start", -6000, name="x"), line("refused", -5000, rate=2), line("round", -4000, round=1),
+        line("refused", -RECENT_S - 1, rate=10, forged=1), line("refused", -5, rate=12, forged=1, replayed=4),
+        '{"event": "refused", "time": 18000',
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_newest_run_is_told_of_late_and_in_all(folder):
+    found = read_refusals(folder / "metrics.jsonl", NOW)
+    assert found == {"recent_s": RECENT_S, "recent": {"rate": 2, "replayed": 4}, "total": {"rate": 12, "forged": 1, "replayed": 4}}
+    assert sentence(found) == (
+        "This node refused, in the last 10 minutes: 4 x replayed, 2 x rate; since it started: 12 x rate, 4 x replayed, 1 x forged."
+    )
+    later = read_refusals(folder / "metrics.jsonl", NOW + RECENT_S)
+    assert later["recent"] == {}
+    assert "minutes: nothing; since" in sentence(later)
+
+
+def test_a_run_that_refused_nothing(tmp_path):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write("start", name="x")
+    found = read_refusals(tmp_path / "metrics.jsonl")
+    assert found["total"] == found["recent"] == {}
+    assert sentence(found) == "This node has refused nothing of others since it started."
+    with pytest.raises(RefusalsError, match="name the folder of a node"):
+        read_refusals(tmp_path / "nowhere" / "metrics.jsonl")
+
+
+def test_the_command_reads_a_folder_without_a_link(folder):
+    run = CliRunner().invoke(cli, ["status", "--folder", str(folder), "--json"], standalone_mode=False)
+    assert json.loads(run.output)["refused"]["total"] == {"rate": 12, "forged": 1, "replayed": 4}
+    assert "This node refused" in CliRunner().invoke(cli, ["status", "--folder", str(folder)], standalone_mode=False).output
+    assert "--folder DIR" in CliRunner().invoke(cli, ["status"]).output

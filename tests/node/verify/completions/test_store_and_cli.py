@@ -1,0 +1,150 @@
+"""Stored claims, and the commands ``shoal verify``."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from shoal.node.cli.main import cli
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit.snapshot import digest
+from shoal.node.verify.completions import store
+from shoal.node.verify.completions.material import seed_of
+from shoal.node.verify.completions.prover import make_claim, prove
+from shoal.swarm.identity import Identity
+from shoal.verification.calibration.file import load_calibration, save_calibration
+from shoal.verification.consensus.odds import vote
+from shoal.verification.consensus.records import Claim, Entry, Signed
+
+RUN, ROUND = "run", 3
+
+
+@pytest.fixture(scope="module")
+def identity():
+    return Identity.ephemeral()
+
+
+def claimed(world, identity, index=0, **options):
+    """A claim with a real signature, and its material."""
+    at = world.question(index)
+    seed = seed_of(RUN, ROUND, identity.peer_id, 0, at.hash)
+    proven = prove(
+        world.policy, world.env, at, world.agreed, seed, policy_name="tiny", snapshot_bytes=len(world.snapshot), **options
+    )
+    claim = make_claim(proven, run=RUN, round=ROUND, peer=identity.peer_id, slot=0, model=digest(world.snapshot))
+    return Signed.by(lambda data: identity.sign(store.CONTEXT, data), claim), proven.material
+
+
+def kept(world, identity, folder, index=0, **options):
+    signed, material = claimed(world, identity, index, **options)
+    return store.save(folder, signed, material, world.agreed, world.snapshot)
+
+
+def shoal(*words):
+    return CliRunner().invoke(cli, list(map(str, words)), standalone_mode=False)
+
+
+def test_there_and_back_again(world, identity, tmp_path):
+    signed, material = claimed(world, identity)
+    path = store.save(tmp_path / "claims", signed, material, world.agreed, world.snapshot)
+    found = store.load(path)
+    assert (found.claim, found.material, found.agreed, found.snapshot) == (signed.record, material, world.agreed, world.snapshot)
+    assert found.signed
+    assert sorted(os.listdir(tmp_path / "claims")) == sorted([path.name, f"{digest(world.snapshot).hex()}.safetensors"])
+    other = Entry(peer="p", run="r", round=0, operator="o", anchor=bytes(32))
+    with pytest.raises(ValueError, match="only claims"):
+        store.save(tmp_path, Signed(other, b""), material, world.agreed, None)
+
+
+def test_the_newest_are_kept_and_policies_that_nobody_claims_go(world, identity, tmp_path):
+    paths = []
+    for index in range(4):
+        signed, material = claimed(world, identity, index)
+        snapshot = bytes([index])
+        claim = Claim(**{**signed.record.model_dump(), "model": digest(snapshot)})
+        paths.append(store.save(tmp_path, Signed(claim, b""), material, world.agreed, snapshot, keep=2))
+        os.utime(paths[-1], ns=(index, index))
+    assert {path.name for path in tmp_path.glob("*.claim")} == {path.name for path in paths[2:]}
+    assert {path.stem for path in tmp_path.glob("*.safetensors")} == {digest(bytes([index])).hex() for index in (2, 3)}
+
+
+def test_damaged_files_and_unknown_ids_are_one_sentence(world, identity, tmp_path):
+    path = kept(world, identity, tmp_path)
+    assert store.find(path.stem, [tmp_path]) == store.find(path.stem[:6], [tmp_path]) == store.find(str(path), []) == path
+    for name, said in (("../../etc", "no claim's id"), ("abc", "4 or more"), ("0" * 64, "There is no claim")):
+        with pytest.raises(VerifyError, match=said):
+            store.find(name, [tmp_path])
+    (tmp_path / f"{path.stem[:10]}x.claim").write_bytes(b"")
+    with pytest.raises(VerifyError, match="2 claims begin with"):
+        store.find(path.stem[:10], [tmp_path])
+    for junk in (b"", b"junk", path.read_bytes()[:-1], bytes(5 << 20)):
+        (tmp_path / "junk").write_bytes(junk)
+        with pytest.raises(VerifyError) as raised:
+            store.load(tmp_path / "junk")
+        assert "\n" not in str(raised.value)
+    with pytest.raises(VerifyError, match="Cannot read"):
+        store.load(tmp_path)
+
+
+def test_check_accepts_and_refuses(world, identity, tmp_path):
+    good, bad = kept(world, identity, tmp_path), kept(world, identity, tmp_path, 1, planted_prompt="count: aaaa")
+    table = tmp_path / "calibration"
+    save_calibration(world.calibration, table)
+    # The world's policy has tiny's own size, so the command can make one for it.
+    done = shoal("verify", good, "--calibration", table)
+    assert done.return_value == 0, done.output
+    assert done.output.startswith("accepted: The claimed policy wrote these completions")
+    done = shoal("verify", "check", bad, "--calibration", table, "--json")
+    assert done.return_value == 4
+    report = json.loads(done.output)
+    assert report["accepted"] is False
+    assert "does not compute these activations" in report["reason"]
+    assert report["peer"] == identity.peer_id
+
+
+def test_check_by_id_without_a_calibration(world, identity, tmp_path, monkeypatch):
+    path = kept(world, identity, tmp_path / "runs" / "anna" / "claims")
+    monkeypatch.chdir(tmp_path)
+    assert shoal("verify", path.stem[:12]).return_value == 0
+    assert shoal("verify", path.stem, "--folder", "runs/anna", "--json").return_value == 0
+    assert isinstance(shoal("verify", path.stem, "--folder", "runs/bert").exception, VerifyError)
+
+
+def test_check_looks_at_the_signature_and_says_what_it_lacks(world, identity, tmp_path):
+    signed, material = claimed(world, identity)
+    other = Identity.ephemeral()
+    forged = Signed.by(lambda data: other.sign(store.CONTEXT, data), signed.record)
+    path = store.save(tmp_path, forged, material, world.agreed, world.snapshot)
+    done = shoal("verify", path)
+    assert (done.return_value, "not signed by the peer" in done.output) == (4, True)
+    path = store.save(tmp_path, signed, material, world.agreed, None)
+    assert isinstance(shoal("verify", path, "--model", "hf:other").exception, VerifyError)
+    assert "name it with --model" in str(shoal("verify", path, "--model", "hf:other").exception)
+    (tmp_path / f"{digest(world.snapshot).hex()}.safetensors").unlink()
+    assert "put them there" in str(shoal("verify", path).exception)
+
+
+def test_calibrate_writes_a_file_and_warns(tmp_path):
+    out = tmp_path / "calibration"
+    options = ("--model", "tiny", "--dtypes", "fp32,bf16", "--claims", 20, "--warm", 5, "--max-tokens", 4, "--group", 2)
+    done = shoal("verify", "calibrate", *options, "--out", out, "--json")
+    assert done.return_value == 0, done.exception
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert "extrapolated" in report["warning"]
+    assert done.stderr.startswith("Warning: 20 honest claims cannot show")
+    assert len(load_calibration(out).pairs) == 8
+    assert len(report["pairs"]) == 4
+    wrong = shoal("verify", "calibrate", "--model", "tiny", "--dtypes", "fp8", "--out", out)
+    assert "there is no dtype 'fp8'" in str(wrong.exception.message)
+
+
+def test_odds_are_those_of_the_library():
+    report = json.loads(shoal("verify", "odds", "--n", 3, "--collude", 0.1, "--json").output)
+    assert report["wrong_accepted"] == vote(3, 0.1).wrong_accepted
+    assert [row["n"] for row in report["table"]] == [1, 3, 5, 7, 9]
+    done = shoal("verify", "odds", "--n", 5, "--population", 6, "--collude", 0.5, "--audit", 0.01)
+    assert "cheating" in done.output
+    assert "at 1.00% it pays" in done.output
+    assert "odd number" in str(shoal("verify", "odds", "--n", 4).exception.message)
+    assert "however many" in shoal("verify", "odds", "--collude", 1).output

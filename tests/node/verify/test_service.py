@@ -1,0 +1,203 @@
+"""Sessions of several nodes over a board in memory: the guilty are banned, nobody else is, and all reckon alike."""
+
+import json
+import threading
+
+import pytest
+
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.completions import claiming
+from shoal.node.verify.completions.calibrate import calibrate
+from shoal.node.verify.completions.material import Agreed
+from shoal.node.verify.completions.store import load, newest
+from shoal.node.verify.service import Verification
+from shoal.swarm.errors import MessageError
+from shoal.verification.consensus.records import Entry
+from tests.e2e.cheat import quantised
+from tests.node.verify.board import ROUND_S, Board, Node, run, task_of, toy_signature
+
+GUILTY = {"quantised", "withholding"}
+HONEST = ("ann", "bob", "cat")
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory):
+    """Of the policy that all nodes here train."""
+    out, task = tmp_path_factory.mktemp("calibration") / "tiny.calibration", task_of()
+    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), out, policy_name="tiny", claims=40)
+    return out
+
+
+@pytest.fixture
+def node(tmp_path, calibration):
+    return lambda board, name, **options: Node(board, name, tmp_path, calibration, **options)
+
+
+@pytest.fixture
+def five(node, monkeypatch):
+    """Three honest nodes; one that claims what a policy of 4 bits wrote; and one that hands nothing out."""
+
+    def make(board, **verify):
+        prove = claiming.prove
+        nodes = [node(board, name, seed=seed, **verify) for seed, name in enumerate((*HONEST, "quantised"))]
+        nodes.append(node(board, "withholding", seed=4, hands_out=False, **verify))
+        cheat = nodes[3].task.policy
+        monkeypatch.setattr(
+            claiming, "prove", lambda policy, *a, **k: prove(quantised(policy) if policy is cheat else policy, *a, **k)
+        )
+        return nodes
+
+    return make
+
+
+@pytest.mark.parametrize("planted", [0.0, 0.3])
+def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, node, planted, tmp_path):
+    board = Board()
+    nodes = five(board, planted=planted)
+    run(board, nodes, 14)
+    assert {one.me: one.banned for one in nodes} == {one.me: GUILTY for one in nodes}
+    late = node(board, "late", seed=9, planted=planted)
+    claimed = [one.verification.report()["claimed"] for one in nodes]
+    asked = len(nodes[0].network.asked)
+    run(board, [*nodes, late], 5)
+    # Whoever is banned claims no more, and nobody has to do with it.
+    assert [one.verification.report()["claimed"] - was for one, was in zip(nodes, claimed, strict=True)] == [5, 5, 5, 0, 0]
+    assert not GUILTY & set(nodes[0].network.asked[asked:])
+    assert all(nodes[0].network.is_banned(peer) == (peer in GUILTY) for peer in (*HONEST, *GUILTY, "a stranger"))
+    nodes.append(late)
+    assert len({one.verification.table.digest for one in nodes}) == 1
+    assert late.banned == GUILTY
+    reports = {one.me: one.verification.report() for one in nodes}
+    assert reports["late"]["pulled"] > 100
+    standings = reports["ann"]["standings"]
+    for name in HONEST:
+        told = standings[name]
+        assert told["score"] > 0
+        assert told["claims"]["valid"] >= 3
+        assert told["claims"]["invalid"] == told["seats"]["against"] + told["seats"]["missed"] + told["seats"]["absent"] == 0
+    assert all(standings[name]["claims"]["invalid"] == 2 for name in GUILTY)  # two are as many as it takes
+    assert (sum(standings[name]["claims"]["planted"] for name in HONEST) > 0) == (planted > 0)
+    assert all(report["skipped"] == report["uncheckable"] == 0 for report in reports.values())
+    assert not any(reports[name]["lost"] for name in (*HONEST, "late"))
+    assert all(json.loads(json.dumps(report)) == report for report in reports.values())
+    # What people are told.
+    said = "\n".join(nodes[0].said)
+    assert "of quantised's node is invalid: The claimed policy does not compute these activations (" in said
+    assert "of withholding's node is invalid: The author of the claim does not hand out what it was made of." in said
+    for one in (nodes[0], late):
+        assert sorted(line.split("'")[0] for line in one.said if " is banned until " in line) == sorted(GUILTY)
+        assert all(line.endswith(": 2 claims found invalid") for line in one.said if " is banned until " in line)
+    assert [line for line in nodes[3].said if line.startswith("this node is banned until")]
+    assert nodes[0].events[-1]["banned"] == sorted(GUILTY)
+    # And what can be looked at later.
+    kept = [load(path) for path in (tmp_path / "ann" / "claims").glob("*.claim")]
+    assert {stored.claim.peer for stored in kept} > {"ann", "quantised"}
+    assert all(stored.snapshot is not None for stored in kept)
+
+
+def test_training_waits_for_nothing_not_even_while_a_claim_is_checked(node):
+    board = Board()
+    nodes = [node(board, name, seed=seed) for seed, name in enumerate((*HONEST, "dan"))]
+    ann, found = nodes[0], []
+    get = ann.network.get
+
+    def look(*arguments):
+        """What training, the network and people may want in the middle of a check, each by a thread that must come back."""
+        verification = ann.verification
+        question = ann.task.env.made.question(1, 0)
+        wants = [
+            lambda: ann.claimer.write(ann.task.policy, 1, 0, question),
+            lambda: verification.is_banned("bob"), verification.report, lambda: ann.network.log(0),
+            lambda: verification.tell(ann.said.append, lambda *a, **k: None),
+        ]  # fmt: skip
+        threads = [threading.Thread(target=want, daemon=True) for want in wants]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        found.append(any(thread.is_alive() for thread in threads))
+        return get(*arguments)
+
+    ann.network.get = look
+    run(board, nodes, 8)
+    assert len(found) > 3
+    assert not any(found)
+
+
+def test_nothing_is_written_for_a_claim_that_is_not_due(node):
+    board = Board()
+    ann = node(board, "ann")
+    ann.step()
+    assert ann.claimer.write(ann.task.policy, 1, 0, ann.task.env.made.question(1, 0)) is None
+    assert ann.claimer.seconds == 0
+
+
+def test_a_claim_that_was_written_too_late_is_lost_and_counted(node):
+    board = Board()
+    nodes = [node(board, name, seed=seed) for seed, name in enumerate(HONEST)]
+    run(board, nodes, 6)
+    ann = nodes[0]
+    before = ann.verification.report()
+    ann.step()
+    ann.train()  # claims are due now
+    board.now += ROUND_S
+    ann.step()
+    after = ann.verification.report()
+    assert (after["lost"], after["claimed"]) == (1, before["claimed"])
+
+
+def test_records_that_are_none_or_of_somebody_else_are_refused(node):
+    board = Board()
+    ann = node(board, "ann")
+    entry = Entry(peer="cat", run="swarm", round=5, operator="cat", anchor=bytes(32))
+    with pytest.raises(MessageError, match="its author did not send it"):
+        ann.network.take("bob", entry.encoded, toy_signature("bob", entry.encoded))
+    with pytest.raises(MessageError, match="A record of verification was refused: not a known kind of record"):
+        ann.network.take("bob", b"\x91\x01", bytes(64))
+    ann.network.take("cat", entry.encoded, b"")
+    ann.step()
+    assert ann.verification.report()["records"] == {"accepted": 1, "forged": 1}  # the first is its own entry
+
+
+def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
+    ann = Node(Board(), "ann", tmp_path, None)
+    ann.step()
+    assert ann.said == ["measured 64 honest claims of its own, to check others by"]
+
+
+def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration):
+    with pytest.raises(VerifyError, match=r"^The calibration '.*none' cannot be read: No such file or directory\.$"):
+        Node(Board(), "ann", tmp_path, tmp_path / "none")
+    task, other = task_of(), tmp_path / "other"
+    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), other, policy_name="hf:other", claims=20)
+    with pytest.raises(VerifyError, match="says nothing about 'tiny' in float32: make another with `shoal verify calibrate`"):
+        Node(Board(), "ann", tmp_path, other)
+
+
+def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch):
+    def fail(self):
+        raise RuntimeError("no memory")
+
+    board = Board()
+    ann = node(board, "ann")
+    monkeypatch.setattr(Verification, "step", fail)
+    ann.verification.start()
+    ann.verification._thread.join(60)
+    ann.train()
+    ann.verification.tell(ann.said.append, lambda *a, **k: None)
+    said = "verification has ended (RuntimeError: no memory): start the node again to take part in it"
+    assert ann.said == [said]
+    ann.verification.close()
+    assert board.there == {}
+
+
+def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_path):
+    board = Board()
+    run(board, [node(board, name, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))], 7)
+    claims = [stored.claim for stored in newest(tmp_path / "ann" / "claims", 100)]
+    own = [claim for claim in claims if claim.peer == "ann"]
+    assert 0 < len(own) < len(claims)
+    again = node(board, "ann")
+    assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {claim.model for claim in own}
+    board.now += 21 * ROUND_S  # nobody asks for it any more
+    assert not node(board, "ann").network.bodies

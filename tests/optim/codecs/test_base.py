@@ -1,0 +1,144 @@
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, Alone, LocalSGD, NoLoCo, codec_named
+from shoal.optim.codecs.base import check_sends_weights
+
+CODECS = [FLOAT32, FLOAT16, BFLOAT16]
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
+
+
+def lists(**floats) -> st.SearchStrategy[list[torch.Tensor]]:
+    values = st.floats(width=32, **floats)
+    return st.lists(hnp.arrays(np.float32, SHAPES, elements=values).map(torch.from_numpy), max_size=4)
+
+
+def shapes_of(tensors):
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.int32).tolist()
+
+
+@given(lists())
+def test_float32_round_trip_is_exact_to_the_bit(tensors):
+    payload = FLOAT32.encode(tensors)
+    assert payload.dtype == torch.uint8
+    assert payload.device.type == "cpu"
+    assert payload.numel() == FLOAT32.nbytes(shapes_of(tensors)) == 4 * sum(t.numel() for t in tensors)
+    back = FLOAT32.decode(payload, shapes_of(tensors))
+    assert shapes_of(back) == shapes_of(tensors)
+    assert [bits(t) for t in back] == [bits(t) for t in tensors]
+
+
+@pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16], ids=lambda codec: codec.name)
+@given(tensors=lists())
+def test_half_precision_is_idempotent(codec, tensors):
+    once = codec.encode(tensors)
+    assert once.numel() == codec.nbytes(shapes_of(tensors)) == 2 * sum(t.numel() for t in tensors)
+    back = codec.decode(once, shapes_of(tensors))
+    assert all(t.dtype == torch.float32 for t in back)
+    assert shapes_of(back) == shapes_of(tensors)
+    twice = codec.encode(back)
+    for a, b in zip(back, codec.decode(twice, shapes_of(tensors)), strict=True):
+        assert torch.equal(torch.nan_to_num(a, nan=77), torch.nan_to_num(b, nan=77))
+    if not any(t.isnan().any() for t in tensors):  # there are many codes for "not a number"
+        assert twice.tolist() == once.tolist()
+
+
+@pytest.mark.parametrize(("codec", "digits"), [(FLOAT16, 11), (BFLOAT16, 8)], ids=["float16", "bfloat16"])
+@given(tensors=lists(min_value=2.0**-14, max_value=60000.0))
+def test_half_precision_rounds_to_nearest(codec, digits, tensors):
+    for sign in (1.0, -1.0):
+        signed = [sign * t for t in tensors]
+        for before, after in zip(signed, codec.decode(codec.encode(signed), shapes_of(signed)), strict=True):
+            assert ((after - before).abs() <= before.abs() * 2.0**-digits).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@given(tensors=lists(), change=st.integers(-9, 9).filter(bool))
+def test_a_payload_of_the_wrong_size_is_refused(codec, tensors, change):
+    payload = codec.encode(tensors)
+    size = max(0, payload.numel() + change)
+    if size == payload.numel():
+        return
+    with pytest.raises(ValueError, match=rf"payload has {size} bytes, these shapes need {payload.numel()} in {codec.name}"):
+        codec.decode(torch.zeros(size, dtype=torch.uint8), shapes_of(tensors))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_encode_never_aliases(codec, dtype):
+    tensors = [torch.arange(6, dtype=dtype).reshape(2, 3), torch.ones(4, dtype=dtype)]
+    payload = codec.encode(tensors)
+    kept = payload.clone()
+    for tensor in tensors:
+        tensor.fill_(77)
+    assert torch.equal(payload, kept)
+    payload.zero_()
+    assert all((tensor == 77).all() for tensor in tensors)
+
+
+def test_any_layout_and_a_parameter_can_be_encoded():
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    (back,) = FLOAT32.decode(FLOAT32.encode([weight.T]), [(3, 2)])
+    assert back.tolist() == weight.T.tolist()
+    assert not back.requires_grad
+
+
+def test_bytes_are_little_endian_in_row_major_order():
+    payload = FLOAT32.encode([torch.tensor([[1.0, -2.5]]), torch.tensor(math.inf)])
+    assert bytes(payload.tolist()) == np.array([1.0, -2.5, math.inf], dtype="<f4").tobytes()
+
+
+def test_codecs_are_found_by_name():
+    assert [codec_named(codec.name) for codec in CODECS] == CODECS
+    assert [codec_named(name) for name in ("fp32", "fp16", "bf16")] == CODECS
+    assert [codec_named(codec.name) for codec in (INT8, E3M0, SIGN, TOPK2)] == [INT8, E3M0, SIGN, TOPK2]
+    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef"):
+        assert codec_named(name).name == name
+        assert codec_named(name) is not codec_named(name)  # each has a state of its own
+        assert re.fullmatch(r"[a-z0-9_.:,=+-]{1,64}", name)  # what a message between peers admits
+    spellings = {"topk2+ef:0.950": "topk2+ef:0.95", "sign+ef:1": "sign+ef", "auto:02.0": "auto:2", "bf16+ef": "bfloat16+ef"}
+    for short, name in spellings.items():
+        assert codec_named(short).name == name
+
+
+UNKNOWN = ["int3", "", "int8+", "int8+ef+ef", "int8:4", "auto", "auto:", "topk2+ef:", "INT8", " int8", "int8\n"]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_gets_the_known_ones(name):
+    with pytest.raises(ValueError, match=rf"unknown codec {re.escape(repr(name))}: choose one of float32, float16, bfloat16, int8"):
+        codec_named(name)
+
+
+def test_numbers_out_of_range_are_explained():
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
+        codec_named("int8+ef:1.5")
+    with pytest.raises(ValueError, match="above 0 and up to 32, got 40"):
+        codec_named("auto:40")
+
+
+def test_whole_weights_are_not_sent_through_what_is_for_displacements():
+    for name in ("float32", "float16", "bfloat16", "int8"):
+        check_sends_weights(codec_named(name), "LocalSGD")
+    for name in ("e3m0", "topk2", "sign", "auto:4", "int8+ef"):
+        with pytest.raises(ValueError, match=f"LocalSGD sends whole weights, of which the codec {re.escape(name)} loses too much"):
+            check_sends_weights(codec_named(name), "LocalSGD")
+
+
+@pytest.mark.parametrize("method", [NoLoCo, LocalSGD])
+def test_a_method_that_sends_weights_refuses_such_a_codec(method):
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ValueError, match=rf"{method.__name__} sends whole weights, of which the codec topk2\+ef:0.95"):
+        method(inner, Alone(), codec=codec_named("topk2+ef:0.95"))
+    method(inner, Alone(), codec=INT8)

@@ -1,0 +1,128 @@
+"""Who takes part and what counts: the same for all, whoever gives up when. In threads, over a store in memory."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.optim.exchange.store_agreement import Agreement, Offer, Place, Seat
+
+PEERS, SHARDS = 3, 2
+
+
+def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1):
+    """What ``behave(agreement, seat, place)`` returned for each process in each round."""
+    store = store or dist.HashStore()
+    found, errors = {}, []
+
+    def process(place):
+        agreement = Agreement(dist.PrefixStore("test", store), place, wait)
+        for round in range(rounds):
+            try:
+                found[place.peer, place.shard, round] = behave(agreement, Seat(f"round {round}", tuple(range(peers))), place)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=process, args=(Place(p, s, shards),)) for p in range(peers) for s in range(shards)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    for error in errors:
+        raise error
+    return found
+
+
+PLANS = ["takes part", "absent", "never comes", "closed before", "closes while it waits", "closes before the vote", "has failed"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans=st.lists(st.sampled_from(PLANS), min_size=PEERS * SHARDS, max_size=PEERS * SHARDS))
+def test_all_learn_the_same_members_and_the_same_outcome(plans):
+    def behave(agreement, seat, place):
+        plan = plans[place.peer * SHARDS + place.shard]
+        if plan == "never comes":
+            return None
+        agreement.come(seat, None if plan == "absent" else Offer("alike", 1.0 + place.peer))
+        if plan == "absent":
+            return None
+        if plan == "closed before":
+            seat.closed.set()
+        closer = threading.Timer(0.005, seat.closed.set)
+        if plan == "closes while it waits":
+            closer.start()
+        members = agreement.members(seat)
+        if place.peer not in members:
+            return members, None
+        assert [offer.weight for offer in agreement.offers(seat, members)] == [1.0 + peer for peer in members]
+        if plan == "closes before the vote":
+            seat.closed.set()
+        return members, agreement.agree(seat, members, plan != "has failed", 1.0)
+
+    found = [note for note in together(behave, wait=0.05).values() if note is not None]
+    assert len({members for members, _ in found}) <= 1
+    outcomes = {counts for _, counts in found if counts is not None}
+    assert len(outcomes) <= 1
+    (members,) = {members for members, _ in found} or {()}
+    mine = {peer: plans[peer * SHARDS : (peer + 1) * SHARDS] for peer in range(PEERS)}
+    assert all(plan not in ("absent", "never comes") for peer in members for plan in mine[peer])
+    if all(plan == "takes part" for plan in plans):
+        assert members == (0, 1, 2)
+        assert outcomes == {True}
+    if any(plan in ("has failed", "closes before the vote") for peer in members for plan in mine[peer]):
+        assert outcomes == {False}
+
+
+def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
+    waited = []
+
+    def behave(agreement, seat, place):
+        if place.peer == 2:
+            return None
+        agreement.come(seat, Offer("alike", 1.0))
+        members = agreement.members(seat)
+        waited.append(agreement._silent.get(2, (0, 0.0))[1])
+        return members
+
+    found = together(behave, shards=1, rounds=10, wait=1.0)
+    assert all(found[peer, 0, round] == (0, 1) for peer in (0, 1) for round in range(10))
+    assert 1.0 <= max(waited) < 5.0  # seconds that they have waited for it: not 10
+    said = [record.getMessage() for record in caplog.records if "peer 2 did not come" in record.getMessage()]
+    assert 1 <= len(said) <= 2  # one of each process that waited
+
+
+def test_who_has_left_costs_no_wait():
+    def behave(agreement, seat, place):
+        if place.peer == 2:
+            agreement.leave()
+            return None
+        agreement.come(seat, Offer("alike", 1.0))
+        return agreement.members(seat)
+
+    found = together(behave, shards=1, wait=1000.0)
+    assert found[0, 0, 0] == found[1, 0, 0] == (0, 1)
+
+
+@pytest.mark.parametrize("expected", [(0,), (1, 2)])
+def test_alone_or_not_expected_there_is_nothing_to_wait_for(expected):
+    agreement = Agreement(dist.HashStore(), Place(0, 0, 1), 1000.0)
+    assert agreement.members(Seat("round 0", expected)) == ()
+
+
+def test_what_is_over_leaves_nothing_in_the_store():
+    store = dist.HashStore()
+    barrier = threading.Barrier(PEERS * SHARDS)
+
+    def behave(agreement, seat, place):
+        agreement.come(seat, Offer("alike", 1.0))
+        counts = agreement.agree(seat, agreement.members(seat), True, 5.0)
+        barrier.wait(20)
+        agreement.forget_offer(seat)
+        agreement.forget(seat)
+        return counts
+
+    assert set(together(behave, store=store).values()) == {True}
+    assert store.num_keys() == PEERS  # how often each has come

@@ -1,0 +1,88 @@
+"""The table of methods: complete, and true about what each one sends, has and does."""
+
+import inspect
+
+import pytest
+import torch
+
+from shoal.optim import METHODS, Alone, OuterOptimizer, Simulation, codec_named, method_named, methods_with
+from shoal.optim.methods import factories as methods
+
+SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
+
+
+def pieces():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(24)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_is_made_by_its_name_and_trains(name):
+    def peer(exchange):
+        model, inner = pieces()
+        opt = method_named(name).make(inner, exchange, every=24, model=model)
+        for step in range(48):
+            opt.zero_grad()
+            rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            (model(rows) - int(exchange.peer)).square().mean().backward()
+            opt.count(4)
+            opt.step()
+        opt.finish()
+        return opt.slow
+
+    for slow in Simulation(["0", "1"], size=2).run(peer).values():
+        assert all(tensor.isfinite().all() for tensor in slow)
+
+
+def test_every_factory_is_in_the_table():
+    factories = {
+        f for f in vars(methods).values() if inspect.isfunction(f) and f.__module__ == methods.__name__ and f.__name__[0] != "_"
+    }
+    assert factories == {method.factory for method in METHODS.values()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_it_sends_is_what_its_factory_lets_through(name):
+    model, inner = pieces()
+    method = method_named(name)
+    method.check_codec(BF16)
+    if method.sends == "displacement":
+        method.check_codec(SIGN)
+        assert method.make(inner, Alone(), codec=SIGN, model=model).codec is SIGN
+        return
+    for refused in (method.check_codec, lambda codec: method.make(inner, Alone(), codec=codec, model=model)):
+        with pytest.raises(ValueError, match="sends whole weights, of which the codec sign loses too much"):
+            refused(SIGN)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_own_codec_is_the_one_it_uses(name):
+    model, inner = pieces()
+    method = method_named(name)
+    opt = method.make(inner, Alone(), model=model)
+    assert opt.codec.name == method.codec.name
+    assert codec_named(method.codec.name).name == method.codec.name
+    assert opt.codec is not method.codec or opt.codec.fresh() is opt.codec  # a memory is nobody else's
+
+
+def test_knobs_are_those_of_the_factories():
+    assert method_named("noloco").knobs == {"every": 50, "lr": 0.7, "momentum": 0.5, "pull": None}
+    assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.9, "nesterov": True}
+    assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}
+    assert "nesterov" not in method_named("diloco-hb").knobs
+    assert methods_with("pull") == ["noloco"]
+    assert methods_with("lag") == ["streaming", "decoupled"]
+    assert methods_with("every") == list(METHODS)
+
+
+def test_heavy_ball_is_heavy_ball():
+    _, inner = pieces()
+    opt = method_named("diloco-hb").make(inner, Alone())
+    assert isinstance(opt, OuterOptimizer)
+    assert not opt.rule.nesterov
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match="unknown method 'dilco': choose one of noloco, local, "):
+        method_named("dilco")

@@ -1,0 +1,257 @@
+"""The outer optimizer as an ordinary optimizer: schedulers, GradScaler, closures, hooks, kinds of models, what a round does."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.optim import Alone, Apply, Every, LocalSGD, Mean, NoLoCo, NoLoCoRule, OuterOptimizer, Send, Simulation
+
+
+class Partner:
+    """An exchange with one partner who always sends ``theirs``."""
+
+    def __init__(self, theirs):
+        self.theirs, self.sent, self.keys = theirs, [], []
+
+    def start(self, key, tensors, weight=1.0, codec=None):
+        own = [tensor.clone() for tensor in tensors]
+        self.sent.append(own)
+        self.keys.append(key)
+        mean = None if self.theirs is None else Mean([(a + b) / 2 for a, b in zip(own, self.theirs, strict=True)], 2.0, ("a", "b"))
+        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+
+
+def model(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def train(net, opt, steps, *, scheduler=None, first=0):
+    for step in range(first, first + steps):
+        inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+        opt.zero_grad()
+        net(inputs).square().mean().backward()
+        opt.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(first, second):
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step),
+    ],
+)
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_acts_on_it_as_on_the_inner_optimizer(inner, scheduler):
+    plain, wrapped = model(), model()
+    opt = inner(plain.parameters())
+    outer = NoLoCo(inner(wrapped.parameters()), Alone(), every=100)
+    train(plain, opt, 10, scheduler=scheduler(opt))
+    train(wrapped, outer, 10, scheduler=scheduler(outer))
+    assert outer.param_groups is outer.inner.param_groups
+    assert outer.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+    assert same(weights(plain), weights(wrapped))
+
+
+def test_a_step_that_grad_scaler_skips_is_no_step():
+    net = model()
+    opt = NoLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = weights(net)
+    for factor, steps in [(float("inf"), 0), (1.0, 1), (float("nan"), 1), (1.0, 2)]:
+        opt.zero_grad()
+        scaler.scale(net(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert (opt.steps, opt.round) == (steps, steps // 2)
+        assert same(before, weights(net)) is (steps == 0)
+        assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_closures_hooks_and_groups_work_as_on_any_optimizer():
+    net = model()
+    inner = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}], lr=0.1)
+    opt = NoLoCo(inner, Alone(), every=2)
+    calls = []
+    opt.register_step_post_hook(lambda *_: calls.append(opt.steps))
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert [group["lr"] for group in opt.param_groups] == [0.5, 0.1]
+    assert opt.state is inner.state
+
+    def closure():
+        opt.zero_grad()
+        loss = net(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).item() > opt.step(closure).item()
+    assert calls == [1, 2]
+    frozen = weights(net[0])
+    opt.param_groups[0]["lr"] = 0.0
+    moving = weights(net[2])
+    opt.step(closure)
+    assert same(frozen, weights(net[0]))
+    assert not same(moving, weights(net[2]))
+
+
+@pytest.mark.parametrize("parameters", [[], [nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)]])
+def test_parameters_that_cannot_be_averaged_are_refused(parameters):
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    inner.param_groups[0]["params"] = parameters
+    with pytest.raises(ValueError, match="averages floating-point parameters"):
+        NoLoCo(inner, Alone())
+
+
+def test_tied_parameters_are_sent_once_and_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    net = Tied()
+    partner = Partner([torch.zeros(5, 3)])
+    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), partner, every=1)
+    before = net.embed.weight.detach().clone()
+    opt.step()
+    assert [len(sent) for sent in partner.sent] == [1]
+    assert net.head.weight is net.embed.weight
+    assert torch.equal(net.head.weight, before / 2)
+
+
+def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_changes():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    inner = torch.optim.SGD([weight], lr=1.0)
+    opt = NoLoCo(inner, Partner([torch.full((4,), 1.001)]), every=1, lr=0.5, momentum=0.0)
+    for pulls in range(1, 5):  # each a quarter of the way to 1.001, which bfloat16 cannot tell from 1
+        opt.step()
+        assert weight.dtype == torch.bfloat16
+        assert opt.slow[0].dtype == torch.float32
+        torch.testing.assert_close(opt.slow[0], torch.full((4,), 1.001 - 0.001 * 0.75**pulls), rtol=0, atol=2e-7)
+    kept = opt.slow[0].clone()
+    opt.exchange = Alone()  # nothing is learnt from now on, so nothing may move
+    for _ in range(5):
+        opt.step()
+    torch.testing.assert_close(opt.slow[0], kept, rtol=0, atol=2e-7)
+    weight.grad = torch.full((4,), -0.25, dtype=torch.bfloat16)
+    opt.step()
+    torch.testing.assert_close(opt.slow[0], kept + 0.125, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(dtype):
+    net = model(dtype)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4)
+    train(net, opt, 6)
+    net[0].bias.data[0] = float("nan")
+    fast = [p.detach().clone().view(torch.uint8) for p in net.parameters()]
+
+    def look():
+        with opt.averaged():
+            assert same(weights(net), [slow.to(dtype) for slow in opt.slow])
+            raise KeyError("in the body")
+
+    with pytest.raises(KeyError, match="in the body"):
+        look()
+    assert same(fast, [p.detach().view(torch.uint8) for p in net.parameters()])
+    with opt.averaged():
+        pass
+    assert same(fast, [p.detach().view(torch.uint8) for p in net.parameters()])
+
+
+@pytest.mark.parametrize("pull", [None, 0.3])
+def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
+    net, infos = model(), []
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Partner(None), every=3, lr=0.7, pull=pull, on_round=infos.append)
+    slow = [s.clone() for s in opt.slow]
+    velocity = [torch.zeros_like(s) for s in slow]
+    for round in range(4):
+        alone = copy.deepcopy(net)
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 3, first=3 * round)
+        train(net, opt, 3, first=3 * round)
+        for v, s, theta in zip(velocity, slow, weights(alone), strict=True):
+            v.mul_(0.5).add_(s - theta, alpha=0.7)
+            s.sub_(v)
+        torch.testing.assert_close(opt.slow, slow, rtol=0, atol=1e-7)
+        assert same(weights(net), opt.slow)
+        assert (infos[-1].members, infos[-1].key.round, infos[-1].step, infos[-1].lag) == ((), round, 3 * round + 3, 0)
+
+
+def test_two_peers_end_a_round_of_local_sgd_with_the_same_bits():
+    def peer(exchange):
+        net = model()
+        train(net, LocalSGD(torch.optim.AdamW(net.parameters()), exchange, every=5), 5, first=100 * (exchange.peer == "b"))
+        return weights(net)
+
+    ends = Simulation(["a", "b"]).run(peer)
+    assert same(ends["a"], ends["b"])
+
+
+class Late:
+    """Sends after step 3 and applies after step 5."""
+
+    def at(self, step):
+        return {3: [Send(0)], 5: [Apply(0)]}.get(step, [])
+
+
+@pytest.mark.parametrize(("steps", "lag"), [(3, 0), (4, 1), (5, 2)])
+def test_what_is_in_flight_is_applied_once_by_the_schedule_or_by_finish(steps, lag):
+    net, infos = model(), []
+    rule = NoLoCoRule(lr=1.0, momentum=0.0)
+    opt = OuterOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), Alone(), rule=rule, schedule=Late(), run="r", on_round=infos.append
+    )
+    opt.finish()
+    assert infos == []
+    at_send = model()
+    train(at_send, torch.optim.SGD(at_send.parameters(), lr=0.1), 3)
+    train(net, opt, steps)
+    opt.finish()
+    opt.finish()
+    assert [(info.step, info.lag, info.key.run) for info in infos] == [(steps, lag, "r")]
+    torch.testing.assert_close(opt.slow, weights(at_send), rtol=0, atol=1e-7)
+
+
+def test_rounds_are_labelled_in_order_and_may_be_set_forward():
+    partner = Partner(None)
+    net = model()
+    opt = OuterOptimizer(torch.optim.SGD(net.parameters()), partner, rule=NoLoCoRule(), schedule=Every(2), run="mine")
+    train(net, opt, 5)
+    opt.round = 10
+    train(net, opt, 3)
+    assert [(key.run, key.round, key.fragment) for key in partner.keys] == [("mine", r, 0) for r in (0, 1, 10, 11)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((-0.1,), "outer lr"), ((0.7, 1.5), "outer momentum"), ((0.7, -0.1), "outer momentum"), ((0.7, 0.5, -0.1), "pull")],
+)
+def test_rules_refuse_what_cannot_work(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        NoLoCoRule(*arguments)
+
+
+def test_a_schedule_needs_at_least_one_step():
+    with pytest.raises(ValueError, match="at least 1 inner step, got 0"):
+        Every(0)
+
+
+def test_parameters_that_come_later_are_refused() -> None:
+    first, later = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    opt = NoLoCo(torch.optim.SGD([first], lr=0.1), Alone(), every=1)
+    with pytest.raises(ValueError, match="before wrapping"):
+        opt.add_param_group({"params": [later]})

@@ -1,0 +1,156 @@
+"""A codec's memory when rounds are refused: all that was applied, and what is owed, is always all that was learnt."""
+
+import copy
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.optim import (
+    CO2Rule,
+    Delayed,
+    DiLoCoRule,
+    EagerRule,
+    ErrorFeedback,
+    Every,
+    Mean,
+    OuterOptimizer,
+    Simulation,
+    SparseLoCo,
+    Streaming,
+    codec_named,
+)
+from shoal.optim.exchange.base import Nobody
+from shoal.optim.exchange.simulation import Faults
+
+CODECS = ["topk2+ef", "e3m0+ef", "sign+ef", "int8+ef", "auto:2+ef"]
+EVERY, SHAPES = 2, [(3, 5), (40,)]
+CASES = {
+    "at once": (DiLoCoRule(1.0, 0.0), Every(EVERY)),
+    "a fragment at a time": (DiLoCoRule(1.0, 0.0), Streaming(EVERY, 2)),
+    "a round late": (CO2Rule(1.0, 0.0, 1.0, None), Delayed(EVERY)),
+    "eager": (EagerRule(1.0, 0.0), Delayed(EVERY)),
+}
+
+
+class Moody:
+    """A group of one whose rounds end as told: "yes", "no" (encoded and sent in vain) or "nobody" (not even encoded)."""
+
+    def __init__(self, outcomes):
+        self.outcomes = iter(outcomes)
+
+    def start(self, key, tensors, weight=1.0, codec=None):
+        outcome = next(self.outcomes, "nobody")
+        if outcome == "nobody":
+            return Nobody()
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        sent = codec.decode(codec.encode(tensors), shapes)
+        mean = Mean(sent, 1.0, ("me",)) if outcome == "yes" else None
+        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+
+
+class Drifting:
+    """Weights that every inner step moves by a drawn vector, wherever they are."""
+
+    def __init__(self, rule, schedule, codec, outcomes, seed):
+        self.weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        self.opt = OuterOptimizer(
+            torch.optim.SGD(self.weights, lr=1.0), Moody(outcomes), rule=rule, schedule=schedule, codec=codec,
+            fragments=[[weight] for weight in self.weights] if isinstance(schedule, Streaming) else None,
+        )  # fmt: skip
+        self.generator = torch.Generator().manual_seed(seed)
+        self.learnt = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+
+    def train(self, steps):
+        for _ in range(steps):
+            for weight, learnt in zip(self.weights, self.learnt, strict=True):
+                weight.grad = torch.randn(weight.shape, generator=self.generator)
+                learnt += weight.grad.double()
+            self.opt.step()
+
+    def finish(self):
+        self.opt.finish()
+        parts = zip(self.opt._codecs, self.opt._parts, strict=True)
+        owed = chain.from_iterable(codec.error or [torch.zeros(SHAPES[i]) for i in part] for codec, part in parts)
+        for weight, error, learnt in zip(self.weights, owed, self.learnt, strict=True):
+            torch.testing.assert_close(error.double() - weight.double(), learnt, rtol=0, atol=1e-4)
+
+
+rounds = st.lists(st.sampled_from(["yes", "no", "nobody"]), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(CODECS), rounds, st.integers(0, 999))
+def test_what_was_applied_and_what_is_owed_is_what_was_learnt(case, codec, outcomes, seed):
+    world = Drifting(*CASES[case], codec_named(codec), outcomes, seed)
+    world.train(EVERY * len(outcomes))
+    world.finish()
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(CODECS), rounds, rounds, st.integers(0, 999))
+def test_a_state_saved_while_something_is_in_flight_owes_the_same(case, codec, before, after, seed):
+    world = Drifting(*CASES[case], codec_named(codec), before, seed)
+    world.train(EVERY * len(before))
+    again = Drifting(*CASES[case], codec_named(codec), after, seed)
+    again.generator.set_state(world.generator.get_state())
+    again.learnt = copy.deepcopy(world.learnt)
+    for mine, theirs in zip(again.weights, world.weights, strict=True):
+        mine.data.copy_(theirs.data)
+    again.opt.load_state_dict(copy.deepcopy(world.opt.state_dict()))
+    world.finish()  # saving changed nothing
+    again.train(EVERY * len(after))
+    again.finish()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.integers(0, 99))
+def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, lost_by_b, seed):
+    """SparseLoCo with beta 1: over both peers, slow weights plus what is owed is all that both have learnt (halved if averaged)."""
+    lost = {"a": lost_by_a, "b": lost_by_b}
+
+    def peer(exchange):
+        generator = torch.Generator().manual_seed(seed + ord(exchange.peer))
+        weight = torch.nn.Parameter(torch.zeros(70))
+        opt = SparseLoCo(torch.optim.SGD([weight], lr=1.0), exchange, codec=codec_named("topk2+ef"), every=1)
+        learnt, applied = torch.zeros(70, dtype=torch.float64), torch.zeros(70, dtype=torch.float64)
+        for _ in range(6):
+            slow = opt.slow[0].clone()
+            weight.grad = torch.randn(70, generator=generator)
+            opt.step()
+            learnt += weight.grad.double()
+            applied += (slow - opt.slow[0]).double()
+        return learnt, applied, opt.codec.error[0].double()
+
+    faults = Faults(drop=lambda name, key: key.round in lost[name])
+    found = Simulation(["a", "b"], faults=faults).run(peer)
+    learnt, applied, owed = (sum(values) for values in zip(*found.values(), strict=True))
+    torch.testing.assert_close(applied + owed, learnt, rtol=0, atol=1e-4)
+
+
+def test_with_a_fading_memory_a_refused_round_only_fades_it():
+    codec = codec_named("topk2+ef:0.9")
+    first, second = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+    codec.encode([first])
+    assert codec.pending
+    codec.accepted()
+    owed = codec.error[0].clone()
+    codec.encode([second])
+    codec.rejected([second])
+    assert not codec.pending
+    torch.testing.assert_close(codec.error[0], 0.9 * owed, rtol=0, atol=1e-6)
+
+
+def test_dropping_what_is_in_flight_gives_back_what_was_not_sent():
+    world = Drifting(DiLoCoRule(), Streaming(EVERY, 2, 1), codec_named("e3m0+ef"), ["yes"] * 9, 3)
+    world.train(2)
+    codec = world.opt._codecs[1]
+    assert isinstance(codec, ErrorFeedback)
+    assert codec.pending
+    world.opt.adopt([tensor.clone() for tensor in world.opt.slow], round=5)
+    assert not codec.pending
+    assert codec.error[0].abs().max() < 1e-6

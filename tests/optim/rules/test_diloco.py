@@ -1,0 +1,293 @@
+"""DiLoCo's equivalences, in both forms, each against an independent float64 reference; weights; SparseLoCo's outer step."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.optim import (
+    Alone,
+    DiLoCo,
+    DiLoCoRule,
+    Faults,
+    LocalSGD,
+    NoLoCo,
+    OuterOptimizer,
+    SparseLoCo,
+    Streaming,
+    by_rate,
+    by_steps,
+    by_tokens,
+    equal,
+)
+
+EVERY, ROUNDS = 5, 8
+
+
+def ends(found, every=EVERY):
+    return found.slow[every - 1 :: every]
+
+
+def diloco(lab, peers, lr, momentum, nesterov, every=EVERY, rounds=ROUNDS, weights=None):
+    """Slow weights after each round. The outer step is torch's own, in float64."""
+    slow = torch.tensor(lab.start())
+    outer = torch.optim.SGD([slow], lr=lr, momentum=momentum, nesterov=nesterov)
+    path = []
+    for _ in range(rounds):
+        moved = [slow.numpy() - lab.trained(peer, slow.numpy().copy(), every) for peer in peers]
+        slow.grad = torch.tensor(np.average(moved, axis=0, weights=weights))
+        outer.step()
+        path.append(slow.numpy().copy())
+    return np.array(path)
+
+
+def test_1_a_round_of_one_step_of_sgd_is_data_parallel_training(lab):
+    found = lab.run(DiLoCo, 20, every=1, lr=1.0, momentum=0.0)
+    weights, path = lab.start(), []
+    for _ in range(20):
+        weights = weights - lab.RATE * np.mean([lab.gradient(peer, weights) for peer in lab.PEERS], axis=0)
+        path.append(weights)
+    for peer in lab.PEERS:
+        lab.close(found[peer].slow, path)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("method", [partial(DiLoCo, lr=1.0, momentum=0.0), LocalSGD])
+def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_optimizer(lab, method, every):
+    found = lab.run(method, 12, every=every, inner=lambda weights: torch.optim.AdamW(weights, lr=0.01))
+    replicas = {peer: torch.nn.Parameter(torch.tensor(lab.start())) for peer in lab.PEERS}
+    inner = {peer: torch.optim.AdamW([weights], lr=0.01) for peer, weights in replicas.items()}
+    for step in range(1, 13):
+        for peer, weights in replicas.items():
+            weights.grad = torch.tensor(lab.gradient(peer, weights.detach().numpy()))
+            inner[peer].step()
+        if step % every == 0:
+            with torch.no_grad():
+                mean = torch.stack(list(replicas.values())).mean(0)
+                for weights in replicas.values():
+                    weights.copy_(mean)
+        for peer in lab.PEERS:
+            lab.close(found[peer].fast[step - 1], replicas[peer].detach().numpy())
+
+
+def test_3_alone_without_momentum_it_is_lookahead(lab):
+    found = lab.run(DiLoCo, EVERY * ROUNDS, ["anna"], every=EVERY, lr=0.5, momentum=0.0)["anna"]
+    slow, path = lab.start(), []
+    for _ in range(ROUNDS):
+        slow = slow + 0.5 * (lab.trained("anna", slow, EVERY) - slow)
+        path.append(slow)
+    lab.close(ends(found), path)
+    assert found.members == [()] * ROUNDS
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("peers", [["anna"], ["anna", "bert", "cleo", "dora"]])
+def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_alone_snoo(lab, peers, nesterov):
+    found = lab.run(DiLoCo, EVERY * ROUNDS, peers, every=EVERY, lr=0.7, momentum=0.9, nesterov=nesterov)
+    for peer in peers:
+        lab.close(ends(found[peer]), diloco(lab, peers, 0.7, 0.9, nesterov))
+        lab.close(found[peer].fast[EVERY - 1 :: EVERY], ends(found[peer]), atol=0)
+
+
+def test_the_two_forms_differ(lab):
+    forms = [diloco(lab, lab.PEERS, 0.7, 0.9, nesterov) for nesterov in (True, False)]
+    assert np.abs(forms[0] - forms[1]).max() > 0.05
+
+
+def test_4_replicas_with_the_same_data_are_one(lab):
+    same = lambda peer, weights: lab.least_squares("anna", weights)  # noqa: E731
+    one = lab.run(DiLoCo, 30, ["anna"], every=EVERY)["anna"]
+    for found in lab.run(DiLoCo, 30, loss=same, every=EVERY).values():
+        lab.close(found.slow, one.slow)
+
+
+@pytest.mark.parametrize(("nesterov", "factor"), [(True, 0.81), (False, 0.9)])
+def test_5_when_nothing_is_learnt_only_the_momentum_moves_the_slow_weights(nesterov, factor):
+    weight = torch.nn.Parameter(torch.ones(3))
+    opt = DiLoCo(torch.optim.SGD([weight], lr=0.0), Alone(), every=2, lr=0.7, momentum=0.9, nesterov=nesterov)
+    for _ in range(4):
+        opt.step()
+    assert opt.slow[0].tolist() == [1, 1, 1]
+    opt.rule_state["momentum"][0].fill_(0.5)
+    for _ in range(2):
+        opt.step()
+    torch.testing.assert_close(opt.slow[0], torch.full((3,), 1 - 0.7 * factor * 0.5), rtol=0, atol=1e-7)
+    torch.testing.assert_close(opt.rule_state["momentum"][0], torch.full((3,), 0.45), rtol=0, atol=1e-7)
+
+
+def test_6_all_replicas_have_the_same_bits_and_their_names_do_not_matter(lab):
+    found = lab.run(DiLoCo, 40, every=EVERY)
+    assert all(np.array_equal(ends(f), ends(found["anna"])) for f in found.values())
+    renamed = dict(zip(lab.PEERS, ["dora", "cleo", "anna", "bert"], strict=True))
+    other = lab.run(DiLoCo, 40, every=EVERY, loss=lambda peer, weights: lab.least_squares(renamed[peer], weights))
+    for peer in lab.PEERS:
+        lab.close(ends(other[peer]), ends(found[renamed[peer]]))
+
+
+def test_8_equal_weights_change_nothing_and_unequal_ones_weigh_the_displacements(lab):
+    plain = lab.run(DiLoCo, 40, every=EVERY)
+    thrice = lab.run(DiLoCo, 40, every=EVERY, weight=lambda peer, _: 3.0)
+    weights = dict(zip(lab.PEERS, [1.0, 2.0, 5.0, 0.5], strict=True))
+    uneven = lab.run(DiLoCo, 40, every=EVERY, weight=lambda peer, _: weights[peer])
+    expected = diloco(lab, lab.PEERS, 0.7, 0.9, True, weights=list(weights.values()))
+    for peer in lab.PEERS:
+        lab.close(thrice[peer].slow, plain[peer].slow)
+        lab.close(ends(uneven[peer]), expected)
+
+
+def test_8_a_peer_of_weight_zero_is_as_good_as_absent(lab):
+    found = lab.run(DiLoCo, 40, every=EVERY, weight=lambda peer, _: float(peer != "dora"))
+    expected = diloco(lab, lab.PEERS[:3], 0.7, 0.9, True)
+    for peer in lab.PEERS[:3]:
+        lab.close(ends(found[peer])[-1], expected[-1])
+        assert found[peer].members[-1] == tuple(lab.PEERS[:3])
+    assert set(found["dora"].members) == {()}
+    lab.close(ends(found["dora"]), diloco(lab, ["dora"], 0.7, 0.9, True))
+
+
+@pytest.mark.parametrize(("weight", "tokens"), [(by_tokens, 12 * 8), (by_steps, 3), (by_rate, 96 * 96 / 3), (equal, 1), (2.5, 2.5)])
+def test_weights_count_what_was_done_since_the_fragment_was_sent(weight, tokens):
+    sent = []
+
+    class Spy(Alone):
+        def start(self, key, tensors, weight=1.0, codec=None):
+            sent.append(weight)
+            return super().start(key, tensors, weight)
+
+    opt = DiLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Spy(), every=3, weight=weight)
+    for _ in range(6):
+        opt.count(32)
+        opt.step()
+    assert sent == [tokens, tokens]
+
+
+def test_weights_that_cannot_be_are_refused():
+    def step(weight):
+        DiLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=1, weight=weight).step()
+
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            step(weight)
+    for function in (by_tokens, by_rate):
+        with pytest.raises(ValueError, match=r"no tokens were counted: call opt.count\(tokens\)"):
+            step(function)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("pull", [None, 0.3])
+def test_noloco_with_weights_still_conserves_the_mean(lab, size, pull):
+    """Weights count in the pseudo-gradients; the pull is symmetric: without learning, the mean over the peers stays."""
+    weights = dict(zip(lab.PEERS, [1.0, 20.0, 5.0, 0.5], strict=True))
+    options = {"every": 1, "lr": 0.7, "momentum": 0.5, "pull": pull, "begin": lab.own_start}
+    options["weight"] = lambda peer, _: weights[peer]
+    still = lab.run(NoLoCo, 10, size=size, inner=lambda w: torch.optim.SGD(w, lr=0.0), **options)
+    mean = np.mean([lab.own_start(peer) for peer in lab.PEERS], axis=0)
+    lab.close(np.mean([f.slow for f in still.values()], axis=0), np.tile(mean, (10, 1)))
+    assert max(np.abs(f.slow[-1] - mean).max() for f in still.values()) < 0.2
+
+    moving = lab.run(NoLoCo, 2, size=4, loss=lab.linear, **options | {"every": 2})
+    moved = [2 * lab.RATE * lab.problem(peer)[0][0] for peer in lab.PEERS]
+    weighted = mean - 0.7 * np.average(moved, axis=0, weights=list(weights.values()))
+    lab.close(np.mean([f.slow[-1] for f in moving.values()], axis=0), weighted)
+
+
+class TopWithMemory:
+    """The largest ``count`` values of each tensor in float32 (as a dense payload), with error feedback: a stand-in."""
+
+    name, displacement = "top-test", True
+
+    def __init__(self, count, beta):
+        self.count, self.beta, self.error, self.sent, self.pending, self.rejections = count, beta, None, None, False, 0
+
+    def nbytes(self, shapes):
+        return 4 * sum(int(np.prod(shape)) for shape in shapes)
+
+    def encode(self, tensors):
+        error = self.error or [torch.zeros_like(t) for t in tensors]
+        total = [self.beta * e + t for e, t in zip(error, tensors, strict=True)]
+        self.sent = [torch.where(t.abs() >= t.abs().flatten().topk(min(self.count, t.numel())).values[-1], t, 0.0) for t in total]
+        self.error, self.pending = [t - s for t, s in zip(total, self.sent, strict=True)], True
+        return torch.cat([s.flatten() for s in self.sent]).view(torch.uint8)
+
+    def decode(self, payload, shapes):
+        parts = torch.split(payload.view(torch.float32), [int(np.prod(shape)) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def fresh(self):
+        return TopWithMemory(self.count, self.beta)
+
+    def accepted(self):
+        self.pending = False
+
+    def rejected(self, applied):
+        self.pending, self.rejections = False, self.rejections + 1
+        self.error = [e + s - g for e, s, g in zip(self.error, self.sent, applied, strict=True)]
+
+    def state_dict(self, unsent=None):
+        return {"error": [e.clone() for e in self.error or []]}
+
+    def load_state_dict(self, state):
+        self.error = [e.clone() for e in state["error"]] or None
+
+
+def sparse(inner, exchange, count=1, beta=0.95, **options):
+    return SparseLoCo(inner, exchange, codec=TopWithMemory(count, beta), **options)
+
+
+@pytest.mark.parametrize("beta", [0.95, 1.0])
+def test_sparseloco_is_the_papers_recursion(lab, beta):
+    found = lab.run(partial(sparse, beta=beta), EVERY * ROUNDS, every=EVERY, lr=0.9)
+    slow, errors = lab.start(), {peer: np.zeros(5) for peer in lab.PEERS}
+    for round in range(ROUNDS):
+        sent = []
+        for peer in lab.PEERS:
+            total = beta * errors[peer] + slow - lab.trained(peer, slow, EVERY)
+            kept = np.zeros(5)
+            for part in (slice(0, 3), slice(3, 5)):
+                best = np.abs(total[part]).argmax()
+                kept[part][best] = total[part][best]
+            errors[peer] = total - kept
+            sent.append(kept)
+        slow = slow - 0.9 * np.mean(sent, axis=0)
+        for peer in lab.PEERS:
+            lab.close(ends(found[peer])[round], slow)
+    for peer in lab.PEERS:
+        lab.close(torch.cat(found[peer].opt.codec.error).numpy(), errors[peer])
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+def test_sparseloco_that_sends_everything_is_diloco_without_momentum_for_any_beta(lab, beta):
+    found = lab.run(partial(sparse, count=5, beta=beta), 40, every=EVERY)
+    expected = diloco(lab, lab.PEERS, 1.0, 0.0, False)
+    for peer in lab.PEERS:
+        lab.close(ends(found[peer]), expected)
+
+
+def test_what_reached_nobody_goes_back_into_the_error_and_each_fragment_has_its_own(lab):
+    lost = Faults(drop=lambda peer, key: key.round == 1)
+    found = lab.run(sparse, 3 * EVERY, ["anna", "bert"], every=EVERY, faults=lost)["anna"]
+    assert found.members == [("anna", "bert"), (), ("anna", "bert")]
+    assert found.opt.codec.rejections == 1
+
+    codec = TopWithMemory(1, 0.9)
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    opt = OuterOptimizer(
+        torch.optim.SGD(weights, lr=0.1), Alone(), rule=DiLoCoRule(), schedule=Streaming(2, 2), codec=codec,
+        fragments=[weights[:1], weights[1:]],
+    )  # fmt: skip
+    assert opt._codecs[0] is codec
+    assert opt._codecs[1] is not codec
+
+
+@pytest.mark.parametrize("arguments", [{"lr": -0.1}, {"momentum": 1.5}, {"mix": 2.0}])
+def test_the_rule_refuses_what_cannot_work(arguments):
+    with pytest.raises(ValueError, match=r"outer lr|outer momentum|mix must lie"):
+        DiLoCoRule(**arguments)
+
+
+@pytest.mark.parametrize("method", [NoLoCo, LocalSGD])
+def test_a_codec_for_displacements_is_refused_by_methods_that_send_weights(method):
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="loses too much: choose float32"):
+        method(inner, Alone(), codec=TopWithMemory(1, 1.0))

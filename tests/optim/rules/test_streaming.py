@@ -1,0 +1,342 @@
+"""Streaming and Decoupled DiLoCo: the schedule, the fragments, and the equivalences against float64 references."""
+
+import copy
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.optim import (
+    Alone,
+    Apply,
+    DecoupledDiLoCo,
+    Delayed,
+    DiLoCo,
+    DiLoCoRule,
+    Faults,
+    OuterOptimizer,
+    Send,
+    Simulation,
+    Streaming,
+    StreamingDiLoCo,
+    rda,
+    strided,
+)
+
+EVERY = 6
+FIRST, SECOND = slice(0, 3), slice(3, 5)
+
+
+def streaming(lab, peers, steps, *, every, slices, lag, mix, lr, momentum, merge=None):
+    """{peer: (slow, fast) after each step}; every peer sees the same means."""
+    slow, velocity = lab.start(), np.zeros(5)
+    fast = {peer: lab.start() for peer in peers}
+    flights, path = {}, {peer: ([], []) for peer in peers}
+    for step in range(1, steps + 1):
+        for peer in peers:
+            fast[peer] = fast[peer] - lab.RATE * lab.gradient(peer, fast[peer])
+        for number, part in enumerate(slices):
+            if step % every == (number + 1) * every // len(slices) % every:
+                flights[number] = (step, [slow[part] - fast[peer][part] for peer in peers])
+            if number in flights and flights[number][0] == step - lag:
+                mean = (merge or (lambda moved: np.mean(moved, axis=0)))(flights.pop(number)[1])
+                velocity[part] = momentum * velocity[part] + mean
+                slow = slow.copy()
+                slow[part] -= lr * (mean + momentum * velocity[part])
+                for peer in peers:
+                    fast[peer] = fast[peer].copy()
+                    fast[peer][part] = mix * fast[peer][part] + (1 - mix) * slow[part]
+        for peer in peers:
+            path[peer][0].append(slow)
+            path[peer][1].append(fast[peer])
+    return path
+
+
+def two(peer, weights):
+    return [weights[:1], weights[1:]]
+
+
+@pytest.mark.parametrize(("lag", "mix"), [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.25), (5, 0.5), (5, 0.0)])
+def test_it_is_the_reference_with_fragments_in_flight(lab, lag, mix):
+    """With a lag of more than EVERY / 2 both fragments are in flight at once."""
+    found = lab.run(StreamingDiLoCo, 40, every=EVERY, fragments=two, lag=lag, mix=mix)
+    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[FIRST, SECOND], lag=lag, mix=mix, lr=0.4, momentum=0.9)
+    for peer in lab.PEERS:
+        lab.close(found[peer].slow, expected[peer][0])
+        lab.close(found[peer].fast, expected[peer][1])
+        assert all(info.lag == lag and len(info.members) == 4 for info in found[peer].infos)
+
+
+def test_1_one_fragment_without_lag_and_mix_is_diloco_to_the_bit(lab):
+    found = lab.run(StreamingDiLoCo, 30, every=5, fragments=1, lag=0, mix=0.0, lr=0.7)
+    for peer, expected in lab.run(DiLoCo, 30, every=5).items():
+        assert np.array_equal(found[peer].slow, expected.slow)
+        assert np.array_equal(found[peer].fast, expected.fast)
+
+
+@pytest.mark.parametrize("moving", [0, 1])
+def test_2_when_all_but_one_fragment_are_frozen_it_is_diloco_on_that_one(lab, moving):
+    """Fragment 0 is sent in the middle of the round; from there on its rounds are DiLoCo's."""
+    part = [FIRST, SECOND][moving]
+
+    def inner(weights):
+        return torch.optim.SGD([{"params": [w], "lr": lab.RATE * (i == moving)} for i, w in enumerate(weights)])
+
+    found = lab.run(StreamingDiLoCo, 33, every=EVERY, fragments=2, lag=0, mix=0.0, lr=0.7, inner=inner)
+    slow, velocity, path = lab.start(), np.zeros(5), []
+    for sent in range(3 if moving == 0 else 6, 34, EVERY):
+        steps = 3 if sent == 3 else EVERY
+        moved = []
+        for peer in lab.PEERS:
+            fast = slow.copy()
+            for _ in range(steps):
+                fast[part] -= lab.RATE * lab.gradient(peer, fast)[part]
+            moved.append(slow - fast)
+        velocity = 0.9 * velocity + np.mean(moved, axis=0)
+        slow = slow - 0.7 * (np.mean(moved, axis=0) + 0.9 * velocity)
+        path.append(slow)
+        for peer in lab.PEERS:
+            lab.close(found[peer].slow[sent - 1], slow)
+
+
+@pytest.mark.parametrize("lag", [0, 2, 5])
+@pytest.mark.parametrize("count", [1, 4])
+def test_3_and_4_with_mix_one_the_fast_weights_never_hear_the_others(lab, lag, count):
+    found = lab.run(StreamingDiLoCo, 30, lab.PEERS[:count], every=EVERY, fragments=2, lag=lag, mix=1.0)
+    for peer in lab.PEERS[:count]:
+        weights, path = torch.tensor(lab.start(), dtype=torch.float32), []
+        lab.close(found[peer].fast, [lab.trained(peer, lab.start(), steps) for steps in range(1, 31)])
+        parameters = [nn.Parameter(weights[:3].clone()), nn.Parameter(weights[3:].clone())]
+        alone = torch.optim.SGD(parameters, lr=lab.RATE)
+        for _ in range(30):
+            alone.zero_grad()
+            lab.least_squares(peer, parameters).backward()
+            alone.step()
+            path.append(torch.cat(parameters).detach().double().numpy())
+        assert np.array_equal(found[peer].fast, path)
+
+
+@given(every=st.integers(1, 40), fragments=st.integers(1, 40), lag=st.integers(0, 39))
+def test_6_each_fragment_is_sent_once_a_round_evenly_apart_and_applied_after_the_lag(every, fragments, lag):
+    if fragments > every or lag >= every:
+        with pytest.raises(ValueError, match=r"fragments must be between|lag must be at least 0"):
+            Streaming(every, fragments, lag)
+        return
+    schedule = Streaming(every, fragments, lag)
+    actions = [(step, action) for step in range(1, 3 * every + 1) for action in schedule.at(step)]
+    sends = {action.fragment: [s for s, a in actions if a == action] for _, action in actions if isinstance(action, Send)}
+    assert sorted(sends) == list(range(fragments))
+    for fragment, steps in sends.items():
+        first = (fragment + 1) * every // fragments
+        assert steps == [first, first + every, first + 2 * every]
+        applied = [s for s, a in actions if a == Apply(fragment, lag)]
+        assert applied == [s + lag for s in steps if s + lag <= 3 * every]
+    assert schedule.at(0) == schedule.at(-every) == []
+    delayed = Delayed(every, fragments)
+    for step in range(1, 3 * every + 1):
+        sent = [a.fragment for a in schedule.at(step) if isinstance(a, Send)]
+        assert delayed.at(step) == [action for f in sent for action in (Send(f), Apply(f, every))]
+
+
+def test_7_a_transport_that_takes_less_than_the_lag_changes_no_bit_and_costs_no_time(lab):
+    steps, lag = 40, 3
+
+    def delayed(delay):
+        return lab.run(StreamingDiLoCo, steps, every=EVERY, fragments=2, lag=lag, faults=Faults(delay=delay))
+
+    prompt = delayed(lambda peer, key: 0.0)
+    late = delayed(lambda peer, key: 0.1 * (lab.PEERS.index(peer) + key.round % 2) * 0.7)  # at most 2.8 steps
+    later = delayed(lambda peer, key: 0.35)  # half a step more than there is
+    for peer in lab.PEERS:
+        assert np.array_equal(prompt[peer].slow, late[peer].slow)
+        assert np.array_equal(prompt[peer].fast, late[peer].fast)
+        assert np.array_equal(prompt[peer].fast, later[peer].fast)
+        assert late[peer].now == pytest.approx(steps * lab.STEP_S)
+        assert later[peer].now == pytest.approx(steps * lab.STEP_S + 6 * 0.05)  # meanwhile the next one has a head start
+
+
+def test_each_fragment_has_a_momentum_of_its_own_and_a_lost_one_keeps_what_was_learnt(lab):
+    lost = Faults(drop=lambda peer, key: key.fragment == 0)
+    found = lab.run(StreamingDiLoCo, 36, every=EVERY, fragments=two, lag=0, mix=0.0, faults=lost)
+    for peer in lab.PEERS:
+        for info in found[peer].infos:
+            assert len(info.members) == (0 if info.key.fragment == 0 else 4)
+        assert np.array_equal(found[peer].slow[-1][SECOND], found["anna"].slow[-1][SECOND])
+        assert peer == "anna" or not np.array_equal(found[peer].slow[-1][FIRST], found["anna"].slow[-1][FIRST])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_fragments_are_strided_by_layer_and_hold_every_parameter_once():
+    model = Net()
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = [[names[id(p)] for p in part] for part in strided(model, 3)]
+    layers = [list(dict.fromkeys(".".join(n.split(".")[: 2 if "blocks" in n else 1]) for n in part)) for part in parts]
+    assert layers == [["embed", "blocks.2", "norm"], ["blocks.0", "blocks.3"], ["blocks.1", "blocks.4"]]
+    assert Counter(name for part in parts for name in part) == Counter(names.values())
+    with pytest.raises(ValueError, match="between 1 and the number of layers, 7, got 8"):
+        strided(model, 8)
+
+
+def test_every_parameter_must_be_in_exactly_one_fragment():
+    a, b = (nn.Parameter(torch.ones(size)) for size in (2, 3))
+    inner = torch.optim.SGD([a, b], lr=0.1)
+    for parts, message in [([[a]], r"parameter 1 of shape \(3,\) is in 0 fragments"), ([[a, b], [b]], "parameter 1 .* in 2"),
+                           ([[a, b], []], "fragment 1 has no parameter")]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            StreamingDiLoCo(inner, Alone(), fragments=parts)
+    with pytest.raises(ValueError, match="hand in model="):
+        StreamingDiLoCo(inner, Alone(), fragments=2)
+    with pytest.raises(ValueError, match="lag must be at least 0 and below every"):
+        StreamingDiLoCo(inner, Alone(), fragments=1, every=5, lag=5)
+
+
+def test_the_bytes_of_the_fragments_add_up_to_the_model(lab):
+    sent = Counter()
+
+    class Counting(Alone):
+        def start(self, key, tensors, weight=1.0, codec=None):
+            sent[key.fragment] += codec.nbytes([tuple(t.shape) for t in tensors])
+            return super().start(key, tensors)
+
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = StreamingDiLoCo(inner, Counting(), every=8, fragments=4, model=model)
+    for _ in range(24):
+        opt.step()
+    assert sum(sent.values()) == 3 * 4 * sum(p.numel() for p in model.parameters())
+    assert sorted(sent) == [0, 1, 2, 3]
+
+
+def test_averaged_shows_the_slow_weights_and_finish_applies_all_fragments_in_flight(lab):
+    def peer(exchange):
+        torch.manual_seed(0)
+        model = Net()
+        opt = StreamingDiLoCo(torch.optim.AdamW(model.parameters()), exchange, every=4, fragments=4, lag=3, model=model)
+        for step in range(6):
+            opt.zero_grad()
+            model.head(model.blocks[0](model.embed(torch.tensor([step, len(exchange.peer)])))).square().mean().backward()
+            opt.step()
+        assert sum(map(len, opt._in_flight.values())) == 3
+        with opt.averaged():
+            assert all(torch.equal(p, s) for p, s in zip(model.parameters(), opt.slow, strict=True))
+        opt.finish()
+        assert sum(map(len, opt._in_flight.values())) == 0
+        return opt.slow
+
+    ends = Simulation(["a", "bb"]).run(peer)
+    assert all(torch.equal(a, b) for a, b in zip(ends["a"], ends["bb"], strict=True))
+
+
+def test_a_bfloat16_model_restarted_from_a_mix_loses_nothing_to_rounding():
+    """Nothing is learnt: slow and fast weights must stay where the mix put them, whatever bfloat16 can hold."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    opt = StreamingDiLoCo(torch.optim.SGD([weight], lr=1.0), Alone(), every=2, fragments=1, lag=1, mix=0.5, lr=1.0, momentum=0.0)
+    opt.slow[0].fill_(1.001)  # the model holds 1, so the first pseudo-gradient is what it could not hold
+    opt.adopt([torch.full((4,), 1.001)], round=0, into_model=True)
+    for _ in range(3):
+        opt.step()
+    weight.grad = torch.full((4,), -(2.0**-6), dtype=torch.bfloat16)
+    opt.step()  # sent after this step: 1.001 + 2^-6
+    weight.grad = None
+    opt.step()
+    expected = 1.001 + 2.0**-6
+    torch.testing.assert_close(opt.slow[0], torch.full((4,), expected), rtol=0, atol=3e-7)
+    for _ in range(10):
+        opt.step()
+        torch.testing.assert_close(opt.slow[0], torch.full((4,), expected), rtol=0, atol=3e-7)
+
+
+def test_a_mix_that_bfloat16_cannot_hold_is_remembered_saved_and_restored():
+    def make():
+        weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        options = {"every": 2, "fragments": 1, "lag": 1, "mix": 0.5, "lr": 0.3, "momentum": 0.0}
+        return weight, StreamingDiLoCo(torch.optim.SGD([weight], lr=1.0), Alone(), **options)
+
+    def step(weight, opt, count):
+        for _ in range(count):
+            weight.grad = torch.full((3,), 2.0**-5, dtype=torch.bfloat16)
+            opt.step()
+
+    weight, opt = make()
+    exact_fast = exact_slow = 1.0
+    sent = None
+    for number in range(1, 12):
+        step(weight, opt, 1)
+        exact_fast -= 2.0**-5
+        if sent is not None:
+            exact_slow -= 0.3 * sent
+            exact_fast, sent = 0.5 * exact_fast + 0.5 * exact_slow, None
+        if number % 2 == 0:
+            sent = exact_slow - exact_fast
+        assert opt.slow[0][0].item() == pytest.approx(exact_slow, abs=1e-6)
+    assert opt._rounding
+    saved, bits = copy.deepcopy(opt.state_dict()), weight.detach().clone()
+    step(weight, opt, 7)
+    other, resumed = make()
+    other.data.copy_(bits)
+    resumed.load_state_dict(saved)
+    step(other, resumed, 7)
+    assert torch.equal(resumed.slow[0], opt.slow[0])
+    assert torch.equal(other, weight)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
+    def merge(moved):
+        parts = []
+        for number, part in enumerate((FIRST, SECOND)):
+            pieces = [m[part] for m in moved]
+            if plain and number == 1:
+                parts.append(np.average(pieces, axis=0, weights=WEIGHTS))
+                continue
+            direction = np.average([p / np.linalg.norm(p) for p in pieces], axis=0, weights=WEIGHTS)
+            length = np.average([np.linalg.norm(p) for p in pieces], weights=WEIGHTS)
+            parts.append(length * direction / np.linalg.norm(direction))
+        return np.concatenate(parts)
+
+    tokens = dict(zip(lab.PEERS, [10, 20, 40, 5], strict=True))
+    WEIGHTS = [(EVERY * t) ** 2 / EVERY for t in tokens.values()]
+
+    def method(inner, exchange, **options):
+        second = inner.param_groups[0]["params"][1]
+        opt = DecoupledDiLoCo(inner, exchange, fragments=1, lag=2, plain=[second] if plain else [], **options)
+        inner.register_step_post_hook(lambda *_: opt.count(tokens[exchange.peer]))
+        return opt
+
+    found = lab.run(method, 40, every=EVERY)
+    expected = streaming(
+        lab, lab.PEERS, 40, every=EVERY, slices=[slice(0, 5)], lag=2, mix=0.0, lr=0.7, momentum=0.9, merge=merge
+    )
+    for peer in lab.PEERS:
+        lab.close(found[peer].slow, expected[peer][0])
+    alone = lab.run(DecoupledDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, weight=lambda *_: 1.0)["anna"]
+    diloco = lab.run(StreamingDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, mix=0.0, lr=0.7)["anna"]
+    lab.close(alone.slow, diloco.slow)
+
+
+def test_the_merge_of_equal_gradients_is_the_gradient_and_of_opposite_ones_zero():
+    g = torch.tensor([3.0, 4.0])
+    torch.testing.assert_close(rda([g / 5], [torch.tensor(5.0)])[0], g)
+    assert rda([torch.zeros(2)], [torch.tensor(5.0)])[0].tolist() == [0, 0]
+
+
+def test_a_schedule_with_more_fragments_than_there_are_is_refused():
+    opt = OuterOptimizer(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), rule=DiLoCoRule(), schedule=Streaming(2, 2)
+    )
+    opt.step()
+    with pytest.raises(ValueError, match="the schedule sends fragment 1, but there are only 1"):
+        opt.step()

@@ -1,0 +1,335 @@
+"""Rounds of tokens and seconds: what a schedule asks for happens once and in order, whatever the steps are like."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.optim import (
+    CO2,
+    Alone,
+    Delayed,
+    EagerRule,
+    Every,
+    NoLoCo,
+    OuterOptimizer,
+    Seconds,
+    Send,
+    Steps,
+    Streaming,
+    Tokens,
+    by_tokens,
+)
+from shoal.optim.rules.diloco import DiLoCoRule
+from shoal.optim.schedule.auto_length import GRID, LONGEST_S, SHORTEST_S, STEPS, agreed_seconds
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self, now=0.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+@st.composite
+def schedules(draw):
+    every = draw(st.integers(1, 12))
+    fragments = draw(st.integers(1, every))
+    kind = draw(st.sampled_from([Every, Streaming, Delayed]))
+    if kind is Every:
+        return Every(every)
+    return Delayed(every, fragments) if kind is Delayed else Streaming(every, fragments, draw(st.integers(0, every - 1)))
+
+
+def visit(length, schedule, amounts, begin=lambda: None):
+    """The positions of each step; ``amounts`` yields the tokens counted by then."""
+    position, found = 0, []
+    for tokens in amounts:
+        reached = list(length.reached(position, schedule, tokens))
+        position = reached[-1] if reached else position
+        found.append(reached)
+    return found
+
+
+def check_each_once_and_never_beyond_a_round(found, every):
+    flat = [position for step in found for position in step]
+    assert flat == list(range(1, len(flat) + 1))
+    for step in found:
+        assert len({(position - 1) // every for position in step}) <= 1
+
+
+@given(schedules(), st.integers(1, 300), st.lists(st.integers(1, 700), min_size=1, max_size=60))
+def test_tokens_visit_every_position_once_and_end_a_round_when_they_are_there(schedule, size, batches):
+    totals = torch.tensor(batches).cumsum(0).tolist()
+    found = visit(Tokens(size), schedule, totals)
+    check_each_once_and_never_beyond_a_round(found, schedule.every)
+    ends = sum(bool(step) and step[-1] % schedule.every == 0 for step in found)
+    # A batch of several rounds is one; else there is one end for each full round.
+    assert ends <= totals[-1] // size
+    if max(batches) <= size:
+        assert ends == totals[-1] // size
+
+
+@given(
+    schedules(), st.floats(0.25, 50), st.floats(0, 2e9), st.lists(st.floats(0.01, 80), min_size=1, max_size=60), st.floats(0, 30)
+)
+def test_seconds_visit_every_position_once_and_end_a_round_at_the_first_step_after_its_time(schedule, size, now, steps, exchange):
+    clock = Clock(now)
+    length = Seconds(size, clock)
+    position, found, began = 0, [], None
+    for seconds in steps:
+        clock.now += seconds
+        before, reached = clock.now, []
+        for here in length.reached(position, schedule, 0):
+            position = here
+            reached.append(here)
+        found.append(reached)
+        if began is None:
+            began = before
+        elif reached and reached[-1] % schedule.every == 0:
+            assert before - began >= size / 2 * (1 - 1e-6)
+            assert before - seconds - began <= size * 1.5 * (1 + 1e-6)  # it had not been over one step earlier
+            began = before
+        else:
+            assert before - began <= size * 1.5 * (1 + 1e-6)
+    check_each_once_and_never_beyond_a_round(found, schedule.every)
+
+
+def test_an_exchange_that_takes_long_shortens_the_next_round_and_does_not_move_the_others():
+    clock, schedule = Clock(0.0), Every(1)
+    length, ends = Seconds(10.0, clock), []
+    for _ in range(300):
+        clock.now += 0.5
+        for _position in length.reached(len(ends), schedule, 0):
+            ends.append(clock.now)
+            clock.now += 4.0 if len(ends) == 2 else 7.0 if len(ends) == 4 else 0.0
+    assert ends[:6] == [10.0, 20.0, 30.0, 40.0, 60.0, 70.0]  # after 7 of 10 seconds the rest is not worth a round
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_is_set_costs_one_round_of_wrong_length(jump):
+    clock, schedule = Clock(1000.0), Every(4)
+    length, position, ends = Seconds(10.0, clock), 0, []
+    for step in range(400):
+        clock.now += 0.5 + (jump if step == 170 else 0.0)
+        for here in length.reached(position, schedule, 0):
+            position = here
+            if here % 4 == 0:
+                ends.append(step)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    assert sorted(gaps)[1:-1] == [20] * (len(gaps) - 2)
+    assert min(gaps) >= 1
+    assert max(gaps) <= 50
+
+
+def test_lengths_that_are_none():
+    for value in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="positive and finite number of seconds"):
+            Seconds(value, Clock())
+        with pytest.raises(ValueError, match="positive and finite number of seconds"):
+            list(Seconds(lambda value=value: value, Clock()).reached(0, Every(1), 0))
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        Tokens(0)
+    with pytest.raises(ValueError, match="no tokens were counted"):
+        list(Tokens(5).reached(0, Every(1), 0))
+
+
+# -- in the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def make(schedule, length, parts=1):
+    torch.manual_seed(3)
+    weights = [torch.nn.Parameter(torch.randn(3)) for _ in range(parts)]
+    inner = torch.optim.SGD(weights, lr=0.1, momentum=0.5)
+    fragments = [[weight] for weight in weights] if parts > 1 else None
+    rule = EagerRule(0.4, 0.6) if isinstance(schedule, Delayed) else DiLoCoRule(0.7, 0.9, mix=0.25)
+    opt = OuterOptimizer(inner, Alone(), rule=rule, schedule=schedule, length=length, fragments=fragments)
+    return weights, opt
+
+
+def advance(weights, opt, batches):
+    for batch in batches:
+        opt.zero_grad()
+        (sum(weight.square().sum() for weight in weights) * batch / 50).backward()
+        opt.count(batch)
+        opt.step()
+
+
+def bits(weights, opt):
+    return [t.clone() for t in (*[w.detach() for w in weights], *opt.slow, *(t for ts in opt.rule_state.values() for t in ts))]
+
+
+@pytest.mark.parametrize("schedule", [Every(6), Streaming(6, 3, 0), Streaming(6, 3, 4), Delayed(6, 3)])
+def test_tokens_of_one_batch_a_position_are_the_same_bits_as_steps(schedule):
+    parts = getattr(schedule, "fragments", 1)
+    rule = {"steps": Steps(), "tokens": Tokens(6 * 8)}
+    ends = {}
+    for name, length in rule.items():
+        weights, opt = make(schedule, length, parts)
+        advance(weights, opt, [8] * 40)
+        ends[name] = bits(weights, opt)
+        assert (opt.position, opt.steps) == (40, 40)
+    assert all(torch.equal(a, b) for a, b in zip(ends["steps"], ends["tokens"], strict=True))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.data())
+def test_a_run_of_tokens_resumed_at_any_step_ends_with_the_same_bits(batches, data):
+    at = data.draw(st.integers(0, len(batches)))
+    schedule = data.draw(st.sampled_from([Every(5), Streaming(5, 3, 0)]))
+    parts = getattr(schedule, "fragments", 1)
+    weights, opt = make(schedule, Tokens(60), parts)
+    advance(weights, opt, batches[:at])
+    saved = copy.deepcopy(opt.state_dict()), [weight.detach().clone() for weight in weights]
+    advance(weights, opt, batches[at:])
+
+    again, other = make(schedule, Tokens(60), parts)
+    other.load_state_dict(saved[0])
+    for weight, value in zip(again, saved[1], strict=True):
+        weight.data.copy_(value)
+    advance(again, other, batches[at:])
+    assert all(torch.equal(a, b) for a, b in zip(bits(weights, opt), bits(again, other), strict=True))
+    assert (other.position, other.round, other.tokens) == (opt.position, opt.round, opt.tokens)
+
+
+def test_seconds_resumed_in_mid_round_neither_skip_nor_repeat_anything():
+    sent = []
+
+    class Recorder(Alone):
+        def start(self, key, tensors, weight=1.0, codec=None):
+            sent.append((key.round, key.fragment))
+            return super().start(key, tensors, weight)
+
+    def peer(clock):
+        weights, opt = make(Streaming(6, 3, 1), Seconds(6.0, clock), 3)
+        opt.exchange = Recorder()
+        return weights, opt
+
+    clock = Clock(100.0)
+    weights, opt = peer(clock)
+    for _ in range(13):
+        clock.now += 0.75
+        advance(weights, opt, [1])
+    state, at = copy.deepcopy(opt.state_dict()), opt.position
+    assert at % 6 != 0
+    later = Clock(1000.3)
+    weights, opt = peer(later)
+    opt.load_state_dict(state)
+    assert opt.position == at
+    for _ in range(40):
+        later.now += 0.75
+        advance(weights, opt, [1])
+    assert sent == [(round, round % 3) for round in range(len(sent))]
+    assert len(sent) > 15
+
+
+def test_a_checkpoint_of_another_length_is_taken_over():
+    weights, opt = make(Every(5), Steps())
+    advance(weights, opt, [3] * 7)
+    _, other = make(Every(5), Tokens(100))
+    other.load_state_dict(opt.state_dict())
+    assert other.position == 7
+    assert list(other.length.reached(7, other.schedule, other.tokens + 99)) == [8, 9]
+    assert list(other.length.reached(9, other.schedule, other.tokens + 100)) == [10]
+
+
+def test_a_step_that_reaches_several_positions_does_all_that_they_ask_for():
+    """A peer so slow that each step is a whole round: what is sent early in it is also applied in it."""
+    clock, applied = Clock(0.0), []
+    weights, opt = make(Streaming(3, 3, 2), Seconds(1.0, clock), 3)
+    opt.on_round = applied.append
+    for _ in range(6):
+        clock.now += 5.0
+        advance(weights, opt, [1])
+    assert opt.position == 15  # the first step only starts the clock
+    assert [info.key.round for info in applied] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert {(info.key.fragment, info.lag) for info in applied} == {(0, 0), (1, 1), (2, 1)}
+
+
+def test_a_delayed_method_keeps_one_round_of_delay():
+    weight = torch.nn.Parameter(torch.ones(2))
+    infos, clock = [], Clock(0.0)
+    opt = CO2(torch.optim.SGD([weight], lr=0.1), Alone(), every=4, length=Seconds(4.0, clock), on_round=infos.append)
+    for _ in range(30):
+        clock.now += 1.0
+        weight.grad = weight.detach().clone()
+        opt.step()
+    assert [info.key.round for info in infos] == list(range(len(infos)))
+    assert {info.lag for info in infos} == {4}
+
+
+def test_an_optimizer_that_counts_weighs_only_if_told_to():
+    weights = []
+
+    class Spy(Alone):
+        def start(self, key, tensors, weight=1.0, codec=None):
+            weights.append((weight, len(tensors)))
+            return super().start(key, tensors, weight)
+
+    for options in ({}, {"weight": by_tokens}):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        opt = NoLoCo(torch.optim.SGD([parameter], lr=0.1), Spy(), every=2, **options)
+        for _ in range(2):
+            opt.count(7)
+            opt.step()
+    assert weights == [(1.0, 1), (14.0, 2)]
+
+
+def test_the_schedule_protocol_names_the_positions_of_a_round():
+    for schedule in (Every(7), Streaming(7, 2, 1), Delayed(7, 2)):
+        assert schedule.every == 7
+        sends = [a for step in range(1, 8) for a in schedule.at(step) if isinstance(a, Send)]
+        assert len(sends) == getattr(schedule, "fragments", 1)
+
+
+# -- seconds that all peers agree on -------------------------------------------------------------------------------------
+
+speeds = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20)
+
+
+@given(speeds, st.randoms())
+def test_agreed_seconds_let_the_slowest_useful_peer_make_its_steps(values, random):
+    found = agreed_seconds(values)
+    assert SHORTEST_S <= found <= LONGEST_S
+    shuffled = [*values, 0.0, -1.0, math.nan, math.inf]
+    random.shuffle(shuffled)
+    assert agreed_seconds(shuffled) == found
+    median = sorted(values)[(len(values) - 1) // 2]
+    useful = min(value for value in values if value >= median / 8)
+    assert found == LONGEST_S or found * useful >= STEPS * (1 - 1e-8)
+    # And no longer than it takes.
+    assert found == SHORTEST_S or found * useful <= STEPS * 2 ** (1 / GRID) * (1 + 1e-8)
+
+
+@given(st.lists(st.floats(1e-2, 1e2), min_size=2, max_size=12), st.one_of(st.floats(), st.just(1e-300), st.just(1e300)))
+def test_one_liar_cannot_move_it_beyond_what_honest_speeds_allow(honest, lie):
+    found = agreed_seconds([*honest, lie])
+    assert found >= agreed_seconds([max(honest)])
+    assert found <= agreed_seconds([min(honest) / 8])
+
+
+@given(st.lists(st.floats(0.05, 5), min_size=2, max_size=12), st.data())
+def test_views_that_differ_a_little_give_lengths_at_most_one_notch_apart(values, data):
+    noisy = [value * data.draw(st.floats(0.97, 1.03)) for value in values]
+    median = sorted(values)[(len(values) - 1) // 2]
+    if any(abs(value / (median / 8) - 1) < 0.07 for value in values):
+        return  # on the edge of being useful
+    ratio = agreed_seconds(noisy) / agreed_seconds(values)
+    assert 2 ** (-1 / GRID) * 0.999 <= ratio <= 2 ** (1 / GRID) * 1.001
+
+
+def test_agreed_seconds_by_example():
+    assert agreed_seconds([]) == agreed_seconds([0.0, 0.0]) == SHORTEST_S
+    assert agreed_seconds([10.0, 10.0]) == 1.0
+    assert agreed_seconds([1.0, 10.0]) == pytest.approx(2 ** (14 / 4))  # 10 s, rounded up
+    assert agreed_seconds([1.0, 10.0, 10.0]) == pytest.approx(1.0)  # 10 times slower than the rest: not waited for
+    assert agreed_seconds([2.0, 10.0, 10.0]) == pytest.approx(2 ** (10 / 4))
+    assert agreed_seconds([1e-9]) == LONGEST_S
+    assert agreed_seconds([1e-320, 1e-320]) == LONGEST_S

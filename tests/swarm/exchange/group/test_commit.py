@@ -1,0 +1,366 @@
+"""What counts and what does not when members of a group, or its leader, die, stop, lie, or are too late."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.codecs.registry import codec_named
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.contribution import contribution
+from shoal.swarm.exchange.group import allreduce as group_allreduce
+from shoal.swarm.exchange.group import commit as group_verdict
+from shoal.swarm.exchange.group.allgather import Gathering
+from shoal.swarm.exchange.group.commit import Verdict
+from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, Decisions
+from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.roster import enlist, ready_message
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.wire.envelope import seal, unpack, unseal
+from shoal.swarm.wire.group import GroupReady, GroupReceipt, GroupReply
+
+SWARM = "a" * 52
+LARGE = (300, 1000)
+WAYS = pytest.mark.parametrize("codec", [FLOAT32, codec_named("int8")], ids=["allreduce", "gather"])
+
+
+def kill(peer):
+    """As ``FakeHost.die``, from within the loop."""
+    peer.host.dead = True
+    for stream in peer.host.streams:
+        stream.abort()
+
+
+def freeze(monkeypatch, frozen):
+    """Streams in ``frozen`` are those of a stopped process: they stay open, and nothing happens on them."""
+
+    def freezing(name):
+        usual = getattr(Stream, name)
+
+        async def method(stream, *args, **options):
+            if stream in frozen:
+                await asyncio.Event().wait()
+            result = await usual(stream, *args, **options)
+            if stream in frozen:
+                await asyncio.Event().wait()
+            return result
+
+        monkeypatch.setattr(Stream, name, method)
+
+    for name in ("send", "receive", "swap"):
+        freezing(name)
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """Every attempt of a leader: the way, how many took part, and whether a mean was decided on."""
+    made, attempt = [], Verdict._attempt
+
+    async def noted(verdict, reduction, until):
+        came = len(verdict._seats)
+        decided = await attempt(verdict, reduction, until)
+        made.append((reduction, came, decided))
+        return decided
+
+    monkeypatch.setattr(Verdict, "_attempt", noted)
+    return made
+
+
+def start(peers, codec, shape=LARGE):
+    return [peer.start(0, float(number), codec, shape) for number, peer in enumerate(peers)]
+
+
+def check_same(handles, dead=()):
+    """The survivors hold the same whole mean, and at least their own contributions are in it."""
+    means = [handle.result() for number, handle in enumerate(handles) if number not in dead]
+    assert None not in means
+    for mean in means:
+        assert mean.members == means[0].members
+        assert torch.equal(mean.tensors[0], means[0].tensors[0])
+        assert len(mean.members) >= len(means)
+    return means[0]
+
+
+@WAYS
+def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(school, attempts, codec):
+    peers = school.peers(5)
+    torch.manual_seed(0)
+    tensors = [torch.randn(LARGE) for _ in peers]
+    handles = [
+        peer.exchange.start(RoundKey(SWARM, 0), [tensor], 1.0 + number, codec)
+        for number, (peer, tensor) in enumerate(zip(peers, tensors, strict=True))
+    ]
+    mean = check_same(handles)
+    expected = sum(tensor * (1.0 + number) for number, tensor in enumerate(tensors)) / 15
+    torch.testing.assert_close(mean.tensors[0], expected, rtol=1e-6, atol=1e-6 if codec is FLOAT32 else 0.05)
+    assert attempts == [("allreduce" if codec is FLOAT32 else "gather", 5, True)]
+    payload = codec.nbytes([LARGE])
+    for peer in peers:  # an all-reduce sends 2 (K - 1) / K payloads, gathering K - 1
+        assert peer.host.traffic.sent == pytest.approx((1.6 if codec is FLOAT32 else 4) * payload, rel=0.05)
+
+
+def test_who_leads_may_choose_to_gather_always(school, attempts):
+    handles = start(school.peers(4, gather=True), FLOAT32)
+    assert check_same(handles).tensors[0][0, 0].item() == 1.5
+    assert attempts == [("gather", 4, True)]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all_reduced(school, attempts, name):
+    handles = [peer.start(0, float(number), codec_named(name), (3,)) for number, peer in enumerate(school.peers(5))]
+    assert check_same(handles).tensors[0].tolist() == [2.0] * 3
+    assert attempts == [("allreduce", 5, True)]
+
+
+@WAYS
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkeypatch, attempts, codec, how):
+    peers = school.ranked(school.peers(5, chunk_timeout=1.0))
+    victim, frozen = peers[-1], []
+    freeze(monkeypatch, frozen)
+    received, swap = group_allreduce._Runner._received, Gathering._swap
+
+    def end(me):
+        if me == victim.id:
+            kill(victim) if how == "dies" else frozen.extend(victim.host.streams)
+
+    async def at_part(runner, *args):
+        end(runner.peer_id.to_base58())
+        return await received(runner, *args)
+
+    async def at_swap(gathering, stream):
+        end(gathering._me)
+        await swap(gathering, stream)
+
+    monkeypatch.setattr(group_allreduce._Runner, "_received", at_part)
+    monkeypatch.setattr(Gathering, "_swap", at_swap)
+    handles = start(peers, codec)
+    mean = check_same(handles, dead={4})
+    if len(mean.members) == 4:
+        assert mean.tensors[0][0, 0].item() == pytest.approx(1.5, abs=0.02)
+    if codec is FLOAT32:
+        assert attempts == [("allreduce", 5, False), ("gather", 4, True)]
+    assert all(victim.id not in peer.exchange._groups._view.expected() for peer in peers[:-1])
+
+
+@WAYS
+def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(school, monkeypatch, codec):
+    leader, *others = peers = school.ranked(school.peers(4))
+    reports = Verdict._reports
+
+    async def dying(verdict, *args):
+        await reports(verdict, *args)
+        kill(leader)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Verdict, "_reports", dying)
+    handles = start(peers, codec)
+    assert [handle.result(20.0) for handle in handles[1:]] == [None] * 3
+    assert all(handle._future.done() and not handle._future.cancelled() for handle in handles[1:])
+    assert all(peer.exchange.next_round == 1 for peer in others)
+
+
+def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school, monkeypatch):
+    leader, *_ = peers = school.ranked(school.peers(4, chunk_timeout=0.5))
+    frozen, reports = [], Verdict._reports
+    freeze(monkeypatch, frozen)
+
+    async def stopping(verdict, *args):
+        frozen.extend(leader.host.streams)
+        await reports(verdict, *args)
+
+    monkeypatch.setattr(Verdict, "_reports", stopping)
+    handles = start(peers, FLOAT32)
+    assert [handle.result(20.0) for handle in handles[1:]] == [None] * 3
+    assert all(handle._future.done() and not handle._future.cancelled() for handle in handles[1:])
+
+
+@WAYS
+def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(school, monkeypatch, codec):
+    leader, heard, *_ = peers = school.ranked(school.peers(4))
+    tell, told = Verdict._tell, asyncio.Event()
+
+    async def telling(verdict, seat, message):
+        if not isinstance(message, GroupReply):
+            await tell(verdict, seat, message)
+        elif seat.line.peer == heard.id:
+            await tell(verdict, seat, message)
+            await asyncio.wait_for(heard_it(), 5)
+            kill(leader)
+            told.set()
+        else:
+            await told.wait()
+
+    async def heard_it():
+        while not heard.exchange._groups._decisions._sealed:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Verdict, "_tell", telling)
+    assert len(check_same(start(peers, codec), dead={0}).members) == 4
+
+
+def test_a_member_whose_line_broke_asks_the_leader(school, monkeypatch, network):
+    leader, unlucky, *_ = peers = school.ranked(school.peers(3))
+    tell = Verdict._tell
+
+    async def losing(verdict, seat, message):
+        if isinstance(message, GroupReply) and seat.line.peer == unlucky.id:
+            seat.line.stream.abort()
+        else:
+            await tell(verdict, seat, message)
+
+    monkeypatch.setattr(Verdict, "_tell", losing)
+    assert len(check_same(start(peers, FLOAT32)).members) == 3
+    assert (unlucky.id, leader.id, DECISION_PROTOCOL) in network.opened
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_contribution_that_is_not_finite_is_left_out(school, attempts, poison, count):
+    peers = school.peers(count)
+    handles = start(peers[:-1], FLOAT32)
+    bad = peers[-1].start(0, poison, FLOAT32, LARGE)
+    mean = check_same(handles)
+    assert mean.members == tuple(sorted(peer.id for peer in peers[:-1]))
+    assert mean.tensors[0][0, 0].item() == pytest.approx((count - 2) / 2)
+    assert bad.result() is None
+    assert [way for way, _, _ in attempts] == (["gather"] if count == 3 else ["allreduce", "gather"])
+
+
+def test_a_payload_that_does_not_match_its_digest_is_left_out(school, monkeypatch):
+    peers = school.peers(3)
+    liar, swap = peers[0], Stream.swap
+
+    async def damaging(stream, outgoing, incoming, **options):
+        if stream in liar.host.streams:
+            outgoing = memoryview(bytes(len(outgoing)))
+        await swap(stream, outgoing, incoming, **options)
+
+    monkeypatch.setattr(Stream, "swap", damaging)
+    handles = [peer.start(0, 1.0 + number, FLOAT32, LARGE) for number, peer in enumerate(peers)]
+    assert check_same(handles, dead={0}).tensors[0][0, 0].item() == 2.5
+    assert handles[0].result() is None
+
+
+def test_two_members_that_cannot_reach_each_other_do_not_both_take_part(school, monkeypatch):
+    peers = school.peers(4, gather=True)
+    apart = {peer.id for peer in peers[:2]}
+    swap = Gathering._swap
+
+    async def cut(gathering, stream):
+        if {gathering._me, stream.peer_id} == apart:
+            stream.abort()
+        else:
+            await swap(gathering, stream)
+
+    monkeypatch.setattr(Gathering, "_swap", cut)
+    means = [handle.result() for handle in start(peers, FLOAT32)]
+    assert [mean is None for mean in means].count(True) == 1
+    assert (means[0] is None) != (means[1] is None)
+    assert len({mean.members for mean in means if mean is not None}) == 1
+    assert len(means[2].members) == 3
+
+
+def reseal(listed, change, identity=None):
+    """The sealed ready messages of a group, the first one changed and signed by somebody else."""
+    first, *others = listed
+    _, ready = unseal(first, GroupReady)
+    return [seal(ready.model_copy(update=change), identity or Identity.ephemeral()), *others]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda listed: [listed[0].replace(b"weight", b"weighs"), *listed[1:]],
+        lambda listed: reseal(listed, {"round": 5}),
+        lambda listed: [*listed, listed[0]],
+        lambda listed: listed[:1],
+        lambda listed: [*listed[:-1], listed[-1][:-5]],
+    ],
+    ids=["altered", "another-round", "twice", "left-out", "cut"],
+)
+def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
+    peers = school.peers(3, wait=1.0)
+    monkeypatch.setattr(group_verdict, "enlist", lambda listed: enlist(forge(list(listed))))
+    means = [handle.result() for handle in start(peers, FLOAT32)]
+    assert means == [None] * 3
+
+
+def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
+    peers = school.peers(4, wait=1.0, chunk_timeout=1.0, gather=True)
+    monkeypatch.setattr(group_verdict, "enlist", lambda listed: enlist(reseal(listed, {"weight": 9.0})))
+    means = {peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)}
+    assert means[min(means)] is None  # whose place was taken
+    for mean in means.values():
+        assert mean is None or (set(mean.members) < set(means) and mean.weight == len(mean.members))
+
+
+def test_a_forged_decision_is_not_believed(school, monkeypatch):
+    settle = Decisions.settle
+
+    def forging(decisions, nonce, mean):
+        decisions._identity = Identity.ephemeral()
+        return settle(decisions, nonce, mean)
+
+    monkeypatch.setattr(Decisions, "settle", forging)
+    assert [handle.result() for handle in start(school.peers(3), FLOAT32)] == [None] * 3
+
+
+def test_a_ready_message_that_another_peer_signed_is_refused(school, network):
+    liar, victim = school.peers(2)
+
+    async def lie():
+        stream = await liar.host.open(victim.id, LEADER_PROTOCOL, timeout=1)
+        mine = contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32)
+        await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 1)
+        return unpack(await stream.receive(GroupReceipt.LIMIT, 1), GroupReceipt)
+
+    receipt = liar.host.call(lie(), 5)
+    assert receipt.verdict == "refuse"
+    assert "another peer" in receipt.reason
+
+
+def test_strangers_get_no_payload(school, monkeypatch):
+    peers = school.peers(3)
+    stranger = school.peers(1)[0]
+    for peer in peers:
+        peer.sees = [other.id for other in peers]
+    refused, run = [], Gathering.run
+
+    async def running(gathering):
+        stream = await stranger.exchange._groups._streams.open(gathering._me, gathering.group.nonce)
+        with pytest.raises(NetworkError):
+            await stream.receive(1 << 20, 3.0)
+        refused.append(gathering._me)
+        await run(gathering)
+
+    monkeypatch.setattr(Gathering, "run", running)
+    check_same(start(peers, FLOAT32))
+    assert sorted(refused) == sorted(peer.id for peer in peers)
+
+
+def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
+    peers = school.peers(3)
+    handles, settle = [], Decisions.settle
+
+    def closing(decisions, nonce, mean):
+        handles[0]._decision.closed = True
+        return settle(decisions, nonce, mean)
+
+    monkeypatch.setattr(Decisions, "settle", closing)
+    handles.extend(start(peers, FLOAT32))
+    assert handles[0].result() is None
+    assert check_same(handles, dead={0}).tensors[0][0, 0].item() == 1.0
+
+
+def test_who_was_called_off_before_the_group_was_formed_is_not_in_it(school):
+    leader, second, third = school.ranked(school.peers(3, wait=20.0, quorum=2, grace=0.0))
+    early = leader.start(0, 9.0)
+    school.until(lambda: leader.seated() == 1)
+    assert early.result(0.0) is None
+    school.until(lambda: leader.seated() == 0)
+    assert school.values([second.start(0, 1.0), third.start(0, 3.0)]) == [2.0, 2.0]
+    assert early.result() is None

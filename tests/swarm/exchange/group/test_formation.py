@@ -1,0 +1,317 @@
+"""How the groups of a round come about when peers are late, early, gone, many, or see different memberships."""
+
+import re
+import threading
+import time
+
+import pytest
+
+from shoal.optim import BFLOAT16, RoundKey
+from shoal.optim.codecs.registry import codec_named
+from shoal.swarm.exchange.group import leader as group_lead
+from shoal.swarm.exchange.group import member as group_join
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+
+
+def test_four_peers_take_the_mean_of_all(school):
+    four = school.peers(4)
+    for round in range(3):
+        handles = [peer.start(round, float(number)) for number, peer in enumerate(four)]
+        assert school.values(handles) == [1.5] * 4
+    assert all(peer.exchange.next_round == 3 for peer in four)
+    mean = handles[0].result()
+    assert mean.members == tuple(sorted(peer.id for peer in four))
+    assert mean.weight == 4.0
+    assert handles[0].result() is mean
+
+
+@pytest.mark.parametrize("name", ["float32", "int8"])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_contributions_count_by_their_weights(school, name, count):
+    handles = [
+        peer.start(0, float(number), codec_named(name), weight=1.0 + number) for number, peer in enumerate(school.peers(count))
+    ]
+    total = sum(range(1, count + 1))
+    assert school.values(handles) == [pytest.approx(sum(n * (n + 1) for n in range(count)) / total, rel=1e-6)] * count
+    assert {handle.result().weight for handle in handles} == {float(total)}
+
+
+def test_several_fragments_are_in_flight_at_once_in_any_order(school):
+    three = school.peers(3, fragments=3)
+    handles = {}
+    for number, peer in enumerate(three):
+        for fragment in (0, 1, 2) if number else (2, 0, 1):
+            handles[peer.id, fragment] = peer.start(fragment, 10.0 * fragment + number, fragment=fragment, shape=(fragment + 2,))
+    for fragment in (1, 2, 0):
+        assert school.values([handles[peer.id, fragment] for peer in three]) == [pytest.approx(10.0 * fragment + 1.0)] * 3
+    assert [peer.exchange.next_round for peer in three] == [3, 3, 3]
+
+
+def test_peers_in_their_own_time_always_find_their_group(school):
+    four = school.peers(4, wait=20.0)
+    met = {}
+
+    def train(peer):
+        for round in range(15):
+            met[peer.id, round] = peer.start(round, 1.0).result()
+
+    threads = [threading.Thread(target=train, args=(peer,)) for peer in four]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    everybody = tuple(sorted(peer.id for peer in four))
+    assert [mean and mean.members for mean in met.values()] == [everybody] * 60
+
+
+def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_them_again(school):
+    four = school.peers(4, quorum=3, grace=0.1)
+    leader, *others = school.ranked(four)
+    assert school.values([peer.start(0, 3.0) for peer in others]) == [pytest.approx(3.0)] * 3
+    late = leader.start(0, 7.0)
+    school.until(lambda: leader.exchange.next_round == 2)
+    assert school.values([*(peer.start(1, 3.0) for peer in others), late]) == [4.0] * 4
+    assert leader.exchange.next_round == 2
+
+
+def test_a_slow_peer_is_left_out_after_the_grace_and_goes_where_it_is_told(school):
+    four = school.peers(4, quorum=3, grace=0.1, fragments=3)
+    slow = school.ranked(four, 1)[-1]
+    others = [peer for peer in four if peer is not slow]
+    assert school.values([peer.start(1, 3.0, fragment=1) for peer in others]) == [pytest.approx(3.0)] * 3
+    for peer in four:
+        peer.rounds = {other.id: 2 for other in others}
+    late = slow.start(1, 7.0, fragment=1)
+    school.until(lambda: slow.exchange.next_round == 5)
+    assert school.values([*(peer.start(4, 3.0, fragment=1) for peer in others), late]) == [4.0] * 4
+
+
+def test_who_comes_within_the_grace_is_in(school):
+    three = school.peers(3, quorum=2, grace=60.0, wait=30.0)
+    leader, second, third = school.ranked(three)
+    handles = [leader.start(0, 1.0), second.start(0, 2.0)]
+    school.until(lambda: leader.seated() == 2)
+    assert school.values([*handles, third.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
+
+
+def test_what_belongs_to_its_round_does_not_move(school):
+    three = school.peers(3, quorum=2, grace=0.0, follow=False)
+    leader, second, late = school.ranked(three)
+    assert school.values([leader.start(4, 1.0), second.start(4, 1.0)]) == [1.0, 1.0]
+    late.rounds = {peer.id: 5 for peer in three}
+    assert late.start(4, 1.0).result() is None
+    assert late.exchange.next_round == 5
+
+
+def test_one_peer_alone_cannot_send_another_far_away(school):
+    leader, second, third = school.ranked(school.peers(3, wait=0.5))
+    leader.exchange.start(RoundKey("a" * 52, 10**6), []).result(0.01)
+    assert second.start(0, 1.0).result(3.0) is None
+    assert second.exchange.next_round <= 3
+    assert third.looked == 0
+
+
+def test_a_newcomer_that_counts_its_fragments_otherwise_is_put_into_step(school):
+    four = school.peers(4, fragments=2, wait=5.0)
+    old, new = four[:3], four[3]
+    for peer in old:
+        peer.sees = [other.id for other in old]
+    # The others send fragment 0 in even rounds; a newcomer that leads its own odd round has nobody to tell it.
+    odd = next(round for round in range(5, 100, 2) if school.ranked(four, round)[0] is not new)
+    assert school.values([peer.start(odd - 1, 1.0, fragment=0) for peer in old]) == [pytest.approx(1.0)] * 3
+    for peer in four:
+        peer.sees, peer.rounds = None, {other.id: odd for other in old}
+    handle = new.start(odd, 5.0, fragment=0)
+    school.until(lambda: new.exchange.next_round == odd + 2)
+    assert school.values([*(peer.start(odd + 1, 1.0, fragment=0) for peer in old), handle]) == [2.0] * 4
+
+
+def test_a_dead_leader_is_passed_over_at_once(school):
+    three = school.peers(3, wait=20.0)
+    leader, *others = school.ranked(three)
+    leader.host.die()
+    handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
+    assert [handle.result(10.0).weight for handle in handles] == [2.0, 2.0]
+
+
+def test_who_died_before_it_was_ready_is_knocked_at_and_not_waited_for(school, monkeypatch):
+    monkeypatch.setattr(group_lead, "KNOCK_S", 0.2)
+    *others, victim = school.ranked(school.peers(4, wait=60.0))
+    victim.host.die()
+    handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
+    assert [handle.result(10.0).weight for handle in handles] == [3.0] * 3
+
+
+def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
+    monkeypatch.setattr(group_lead, "KNOCK_S", 0.05)
+    leader, second, late = school.ranked(school.peers(3, wait=20.0))
+    knocked = threading.Event()
+    answering = late.host.handlers[LEADER_PROTOCOL]
+
+    async def opens(stream):
+        knocked.set()
+        await answering(stream)
+
+    late.host.handlers[LEADER_PROTOCOL] = opens
+    handles = [leader.start(0, 1.0), second.start(0, 2.0)]
+    assert knocked.wait(10)
+    assert school.values([*handles, late.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
+
+
+def test_a_leader_that_does_not_answer_is_passed_over(school, monkeypatch):
+    monkeypatch.setattr(group_join, "PROBE_S", 0.3)
+    leader, *others = school.ranked(school.peers(4, wait=20.0, quorum=3, grace=0.0))
+
+    async def stopped(stream):
+        await stream.drained(60)
+
+    leader.host.handlers[LEADER_PROTOCOL] = stopped
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [pytest.approx(1.0)] * 3
+
+
+def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatch):
+    leader, *others = school.ranked(school.peers(4, wait=20.0, quorum=3, grace=0.0))
+    handles = [others[0].start(0, 0.0)]
+    school.until(lambda: leader.seated() == 1)
+    leader.host.die()
+    handles += [peer.start(0, 3.0) for peer in others[1:]]
+    assert school.values(handles) == [pytest.approx(2.0)] * 3
+
+
+def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
+    *others, victim = school.ranked(school.peers(4, wait=30.0))
+    for peer in others:
+        peer.exchange._groups._view.miss([victim.id])
+        assert victim.id not in peer.exchange._groups._view.expected()
+    handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
+    assert school.values(handles) == [pytest.approx(1.0)] * 3
+    for peer in others:
+        peer.issued[victim.id] = 2.0
+        assert victim.id in peer.exchange._groups._view.expected()
+
+
+def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school):
+    """Else each round that its rank gives to it would cost the others a part of their patience."""
+    leader, *others = school.ranked(school.peers(3, wait=6.0))
+    answering = leader.host.handlers[LEADER_PROTOCOL]
+    asked = []
+
+    async def sleeping(stream):
+        asked.append(stream.peer_id)
+        await stream.drained(60)
+
+    leader.host.handlers[LEADER_PROTOCOL] = sleeping
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    asked.clear()
+    second = next(round for round in range(1, 100) if school.ranked([leader, *others], round)[0] is leader)
+    assert school.values([peer.start(second, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    assert asked == []
+    leader.host.handlers[LEADER_PROTOCOL] = answering
+    for peer in others:
+        peer.issued[leader.id] = 2.0
+    third = next(round for round in range(second + 1, 200) if school.ranked([leader, *others], round)[0] is leader)
+    assert school.values([peer.start(third, 4.0) for peer in (*others, leader)]) == [4.0] * 3
+
+
+def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(school):
+    *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
+    for peer in others:
+        peer.exchange._groups._view.miss([late.id])
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    assert late.start(0, 9.0).result() is None  # it is told the next round, and goes there when it has something new
+    round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0])
+    handles = [peer.start(round, 1.0) for peer in others]
+    school.until(lambda: others[0].seated(round) == 2)
+    assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
+
+
+def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):
+    three = school.peers(3, wait=0.7)
+    third = school.ranked(three)[-1]
+    others = [peer for peer in three if peer is not third]
+    assert school.values([peer.start(0, 2.0) for peer in others]) == [2.0, 2.0]
+    later = next(round for round in range(1, 100) if school.ranked(three, round)[0] is not third)
+    for peer in others:
+        peer.exchange._groups._wait = peer.exchange._leader._wait = 60.0
+    handles = [peer.start(later, 3.0) for peer in others]
+    assert [handle.result(10.0).weight for handle in handles] == [2.0, 2.0]
+    assert third.exchange.next_round == 0
+
+
+def test_nobody_comes(school):
+    peer, _ = school.peers(2, wait=0.5)
+    began = time.monotonic()
+    assert peer.start().result() is None
+    assert time.monotonic() - began < 2.0
+    assert peer.exchange.next_round == 1
+
+
+def test_alone_in_the_swarm(school):
+    (peer,) = school.peers(1)
+    assert peer.start().result() is None
+    assert peer.exchange.waited < 1
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(4, [2, 2, 2, 2]), (5, [2, 2, 3, 3, 3])])
+def test_too_many_are_dealt_into_groups_of_nearly_equal_size_and_nobody_is_left_alone(school, count, sizes):
+    means = [handle.result() for handle in [peer.start(0, float(n)) for n, peer in enumerate(school.peers(count, max_group=2))]]
+    assert sorted(len(mean.members) for mean in means) == sizes
+    assert sum(mean.tensors[0][0].item() for mean in means) == pytest.approx(sum(range(count)))
+
+
+def test_a_peer_that_does_not_see_the_leader_is_sent_to_it(school):
+    four = school.peers(4, wait=20.0)
+    leader, *others = school.ranked(four)
+    newcomer = others[-1]
+    newcomer.sees = [peer.id for peer in others]
+    first = newcomer.start(0, 3.0)
+    school.until(lambda: others[0].seated() == 1)
+    assert school.values([first, *(peer.start(0, 1.0) for peer in (others[0], others[1], leader))]) == [1.5] * 4
+
+
+def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(school):
+    leader, *others = school.ranked(school.peers(4, wait=20.0))
+    others[-1].sees = [peer.id for peer in others]
+    handles = [peer.start(0, 1.0) for peer in (others[0], others[1], leader)]
+    school.until(lambda: leader.seated() == 3)
+    assert school.values([others[-1].start(0, 5.0), *handles]) == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [
+        ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
+        ({"shape": (5,)}, "the tensors have other shapes or types"),
+        ({"shape": (2, 2)}, "the tensors have other shapes or types"),
+    ],
+)
+def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(school, caplog, offer, reason):
+    leader, second, odd = school.ranked(school.peers(3, wait=1.0))
+    handles = [leader.start(0, 1.0), second.start(0, 3.0)]
+    school.until(lambda: leader.seated() == 2)
+    assert odd.start(0, 9.0, **offer).result() is None
+    assert school.values(handles) == [2.0, 2.0]
+    said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
+    assert any(re.search(reason, sentence) for sentence in said)
+
+
+def test_a_shorter_deadline_and_hurry_are_kept(school):
+    peer, _ = school.peers(2, wait=60.0)
+    began = time.monotonic()
+    assert peer.start(0).result(0.3) is None
+    handle = peer.start(1)
+    threading.Timer(0.2, peer.exchange.hurry, [0.2]).start()
+    assert handle.result() is None
+    assert time.monotonic() - began < 3.0
+
+
+def test_mistakes_of_the_caller(school, network):
+    (peer,) = school.peers(1)
+    with pytest.raises(ValueError, match="belongs to swarm"):
+        peer.exchange.start(RoundKey("another", 0), [])
+    for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}, {"quorum": -1}, {"grace": float("nan")}):
+        with pytest.raises(ValueError, match="must be"):
+            GroupExchange(
+                peer.host, peer.host.identity, swarm="a" * 52, model="0" * 64, seed=0, members=peer.members, **wrong
+            )

@@ -1,0 +1,84 @@
+"""A group's mean over four real hosts, each with its daemon."""
+
+import time
+
+import pytest
+import torch
+
+from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.codecs.registry import codec_named
+from shoal.optim.exchange.base import weighted_mean
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.wire.member import Member
+
+SWARM, MODEL = "a" * 52, "0" * 64
+SHAPES = [(300, 100), (7,), (64, 64)]
+
+
+def member(host):
+    return Member(
+        swarm=SWARM, peer=host.peer_id, name="x", addresses=host.addresses(), round=0, step=0, loss=None, steps_per_s=0.0,
+        shard=0, shards=1, model=MODEL, state="training", issued=time.time(), version="0",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    identities = [Identity.ephemeral() for _ in range(4)]
+    started = [Host.start(identity, timeout=30) for identity in identities]
+    yield list(zip(started, identities, strict=True))
+    for host in started:
+        host.close()
+
+
+@pytest.fixture
+def group(hosts, request):
+    members = {host.peer_id: member(host) for host, _ in hosts}
+    return [
+        GroupExchange(
+            host, identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, fragments=getattr(request, "param", 1),
+            wait=20.0, chunk_timeout=5.0,
+        )
+        for host, identity in hosts
+    ]  # fmt: skip
+
+
+def tensors(number, round=0):
+    generator = torch.Generator().manual_seed(100 * number + round)
+    return [torch.empty(shape).uniform_(-1, 1, generator=generator) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8+ef", "topk2+ef"])
+def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_everywhere(group, hosts, name):
+    codecs = [codec_named(name) for _ in group]
+    twins = [codec_named(name) for _ in group]
+    for round in range(2):
+        handles = [
+            exchange.start(RoundKey(SWARM, round), tensors(number, round), 1.0 + number, codecs[number])
+            for number, exchange in enumerate(group)
+        ]
+        means = [handle.result() for handle in handles]
+        expected = weighted_mean([
+            (host.peer_id, 1.0 + number, twins[number].decode(twins[number].encode(tensors(number, round)), SHAPES))
+            for number, (host, _) in enumerate(hosts)
+        ])  # fmt: skip
+        for mean in means:
+            assert (mean.members, mean.weight) == (expected.members, 10.0)
+            for got, first, wanted in zip(mean.tensors, means[0].tensors, expected.tensors, strict=True):
+                assert torch.equal(got, first)
+                torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("group", [3], indirect=True)
+def test_several_fragments_are_in_flight_at_once(group):
+    handles = [
+        [exchange.start(RoundKey(SWARM, fragment, fragment), tensors(number, fragment), 1.0, FLOAT32) for fragment in range(3)]
+        for number, exchange in enumerate(group)
+    ]
+    for fragment in range(3):
+        expected = sum(tensors(number, fragment)[0] for number in range(4)) / 4
+        for flights in handles:
+            torch.testing.assert_close(flights[fragment].result().tensors[0], expected, rtol=1e-6, atol=1e-6)
+    assert [exchange.next_round for exchange in group] == [3] * 4

@@ -1,0 +1,299 @@
+"""Who meets whom when peers are late, early, gone, busy, or see different memberships."""
+
+import logging
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+from shoal.optim import BFLOAT16, FLOAT32, RoundKey
+from shoal.optim.exchange.pairing import mate
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
+from shoal.swarm.wire.member import ENVELOPE, Answer, Offer, pack, seal, unseal
+
+SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
+WAIT = 1.5
+
+
+class Peer:
+    """An exchange on a fake host, with a membership of its own."""
+
+    def __init__(self, network, sees=None, model=MODEL, swarm=SWARM, wait=WAIT):
+        self.network, self.host = network, network.host()
+        self.id = self.host.peer_id
+        self.sees = sees
+        self.looked = 0
+        self.gone = {}
+        self.rounds = {}
+        self.model = model
+        self.exchange = SwarmExchange(
+            self.host, self.host.identity, swarm=swarm, model=model, seed=SEED, members=self.members,
+            departed=lambda: self.gone, look=self.look, wait=wait, chunk_timeout=0.5, exchange_timeout=5.0,
+        )  # fmt: skip
+
+    def look(self):
+        self.looked += 1
+
+    def members(self):
+        ids = self.network.hosts if self.sees is None else self.sees
+        return {peer: self.network.member(peer, self.rounds.get(peer, 0), self.model) for peer in ids}
+
+    def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), run=SWARM):
+        return self.exchange.start(RoundKey(run, round), [torch.full(shape, value)], 1.0, codec)
+
+
+def value(mean):
+    return None if mean is None else mean.tensors[0][0].item()
+
+
+def until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.01)
+
+
+def a_round(ids, wanted):
+    """A round in which the mates are as wanted: pairs of peers."""
+    for round in range(1000):
+        if all(mate(SEED, round, a, ids) == b for a, b in wanted):
+            return round
+    raise AssertionError
+
+
+def test_mates_that_call_at_the_same_moment_meet(network):
+    a, b = Peer(network), Peer(network)
+    for round in range(20):
+        handles = [a.start(round, 1.0), b.start(round, 3.0)]
+        assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
+    assert a.exchange.waited < 5
+
+
+def test_four_peers_in_their_own_time_always_meet_their_mates(network):
+    peers = [Peer(network, wait=20.0) for _ in range(4)]
+    ids = [peer.id for peer in peers]
+    met = {}
+
+    def train(peer):
+        for round in range(30):
+            mean = peer.start(round, 1.0).result()
+            met[peer.id, round] = mean and mean.members
+
+    threads = [threading.Thread(target=train, args=(peer,)) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = {
+        (peer, round): tuple(sorted((peer, mate(SEED, round, peer, ids)))) for peer in ids for round in range(30)
+    }
+    assert met == expected
+
+
+def test_a_partner_that_is_late_is_waited_for(network):
+    a, b = Peer(network), Peer(network)
+    handle = a.start(value=1.0)
+    until(lambda: b.exchange._rendezvous._held)
+    assert not handle.done()
+    assert value(b.start(value=3.0).result()) == 2.0
+    assert value(handle.result()) == 2.0
+
+
+def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
+    peers = a, b, c, d = [Peer(network, wait=5.0) for _ in range(4)]
+    ids = [peer.id for peer in peers]
+    first = next(r for r in range(1000) if mate(SEED, r, a.id, ids) == c.id and mate(SEED, r + 1, a.id, ids) == b.id)
+    c.start(first)
+    assert value(a.start(first).result()) == 0.0  # in that round b and d are to meet, and neither has begun it
+    handle = a.start(first + 1, 1.0)
+    until(lambda: b.exchange._rendezvous._held)
+    other = b.start(first, 5.0)
+    assert value(d.start(first, 7.0).result()) == value(other.result()) == 6.0
+    assert not handle.done()
+    assert value(b.start(first + 1, 3.0).result()) == value(handle.result()) == 2.0
+
+
+def test_nobody_answers_within_the_wait(network):
+    a, b = Peer(network), Peer(network)
+    began = time.monotonic()
+    assert a.start().result() is None
+    assert WAIT * 0.9 < time.monotonic() - began < WAIT + 0.5
+    assert b.start().result(0.3) is None  # "passed" sends it to a round in which nobody is either
+
+
+def test_a_partner_that_vanished_costs_no_wait(network):
+    a, b = Peer(network), Peer(network)
+    b.host.die()
+    began = time.monotonic()
+    assert a.start().result() is None
+    assert time.monotonic() - began < WAIT / 2
+
+
+def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
+    a, b = Peer(network), Peer(network)
+    a.start()
+    until(lambda: b.exchange._rendezvous._held)
+    a.host.die()
+    until(lambda: not b.exchange._rendezvous._held)
+    assert b.start().result() is None
+
+
+def test_the_odd_one_out_does_not_wait(network):
+    peers = [Peer(network) for _ in range(3)]
+    ids = [peer.id for peer in peers]
+    (odd,) = [peer for peer in peers if mate(SEED, 0, peer.id, ids) is None]
+    handles = [peer.start(value=1.0) for peer in peers if peer is not odd]
+    began = time.monotonic()
+    assert odd.start().result() is None
+    assert time.monotonic() - began < 0.5
+    assert [value(handle.result()) for handle in handles] == [1.0, 1.0]
+
+
+def test_alone_in_the_swarm(network):
+    began = time.monotonic()
+    assert Peer(network).start().result() is None
+    assert time.monotonic() - began < 0.5
+
+
+def test_peers_that_disagree_about_the_membership_still_come_to_an_end(network):
+    # a sees {a, b, c} and is to meet c; b and c do not know each other, and both expect a.
+    a, b, c = peers = [Peer(network, wait=3.0) for _ in range(3)]
+    b.sees, c.sees = [a.id, b.id], [a.id, c.id]
+    round = a_round([peer.id for peer in peers], [(a.id, c.id)])
+    began = time.monotonic()
+    handles = [peer.start(round, number) for peer, number in ((a, 1.0), (b, 5.0), (c, 3.0))]
+    assert [value(handle.result()) for handle in handles] == [2.0, None, 2.0]
+    assert time.monotonic() - began < 3.0
+
+
+def test_peers_left_over_meet_each_other(network):
+    # The mates of a and of b are dead.
+    a, b, c, d = peers = [Peer(network, wait=10.0) for _ in range(4)]  # listening: a second
+    round = a_round([peer.id for peer in peers], [(a.id, c.id), (b.id, d.id)])
+    c.host.die()
+    d.host.die()
+    handles = [a.start(round, 1.0), b.start(round, 3.0)]
+    assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
+
+
+def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
+    # a and b have met in this last round and a has left; without it, c would be paired with b, who has passed, or be odd.
+    a, b, c, d = peers = [Peer(network) for _ in range(4)]
+    ids = [peer.id for peer in peers]
+    three = [b.id, c.id, d.id]
+    round = next(
+        r for r in range(1000) if mate(SEED, r, a.id, ids) == b.id and mate(SEED, r, c.id, three) != d.id
+    )
+    a.host.die()
+    for peer in (c, d):
+        peer.sees, peer.gone = three, {a.id: network.member(a.id, round + 1)}
+    b.exchange.next_round = round + 1
+    handles = [c.start(round, 1.0), d.start(round, 3.0)]
+    assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
+
+
+def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
+    a, b = Peer(network, wait=5.0), Peer(network, wait=5.0)
+    b.rounds = {a.id: 7, b.id: 2}
+    a.exchange.next_round = 8
+    slow = b.start(round=2, value=1.0)
+    until(lambda: a.exchange._rendezvous._held)
+    assert value(a.start(round=8, value=3.0).result()) == 2.0
+    assert value(slow.result()) == 2.0
+    assert b.exchange.next_round == 9
+
+
+def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
+    peers = a, b, c = [Peer(network) for _ in range(3)]
+    round = a_round([peer.id for peer in peers], [(a.id, b.id)])
+    b.rounds = {peer.id: round for peer in peers}
+    a.exchange.next_round = 10**9
+    c.host.die()
+    assert b.start(round).result() is None
+    assert b.exchange.next_round <= round + 3
+
+
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [
+        ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
+        ({"shape": (5,)}, r"tensor 0 has shape \[[45]\] here and \[[45]\] there"),
+        ({"shape": (2, 2)}, r"tensor 0 has shape \[(4|2, 2)\] here and \[(4|2, 2)\] there"),
+    ],
+)
+def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(network, caplog, offer, reason):
+    first, second = Peer(network), Peer(network)
+    handles = [first.start(**offer), second.start()]
+    began = time.monotonic()
+    assert [handle.result() for handle in handles] == [None, None]
+    assert time.monotonic() - began < WAIT + 1
+    said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
+    assert any(re.search(reason, sentence) for sentence in said)
+
+
+def test_peers_of_another_swarm_or_model_are_never_met(network):
+    a, b = Peer(network), Peer(network, swarm="b" * 52)
+    handles = [a.start(), b.start(run="b" * 52)]
+    assert [handle.result() for handle in handles] == [None, None]
+    c = Peer(network, model="1" * 64)
+    c.sees = [c.id]
+    a.sees = [a.id, c.id]
+    a.exchange._rendezvous._mates._members = lambda: {c.id: network.member(c.id, model="1" * 64)}
+    network.opened.clear()
+    assert a.start(1).result() is None
+    assert network.opened == []
+
+
+def test_somebody_unknown_who_calls_is_looked_up(network):
+    a, b = Peer(network), Peer(network)
+    a.sees = [a.id]
+    b.start()
+    until(lambda: a.looked)
+
+
+def test_a_shorter_deadline_and_hurry_are_kept(network):
+    a, _ = Peer(network, wait=60.0), Peer(network, wait=60.0)
+    began = time.monotonic()
+    assert a.start(0).result(0.3) is None
+    assert time.monotonic() - began < 1.0
+    handle = a.start(1)
+    threading.Timer(0.2, a.exchange.hurry, [0.2]).start()
+    began = time.monotonic()
+    assert handle.result() is None
+    assert time.monotonic() - began < 1.0
+    assert a.exchange.waited == pytest.approx(0.7, abs=0.5)
+
+
+def test_a_round_of_another_run_is_the_callers_mistake(network):
+    a = Peer(network)
+    with pytest.raises(ValueError, match="belongs to swarm"):
+        a.start(run="another")
+
+
+def test_the_mean_is_the_same_however_often_it_is_asked_for(network):
+    a, b = Peer(network), Peer(network)
+    handle, other = a.start(value=1.0), b.start(value=4.0)
+    assert [value(handle.result()), value(handle.result()), value(other.result())] == [2.5, 2.5, 2.5]
+    assert handle.result().weight == 2.0
+    assert handle.result().members == tuple(sorted((a.id, b.id)))
+
+
+OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
+
+
+@pytest.mark.parametrize("change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys())
+def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, caplog, change):
+    a, mate = Peer(network), network.host()
+
+    async def answer(stream):
+        _, offer = unseal(await stream.receive(Offer.LIMIT + ENVELOPE, 2), Offer)
+        await stream.send(pack(Answer(verdict="accept", round=offer.round)), 2)
+        await stream.send(seal(offer.model_copy(update=change), mate.identity), 2)
+
+    mate.serve(EXCHANGE_PROTOCOL, answer)
+    with caplog.at_level(logging.INFO, logger="shoal"):
+        assert a.start().result() is None
+    assert "accepted something else than was offered" in caplog.text

@@ -1,0 +1,73 @@
+"""Who is whose mate when some are dead: those left over find each other and nobody else is searched among."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.optim.exchange.pairing import mate
+from shoal.swarm.exchange.pair.pairing import Mates
+
+SEED, MODEL = 3, "0" * 64
+
+
+class Directory(dict):
+    def see(self, peer, issued=1.0, model=MODEL, round=0):
+        self[peer] = SimpleNamespace(model=model, issued=issued, round=round)
+
+
+def directory(count):
+    made = Directory()
+    for number in range(count):
+        made.see(f"peer-{number}")
+    return made
+
+
+def mates(me, here):
+    return Mates(me, SEED, MODEL, lambda: here)
+
+
+@given(st.integers(2, 12), st.integers(0, 50), st.data())
+def test_those_left_over_name_each_other(count, round, data):
+    here = directory(count)
+    dead = data.draw(st.sets(st.sampled_from(sorted(here))))
+    alone = {}
+    for me in sorted(here.keys() - dead):
+        node = mates(me, here)
+        assert node.left_over(round) is None
+        assert node.of(round)[0] == mate(SEED, round, me, here)
+        for peer in dead:
+            node.failed(peer)
+        partner, order = node.of(round)
+        if partner in dead:
+            alone[me] = set(order)
+            assert partner not in order
+        elif partner is not None:
+            assert order[0] == partner
+    odd = {me for me in here.keys() - dead if mate(SEED, round, me, here) is None}
+    for me, others in alone.items():
+        assert others == (alone.keys() | odd) - {me}
+
+
+@pytest.mark.parametrize("sign", ["called", "record", "gone"])
+def test_a_sign_of_life_ends_it(sign):
+    here = directory(2)
+    node = mates("peer-0", here)
+    node.failed("peer-1")
+    assert node.of(0) == ("peer-1", [])
+    if sign == "called":
+        node.alive("peer-1")
+    elif sign == "record":
+        here.see("peer-1", issued=2.0)
+    else:
+        record = here.pop("peer-1")
+        assert node.of(0) == (None, [])
+        here["peer-1"] = record
+    assert node.of(0) == ("peer-1", ["peer-1"])
+
+
+def test_who_is_not_in_the_directory_is_not_remembered():
+    node = mates("peer-0", directory(1))
+    node.failed("peer-9")
+    assert node._unreached == {}

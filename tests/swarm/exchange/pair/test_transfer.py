@@ -1,0 +1,314 @@
+"""What counts and what does not: lost confirms, damaged and poisoned payloads, and the promises of every exchange."""
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.pair import transfer
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.wire.member import Commit, OutcomeReply, OutcomeRequest, Ready, pack, unpack
+
+SWARM, MODEL = "a" * 52, "0" * 64
+CHUNK_TIMEOUT = 0.5
+
+
+class Pair:
+    """A caller and a callee: the callee begins when it holds the caller's call."""
+
+    def __init__(self, network):
+        self.network = network
+        self.hosts = [network.host(), network.host()]
+        members = {host.peer_id: network.member(host.peer_id) for host in self.hosts}
+        self.exchanges = [
+            SwarmExchange(
+                host, host.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=3.0,
+                chunk_timeout=CHUNK_TIMEOUT, exchange_timeout=5.0,
+            )
+            for host in self.hosts
+        ]  # fmt: skip
+
+    def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0):
+        first = self.exchanges[0].start(RoundKey(SWARM, round), tensors(caller), 1.0, codec)
+        end = time.monotonic() + 5
+        while not self.exchanges[1]._rendezvous._held:
+            assert time.monotonic() < end
+            threading.Event().wait(0.005)
+        return first, self.exchanges[1].start(RoundKey(SWARM, round), tensors(callee), 1.0, codec)
+
+    def run(self, *args, **options):
+        """What the caller and the callee got."""
+        return [means(handle.result()) for handle in self.begin(*args, **options)]
+
+
+def tensors(value):
+    return [torch.full((300, 1000), value), torch.full((3,), -value)]
+
+
+def means(mean):
+    return None if mean is None else (mean.tensors[0][0, 0].item(), mean.tensors[1][-1].item())
+
+
+@pytest.fixture
+def pair(network):
+    return Pair(network)
+
+
+def lose(monkeypatch, kind):
+    """Messages of this kind end the stream in place of arriving."""
+    send = Stream.send
+
+    async def losing(stream, data, timeout):
+        if kind.KIND.encode() in data[:20]:
+            stream.abort()
+            raise NetworkError("lost")
+        await send(stream, data, timeout)
+
+    monkeypatch.setattr(Stream, "send", losing)
+
+
+def test_both_commit(pair):
+    assert pair.run() == [(2.0, -2.0)] * 2
+    assert pair.run(5.0, 6.0, BFLOAT16, round=1) == [(5.5, -5.5)] * 2
+    assert pair.hosts[0].traffic.sent == pair.hosts[1].traffic.received
+    assert pair.hosts[1].traffic.sent == pair.hosts[0].traffic.received
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("who", ["caller", "callee"])
+def test_weights_that_are_not_finite_are_refused_by_the_other_and_neither_commits(pair, poison, who):
+    began = time.monotonic()
+    assert pair.run(**{who: poison}) == [None, None]
+    assert time.monotonic() - began < 2.5
+
+
+def test_large_weights_whose_sum_overflows_are_no_reason_to_refuse(pair):
+    big = 1e36  # 300,000 of them are beyond float32
+    assert pair.run(big, big) == [(pytest.approx(big), pytest.approx(-big))] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits(pair, monkeypatch, who):
+    swap = Stream.swap
+    liar = pair.hosts[who]
+
+    async def damaging(stream, outgoing, incoming, **options):
+        if stream in liar.streams:
+            outgoing = memoryview(bytes(len(outgoing)))
+        await swap(stream, outgoing, incoming, **options)
+
+    monkeypatch.setattr(Stream, "swap", damaging)
+    assert pair.run() == [None, None]
+
+
+def test_a_callee_whose_confirm_was_lost_asks_and_commits_too(pair, monkeypatch, network):
+    lose(monkeypatch, Commit)
+    assert pair.run() == [(2.0, -2.0)] * 2
+    assert network.opened[-1] == (pair.hosts[1].peer_id, pair.hosts[0].peer_id, OUTCOME_PROTOCOL)
+
+
+def test_if_ready_is_lost_neither_commits(pair, monkeypatch):
+    lose(monkeypatch, Ready)
+    assert pair.run() == [None, None]
+
+
+def test_a_callee_that_cannot_ask_keeps_its_own_contribution(pair, monkeypatch):
+    lose(monkeypatch, Commit)
+    tell = transfer.Transfers._tell
+
+    async def last_words(transfers, stream, message):
+        if isinstance(message, Commit):
+            pair.hosts[0].dead = True
+        await tell(transfers, stream, message)
+
+    monkeypatch.setattr(transfer.Transfers, "_tell", last_words)
+    assert pair.run() == [(2.0, -2.0), None]
+
+
+def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair, monkeypatch):
+    """READY is on its way for longer than the callee waits: the answer to its question decides."""
+    hear, asked = transfer.Transfers._hear, threading.Event()
+    answer = transfer.Transfers._answer_outcome
+
+    async def late(transfers, stream, *types):
+        reply = await hear(transfers, stream, *types)
+        if isinstance(reply, Ready):
+            await transfers.test_asked.wait()
+        return reply
+
+    async def answering(transfers, stream):
+        await answer(transfers, stream)
+        asked.set()
+        transfers.test_asked.set()
+
+    monkeypatch.setattr(transfer.Transfers, "_hear", late)
+    transfers = pair.exchanges[0]._rendezvous._transfers
+    transfers.test_asked = asyncio.Event()
+    pair.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
+    assert pair.run() == [None, None]
+    assert asked.is_set()
+
+
+def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(pair, network):
+    host = network.host()
+
+    async def ask(nonce):
+        stream = await host.open(pair.hosts[0].peer_id, OUTCOME_PROTOCOL, timeout=2)
+        await stream.send(pack(OutcomeRequest(nonce=nonce)), 2)
+        reply = unpack(await stream.receive(OutcomeReply.LIMIT, 2), OutcomeReply)
+        stream.close()
+        return reply.outcome
+
+    assert pair.run() == [(2.0, -2.0)] * 2
+    ((peer, nonce),) = pair.exchanges[0]._rendezvous._transfers._outcomes
+    assert peer == pair.hosts[1].peer_id
+    assert host.call(ask(nonce), 5) == "unknown"
+
+
+def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(pair, monkeypatch):
+    swap = Stream.swap
+    silent = pair.hosts[0]
+
+    async def stalling(stream, outgoing, incoming, **options):
+        if stream in silent.streams:
+            options["chunk_timeout"] = 60.0
+            await Stream.receive(stream, 1 << 30, 20)  # takes the bytes as a message that never ends
+        await swap(stream, outgoing, incoming, **options)
+
+    monkeypatch.setattr(Stream, "swap", stalling)
+    _, handle = pair.begin()
+    began = time.monotonic()
+    assert handle.result() is None
+    assert time.monotonic() - began < CHUNK_TIMEOUT + 2.0
+
+
+def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatch):
+    """Time is up while READY is awaited: what comes later changes nothing, and the partner goes on alone too."""
+    decide = transfer.Transfers._decide
+    entered, leave = threading.Event(), []
+
+    async def slowly(transfers, stream, offer, received, decision):
+        event = asyncio.Event()
+        leave.append((asyncio.get_running_loop(), event))
+        entered.set()
+        await event.wait()
+        await decide(transfers, stream, offer, received, decision)
+
+    monkeypatch.setattr(transfer.Transfers, "_decide", slowly)
+    first, second = pair.begin()
+    assert entered.wait(5)
+    pair.exchanges[0].hurry(0.0)
+    began = time.monotonic()
+    assert first.result() is None
+    assert time.monotonic() - began < 0.5
+    ((loop, event),) = leave
+    loop.call_soon_threadsafe(event.set)
+    assert second.result() is None
+    assert first.result() is None
+
+
+# -- the promises of optim.Exchange, for the simulation and for the swarm -------------------------------------------------
+
+
+class OnSimulation:
+    run = "run"
+
+    def __init__(self, network):
+        pass
+
+    def together(self, *peers):
+        """What ``peers`` (functions of an exchange and a run) return when they run at the same time."""
+        names = [str(number) for number in range(len(peers))]
+        results = Simulation(names, wait=2.0).run(lambda exchange: peers[int(exchange.peer)](exchange, self.run))
+        return [results[name] for name in names]
+
+
+class OnSwarm:
+    run = SWARM
+
+    def __init__(self, network):
+        self.network = network
+
+    def together(self, *peers):
+        hosts = [self.network.host() for _ in peers]
+        members = {host.peer_id: self.network.member(host.peer_id) for host in hosts}
+        results = [None] * len(peers)
+
+        def work(number):
+            exchange = SwarmExchange(
+                hosts[number], hosts[number].identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=2.0
+            )
+            ready.wait()
+            results[number] = peers[number](exchange, self.run)
+
+        ready = threading.Barrier(len(peers))
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(peers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results
+
+
+@pytest.fixture(params=[OnSimulation, OnSwarm], ids=["simulation", "swarm"])
+def promised(request, network):
+    return request.param(network)
+
+
+def contribute(values, weight=1.0, codec=FLOAT32, change=False, round=0):
+    def peer(exchange, run):
+        own = [torch.tensor(values)]
+        handle = exchange.start(RoundKey(run, round), own, weight, codec)
+        if change:
+            own[0].fill_(99.0)
+        mean = handle.result()
+        assert handle.done()
+        return mean
+
+    return peer
+
+
+def test_the_mean_of_two_is_exact_and_the_same_bits_on_both(promised):
+    x, y = [0.1, 1e-30, 3.0, -7.7], [0.2, 1e30, 5.0, 7.7]
+    one, two = promised.together(contribute(x), contribute(y))
+    assert torch.equal(one.tensors[0], (torch.tensor(x) + torch.tensor(y)) / 2)
+    assert torch.equal(one.tensors[0], two.tensors[0])
+    assert one.tensors[0].data_ptr() != two.tensors[0].data_ptr()
+    assert (one.weight, one.members) == (two.weight, two.members)
+    assert len(one.members) == 2
+    assert list(one.members) == sorted(one.members)
+
+
+def test_weights_count_and_the_codec_rounds_on_both_sides(promised):
+    fine = 1 + 2.0**-12  # too fine for bfloat16
+    one, two = promised.together(contribute([fine], 3.0, BFLOAT16), contribute([5.0], 1.0, BFLOAT16))
+    assert (one.tensors[0].item(), one.weight) == (two.tensors[0].item(), two.weight) == (2.0, 4.0)
+
+
+def test_what_happens_to_the_tensors_after_the_start_does_not_matter(promised):
+    means = promised.together(contribute([1.0], change=True), contribute([3.0], change=True))
+    assert [mean.tensors[0].item() for mean in means] == [2.0, 2.0]
+
+
+def test_alone_there_is_no_mean(promised):
+    assert promised.together(contribute([1.0])) == [None]
+
+
+def test_one_who_never_comes_leaves_no_mean(promised):
+    assert promised.together(contribute([1.0]), lambda exchange, run: "gone")[0] is None
+
+
+def test_peers_of_different_runs_never_meet(promised):
+    def other(exchange, run):
+        with contextlib.suppress(ValueError):  # a swarm's exchange knows its run
+            return exchange.start(RoundKey("another", 0), [torch.tensor([1.0])]).result()
+
+    assert promised.together(other, contribute([1.0])) == [None, None]

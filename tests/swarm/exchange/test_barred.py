@@ -1,0 +1,142 @@
+"""Peers that this node has banned: nobody is paired with them, in pairs or groups, whether they know it or not."""
+
+import pytest
+import torch
+
+from shoal.optim import RoundKey
+from shoal.optim.exchange.pairing import mate
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+
+SWARM, MODEL = "a" * 52, "0" * 64
+
+
+class Pairing:
+    """An exchange in pairs on a fake host, and whom it has banned."""
+
+    def __init__(self, network, wait=1.0):
+        self.network, self.host, self.banned, self.looked = network, network.host(), set(), 0
+        self.id = self.host.peer_id
+        self.exchange = SwarmExchange(
+            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look,
+            barred=lambda peer: peer in self.banned, wait=wait, chunk_timeout=0.5, exchange_timeout=5.0,
+        )  # fmt: skip
+
+    def look(self):
+        self.looked += 1
+
+    def members(self):
+        return {peer: self.network.member(peer) for peer in self.network.hosts if peer not in self.banned}
+
+    def start(self, round=0, value=0.0):
+        return self.exchange.start(RoundKey(SWARM, round), [torch.full((4,), value)], 1.0)
+
+
+def values(handles):
+    means = [handle.result() for handle in handles]
+    return [None if mean is None else mean.tensors[0][0].item() for mean in means]
+
+
+def refusals(caplog):
+    return [text for text in (record.getMessage() for record in caplog.records) if "has banned its caller" in text]
+
+
+def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, caplog):
+    a, b = Pairing(network), Pairing(network, wait=60.0)
+    a.banned.add(b.id)
+    assert values([b.start()]) == [None]  # long before its minute is over
+    assert len(refusals(caplog)) == 1
+    assert a.looked == 0
+    assert not a.exchange._rendezvous._held
+    assert values([a.start(), b.start(1)]) == [None, None]
+
+
+def test_the_others_pair_as_if_the_banned_one_were_not_there(network):
+    a, b, c, bad = peers = [Pairing(network, wait=20.0) for _ in range(4)]
+    good = [a, b, c]
+    for peer in good:
+        peer.banned.add(bad.id)
+    for round in range(6):
+        handles = {peer.id: peer.start(round, 1.0) for peer in peers}
+        met = {peer.id: handles[peer.id].result() for peer in peers}
+        ids = [peer.id for peer in good]
+        for peer in good:
+            partner = mate(0, round, peer.id, ids)
+            expected = None if partner is None else tuple(sorted((peer.id, partner)))
+            assert (met[peer.id] and met[peer.id].members) == expected
+        assert met[bad.id] is None
+
+
+def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, school, caplog):
+    a, b, bad = (Pairing(network, wait=10.0) for _ in range(3))
+    a.banned.add(bad.id)
+    b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
+    round = next(round for round in range(1000) if mate(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
+    listener = a.start(round)
+    school.until(lambda: getattr(a.exchange._rendezvous._meeting, "listening", False))  # None: not begun yet
+    caller = bad.start(round)
+    school.until(lambda: refusals(caplog))
+    assert values([listener, caller]) == [None, None]
+
+
+def a_round(school, peers, wanted):
+    """A round in which ``wanted`` holds of the order of the peers."""
+    return next(round for round in range(1000) if wanted(school.ranked(peers, round)))
+
+
+def test_a_group_is_made_without_the_banned_one_whoever_would_lead(school, caplog):
+    four = school.peers(4, wait=20.0)
+    bad = four[-1]
+    good = four[:-1]
+    for peer in good:
+        peer.banned.add(bad.id)
+    its_own = a_round(school, four, lambda order: order[0] is bad)
+    anothers = a_round(school, four, lambda order: order[0] is not bad)
+    for round in sorted((its_own, anothers)):
+        handles = [peer.start(round, float(number)) for number, peer in enumerate(good)]
+        assert school.values(handles) == [pytest.approx(1.0)] * 3
+    assert not refusals(caplog)
+    later = next(round for round in range(1001, 2000) if school.ranked(four, round)[0] is not bad)
+    assert bad.start(later, 9.0).result(0.5) is None
+    assert refusals(caplog)
+    assert all(peer.looked == 0 for peer in good)
+
+
+def test_who_is_banned_while_it_waits_for_its_group_is_sent_away(school):
+    four = school.peers(4, wait=20.0)
+    bad = four[-1]
+    good = four[:-1]
+    round = a_round(school, four, lambda order: order[0] is not bad)
+    leader, *others = [peer for peer in school.ranked(four, round) if peer is not bad]
+    waiting = bad.start(round, 9.0)
+    handles = [peer.start(round, 1.0) for peer in others]
+    school.until(lambda: leader.seated(round) == 3)
+    for peer in good:
+        peer.banned.add(bad.id)
+    school.until(lambda: leader.seated(round) == 2)
+    assert school.values([leader.start(round, 4.0), *handles]) == [2.0] * 3
+    assert waiting.result(1.0) is None
+
+
+def test_a_group_that_a_leader_formed_with_a_banned_one_is_refused(school):
+    """The leader does not know of the ban, or does not care. The others meet without it."""
+    four = school.peers(4, wait=20.0)
+    leader, *rest = school.ranked(four)
+    bad, *good = rest
+    for peer in good:
+        peer.banned.add(bad.id)
+    handles = [peer.start(0, 2.0 * number) for number, peer in enumerate(good)]
+    astray = [leader.start(0, 5.0), bad.start(0, 7.0)]
+    assert school.values(handles) == [1.0, 1.0]
+    assert school.values(astray) == [6.0, 6.0]
+    assert {handle.result().members for handle in handles} == {tuple(sorted(peer.id for peer in good))}
+
+
+def test_nobody_is_sent_on_to_a_banned_leader(school):
+    """One of them waits at a leader that this node has banned, and says so to who comes to it."""
+    bad, second, mine = school.ranked(school.peers(3, wait=3.0))
+    mine.banned.add(bad.id)
+    waiting = second.start(0, 1.0)
+    school.until(lambda: bad.seated() == 1)
+    assert mine.start(0, 2.0).result() is None
+    assert (mine.id, bad.id) not in {(caller, called) for caller, called, _ in mine.network.opened}
+    waiting.result(0.0)

@@ -1,0 +1,234 @@
+"""Parcels: round trips, compression with its limits, and whatever a stranger may send instead, each with its own reason."""
+
+import os
+import time
+import tracemalloc
+import zlib
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.envelope import (
+    Body,
+    Notice,
+    Parcel,
+    content_of,
+    expand,
+    make_body,
+    make_notice,
+    make_parcel,
+    open_body,
+    open_parcel,
+    room_for,
+)
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.topics.rollout import Rollout
+from shoal.swarm.wire.envelope import MAX_ITEMS, diagnose
+from shoal.swarm.wire.member import ENVELOPE, pack, seal
+
+ME = Identity.ephemeral()
+SWARM = swarm_id(b"")
+ROOM = room_for(Rollout)
+
+
+def rollout(**changes):
+    fields = {
+        "swarm": SWARM, "peer": ME.peer_id, "env": "add", "env_version": "1", "env_config": b"\x80", "seed": 1, "index": 2,
+        "completions": ("one", "two"), "finish": ("stop", "length"), "policy_version": 3, "temperature": 1.0, "round": 4,
+        "nonce": bytes(16), "issued": 1e9,
+    }  # fmt: skip
+    return Rollout(**{**fields, **changes})
+
+
+def opened(data):
+    """The whole decoder, as it is applied to what comes from the network."""
+    parcel = open_parcel(data, SWARM, ROOM)
+    return open_body(parcel.encoding, parcel.size, parcel.body, Rollout, Notice)
+
+
+def parcel(body, **changes):
+    return pack(Parcel(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
+
+
+def plain(sealed):
+    return Body("plain", len(sealed), sealed)
+
+
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def sealed_bytes(payload, kind="rollout", version=1):
+    return msgpack.packb([ME.peer_id, payload, ME.sign(f"shoal/{kind}/{version}", payload)])
+
+
+def reason_of(data):
+    with pytest.raises(MessageError) as caught:
+        opened(data)
+    assert str(caught.value).isprintable()
+    return caught.value.reason
+
+
+def test_round_trip():
+    record = rollout()
+    found = opened(make_parcel(SWARM, make_body(record, ME)))
+    assert (found.author, found.message, found.content) == (ME.peer_id, record, content_of(ME.peer_id, record))
+
+
+def test_text_is_compressed_and_what_would_grow_is_not(monkeypatch):
+    text = make_body(rollout(completions=("again and again " * 1000, "")), ME)
+    assert text.encoding == "zlib"
+    assert len(text.data) < text.size / 10
+    monkeypatch.setattr(zlib, "compress", lambda data, level: data + b"more")
+    noise = make_body(rollout(), ME)
+    assert (noise.encoding, noise.data) == ("plain", seal(rollout(), ME))
+
+
+def test_what_does_not_fit_is_announced():
+    texts = tuple(os.urandom(16_384).hex() for _ in range(20))
+    record = rollout(completions=texts, finish=("stop",) * 20)
+    body = make_body(record, ME)
+    assert len(body.data) > MAX_MESSAGE
+    assert make_parcel(SWARM, body) is None
+    notice, data = make_notice(SWARM, body, ME)
+    assert opened(data).message == notice
+    assert open_body(notice.encoding, notice.size, body.data, Rollout).message == record
+    assert len(data) < 1024
+
+
+def test_the_largest_parcel_is_gossiped():
+    body = Body("plain", 9, bytes(MAX_MESSAGE - 512))
+    assert len(make_parcel(SWARM, body)) <= MAX_MESSAGE
+    assert make_parcel(SWARM, Body("plain", 9, bytes(MAX_MESSAGE - 511))) is None
+
+
+def test_content_is_what_was_said_not_how_it_was_packed():
+    payload = pack(rollout())
+    usual = sealed_bytes(payload)
+    # The same three parts, the signature under a longer header: other bytes, the same record.
+    other = usual[: -(64 + 2)] + b"\xc5\x00\x40" + usual[-64:]
+    assert usual != other
+    assert opened(parcel(plain(usual))).content == opened(parcel(plain(other))).content
+
+
+NESTED = rollout().model_dump() | {"finish": []}
+for _ in range(40):
+    NESTED["finish"] = [NESTED["finish"]]
+
+HOSTILE = {
+    "empty": (b"", "truncated"),
+    "cut parcel": (parcel(make_body(rollout(), ME))[:-5], "truncated"),
+    "cut record": (parcel(plain(seal(rollout(), ME)[:-5])), "truncated"),
+    "cut payload": (parcel(plain(sealed_bytes(pack(rollout())[:-5]))), "truncated"),
+    "cut zlib": (parcel(Body("zlib", 4000, zlib.compress(bytes(4000))[:-6])), "truncated"),
+    "shorter than it says": (parcel(plain(seal(rollout(), ME)), size=9999), "truncated"),
+    "too long a message": (parcel(Body("plain", 9, bytes(MAX_MESSAGE - 512))) + bytes(512), "oversized"),
+    "claims too much": (parcel(make_body(rollout(), ME), size=ROOM + 1), "oversized"),
+    "too long a text": (parcel(plain(sealed_bytes(msgpack.packb(
+        ["rollout", 1, rollout().model_dump() | {"completions": b"\x01\x80\x00\x00" + bytes(32_769)}])))), "oversized"),
+    "nested": (b"\x91" * 200_000, "nested"),
+    "nested maps": (b"\x81\xa1a" * 60_000, "nested"),
+    "nested record": (parcel(plain(b"\x91" * 200_000)), "nested"),
+    "nested payload": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 1, NESTED])))), "nested"),
+    "version of the parcel": (msgpack.packb(["parcel", 2, {}]), "version"),
+    "version of the record": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 2, {}]), version=2))), "version"),
+    "another kind": (parcel(plain(sealed_bytes(msgpack.packb(["member", 1, {}]), "member"))), "kind"),
+    "no parcel": (seal(rollout(), ME), "malformed"),
+    "forged": (parcel(plain(flipped(seal(rollout(), ME)))), "forged"),
+    "another's": (parcel(plain(seal(rollout(), Identity.ephemeral()))), "forged"),
+    "another swarm": (parcel(make_body(rollout(), ME), swarm=swarm_id(b"other")), "foreign-swarm"),
+    "bomb": (parcel(Body("zlib", 1000, zlib.compress(bytes(100 << 20), 9))), "bomb"),
+    "no zlib": (parcel(Body("zlib", 4, b"junk")), "malformed"),
+    "longer than it says": (parcel(plain(seal(rollout(), ME)), size=9), "malformed"),
+    "a rest after zlib": (parcel(Body("zlib", 9, zlib.compress(bytes(9)) + b"rest")), "malformed"),
+    "missing field": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 1, {}])))), "malformed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "reason"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_what_is_hostile_is_refused_by_its_reason(data, reason):
+    assert reason_of(data) == reason
+
+
+def test_a_bomb_costs_neither_time_nor_memory():
+    bomb = zlib.compress(bytes(200 << 20), 9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(MessageError, match="decompresses to more"):
+            expand("zlib", 1000, bomb)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(bomb) + 100_000
+
+
+def test_a_diagnosis_ends_soon():
+    started = time.process_time()
+    assert diagnose(b"\xdd\x7f\xff\xff\xff" + b"\x90" * (MAX_ITEMS * 100)) == "malformed"
+    assert time.process_time() - started < 1
+    assert diagnose(b"\xdd\x7f\xff\xff\xff" + b"\xc0" * 100) == "truncated"
+    for whole in (b"\xc1", b"\xc7\x01\x01\x01", msgpack.packb([1, {"a": [2.0, "x", b"y", None]}])):
+        assert diagnose(whole) == "malformed"
+
+
+GOOD = parcel(make_body(rollout(), ME))
+PLAIN = parcel(plain(seal(rollout(), ME)))
+PAYLOAD = pack(rollout(tokens=(b"\x01\x00\x00\x00", b""), logps=(bytes(4), b""), tokenizer="0" * 64))
+leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=40)
+values = st.recursive(leaves, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=8), x, max_size=4), max_leaves=5)
+
+
+@st.composite
+def damaged(draw, whole):
+    """``whole`` with a few bytes changed, cut out or put in."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        size = draw(st.sampled_from([0, 1, 1, 2, 5, 4000]))
+        data[at : at + size] = draw(st.binary(max_size=6))
+    return bytes(data)
+
+
+def signed(payload):
+    """So that the signature does not shield what lies behind it."""
+    return parcel(plain(sealed_bytes(payload)))
+
+
+changed = st.dictionaries(st.sampled_from(sorted(Rollout.model_fields)), values, min_size=1, max_size=3)
+anything = st.one_of(
+    st.binary(max_size=200),
+    damaged(GOOD),
+    damaged(PLAIN),
+    damaged(PAYLOAD).map(signed),
+    values.map(lambda value: signed(msgpack.packb(value))),
+    changed.map(lambda fields: signed(msgpack.packb(["rollout", 1, rollout().model_dump() | fields]))),
+    st.binary(max_size=100).map(lambda body: parcel(Body("zlib", 100, body))),
+    damaged(zlib.compress(seal(rollout(), ME))).map(lambda body: parcel(Body("zlib", 1000, body))),
+)
+
+
+@settings(max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(anything)
+def test_the_decoder_raises_nothing_but_message_errors(data):
+    refusal = found = None
+    try:
+        found = opened(data)
+    except MessageError as error:
+        refusal = error
+    if found is None:
+        assert str(refusal).isprintable()
+        assert refusal.reason
+    else:
+        assert found.author == ME.peer_id
+        assert len(pack(found.message)) <= Rollout.LIMIT + ENVELOPE
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=300) | damaged(GOOD) | values.map(msgpack.packb))
+def test_a_diagnosis_never_raises(data):
+    assert diagnose(data) in ("truncated", "nested", "malformed")

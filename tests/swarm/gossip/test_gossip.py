@@ -1,0 +1,333 @@
+"""Gossip among four real hosts: everybody receives everything once, large or small, also after a daemon was killed."""
+
+import hashlib
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from hivemind.proto import p2pd_pb2
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.gossip.envelope import Body, Parcel, make_body, make_notice, make_parcel
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.topics.rollout import Rollout
+from shoal.swarm.wire.member import pack
+
+SWARM = swarm_id(b"")
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+class Node:
+    """A host that takes part in the topic of rollouts and keeps what it gets."""
+
+    def __init__(self, bootstrap=(), quota=None, handler=None):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.got = []
+        self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
+        self.topic = self.gossip.join(Rollout, handler or (lambda author, record: self.got.append((author, record))), quota)
+
+    def record(self, **changes):
+        fields = {
+            "swarm": SWARM, "peer": self.identity.peer_id, "env": "add", "env_version": "1", "env_config": b"", "seed": 1,
+            "index": 0, "completions": ("one",), "finish": ("stop",), "policy_version": 0, "temperature": 1.0, "round": 0,
+            "nonce": os.urandom(16), "issued": time.time(),
+        }  # fmt: skip
+        return Rollout(**{**fields, **changes})
+
+    def large(self):
+        """About 1.4 MB on the wire."""
+        return self.record(completions=tuple(os.urandom(16_000).hex() for _ in range(64)), finish=("length",) * 64)
+
+    def publish_raw(self, data):
+        self.host.call(self.host.pubsub.publish(self.topic.name, data), 5)
+
+    @property
+    def rejected(self):
+        return self.topic.tally.rejected()
+
+    @property
+    def received(self):
+        return self.topic.tally.events().get("received", 0)
+
+    def close(self):
+        self.gossip.close()
+        self.host.close()
+
+
+def meet(nodes):
+    """Wait until each knows that all others listen."""
+    for node in nodes:
+        others = {other.identity.peer_id for other in nodes if other is not node}
+        until(lambda node=node, others=others: others <= set(node.topic.listeners()))
+
+
+@pytest.fixture
+def four():
+    nodes = [Node()]
+    try:
+        nodes += [Node(nodes[0].host.addresses()) for _ in range(3)]
+        meet(nodes)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+
+
+@pytest.fixture
+def two():
+    nodes = [Node()]
+    try:
+        nodes.append(Node(nodes[0].host.addresses()))
+        meet(nodes)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def in_order(found):
+    return sorted(found, key=lambda item: item[1].nonce)
+
+
+def test_everybody_receives_what_the_others_publish_once(four):
+    published = [(node.identity.peer_id, node.record(index=index)) for node in four for index in range(5)]
+    published += [(node.identity.peer_id, node.large()) for node in four]
+    by_peer = {node.identity.peer_id: node for node in four}
+    for peer, record in published:
+        by_peer[peer].topic.publish(record)
+    for node in four:
+        foreign = [item for item in published if item[0] != node.identity.peer_id]
+        until(lambda node=node, foreign=foreign: len(node.got) == len(foreign))
+        assert in_order(node.got) == in_order(foreign)
+        until(lambda node=node: node.topic.tally.events() == {"sent": 6, "unsent": 0, "received": 18, "accepted": 18})
+        assert not any(node.rejected.values())
+
+
+def test_a_record_that_is_published_again_is_taken_once(four):
+    first, second, *others = four
+    record = first.record()
+    data = make_parcel(SWARM, make_body(record, first.identity))
+    first.publish_raw(data)
+    until(lambda: second.got)
+    first.publish_raw(data)
+    second.publish_raw(data)  # another publisher of the same content
+    for node in others:
+        until(lambda node=node: node.rejected.get("replayed") == 2)
+        assert node.got == [(first.identity.peer_id, record)]
+    until(lambda: first.rejected.get("replayed") == 1)  # its own, from another
+    assert not first.got
+
+
+def test_a_killed_daemon_is_subscribed_again_and_what_waited_is_sent(four):
+    victim, other = four[2], four[1]
+    (p2pd,) = psutil.Process(victim.host._uplink.daemon._child.pid).children()
+    os.kill(p2pd.pid, signal.SIGKILL)
+    until(lambda: not victim.host.alive)
+    mine, theirs = victim.record(), other.record()
+    victim.topic.publish(mine)
+    until(lambda: victim.host.restarts == 1 and victim.host.alive)
+    meet(four)
+    other.topic.publish(theirs)
+    until(lambda: (other.identity.peer_id, theirs) in victim.got)
+    for node in four:
+        if node is not victim:
+            until(lambda node=node: (victim.identity.peer_id, mine) in node.got)
+
+
+def test_the_others_go_on_without_the_node_they_all_joined_by(four):
+    first, *rest = four
+    first.close()
+    meet(rest)
+    published = [(node.identity.peer_id, record) for node in rest for record in (node.record(), node.large())]
+    by_peer = {node.identity.peer_id: node for node in rest}
+    for peer, record in published:
+        by_peer[peer].topic.publish(record)
+    newcomer = Node(rest[0].host.addresses())
+    try:
+        meet([*rest, newcomer])
+        late = newcomer.record()
+        newcomer.topic.publish(late)
+        for node in rest:
+            expected = [item for item in published if item[0] != node.identity.peer_id] + [(newcomer.identity.peer_id, late)]
+            until(lambda node=node, expected=expected: in_order(node.got) == in_order(expected))
+    finally:
+        newcomer.close()
+
+
+def test_a_publisher_has_a_quota():
+    first = Node()
+    second = Node(first.host.addresses(), quota=Quota(messages=5, nbytes=1 << 20))
+    try:
+        meet([first, second])
+        for index in range(8):
+            first.topic.publish(first.record(index=index))
+        until(lambda: second.received == 8)
+        until(lambda: len(second.got) == 5)
+        assert second.rejected["quota"] == 3
+    finally:
+        first.close()
+        second.close()
+
+
+def test_repeating_a_message_does_not_use_up_its_publishers_quota():
+    first = Node()
+    second = Node(first.host.addresses(), quota=Quota(messages=2))
+    try:
+        meet([first, second])
+        data = make_parcel(SWARM, make_body(first.record(), first.identity))
+        for _ in range(5):
+            first.publish_raw(data)
+        first.topic.publish(first.record())
+        until(lambda: second.received == 6 and len(second.got) == 2)
+        until(lambda: {reason: count for reason, count in second.rejected.items() if count} == {"replayed": 4})
+    finally:
+        first.close()
+        second.close()
+
+
+def test_quota_counts_what_a_body_decompresses_to():
+    first = Node()
+    second = Node(first.host.addresses(), quota=Quota(messages=100, nbytes=1 << 20))
+    try:
+        meet([first, second])
+        for _ in range(3):
+            first.topic.publish(first.record(completions=("0" * 20_000,) * 20, finish=("stop",) * 20))
+        until(lambda: second.received == 3)
+        until(lambda: len(second.got) == 2)
+        assert second.rejected["quota"] == 1
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_body_that_is_not_the_announced_one_costs_one_record(two):
+    first, second = two
+    body = make_body(first.large(), first.identity)
+    _, data = make_notice(SWARM, body, first.identity)
+    other = bytearray(body.data)
+    other[100] ^= 1
+    first.gossip.shelf._bodies[hashlib.sha256(body.data).digest()] = bytes(other)
+    first.publish_raw(data)
+    until(lambda: second.rejected.get("digest") == 1)
+    good = first.large()
+    first.topic.publish(good)
+    until(lambda: second.got == [(first.identity.peer_id, good)])
+    assert {reason for reason, count in second.rejected.items() if count} == {"digest"}
+
+
+def test_a_body_of_another_size_is_refused(two):
+    first, second = two
+    body = make_body(first.large(), first.identity)
+    _, data = make_notice(SWARM, body, first.identity)
+    first.gossip.shelf._bodies[hashlib.sha256(body.data).digest()] = body.data + b"more"
+    first.publish_raw(data)
+    until(lambda: second.rejected.get("digest") == 1)
+
+
+def test_a_body_whose_author_is_gone_costs_one_record(four):
+    gone, publisher, reader, _ = four
+    body = make_body(gone.large(), gone.identity)
+    _, data = make_notice(SWARM, body, gone.identity)
+    gone.close()
+    publisher.publish_raw(data)  # passed on by one who does not hold the body
+    until(lambda: reader.rejected.get("unavailable") == 1, 30)
+    good = publisher.record()
+    publisher.topic.publish(good)
+    until(lambda: reader.got == [(publisher.identity.peer_id, good)])
+
+
+def test_a_body_is_taken_from_whoever_announced_it(four):
+    author, announcer, reader, _ = four
+    record = author.large()
+    body = make_body(record, author.identity)
+    _, data = make_notice(SWARM, body, announcer.identity)
+    announcer.gossip.shelf.put(body.data)
+    announcer.publish_raw(data)
+    until(lambda: reader.got == [(author.identity.peer_id, record)])
+
+
+def test_a_body_that_claims_too_much_is_not_fetched(two):
+    first, second = two
+    _, data = make_notice(SWARM, Body("zlib", 5 << 20, b"small"), first.identity)
+    first.publish_raw(data)
+    until(lambda: second.rejected.get("oversized") == 1)
+
+
+def test_a_message_above_the_limit_is_refused(two):
+    first, second = two
+    data = bytes(MAX_MESSAGE + 1)
+    with pytest.raises(ValueError, match="at most 262144"):
+        first.publish_raw(data)
+    request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=first.topic.name, data=data)
+    _, writer, _ = first.host.call(first.host.pubsub._ask(request), 5)
+    until(lambda: second.rejected.get("oversized") == 1)
+    writer.close()
+
+
+def test_a_parcel_of_another_swarm_is_refused(two):
+    first, second = two
+    body = make_body(first.record(), first.identity)
+    first.publish_raw(pack(Parcel(swarm=swarm_id(b"x"), encoding=body.encoding, size=body.size, body=body.data)))
+    until(lambda: second.rejected.get("foreign-swarm") == 1)
+
+
+def test_a_handler_that_fails_costs_one_record():
+    taken = []
+
+    def handler(author, record):
+        if record.index == 1:
+            raise KeyError("a bug")
+        if record.index == 2:
+            raise MessageError("I do not like it.", "ugly")
+        taken.append(record.index)
+
+    first = Node()
+    second = Node(first.host.addresses(), handler=handler)
+    try:
+        meet([first, second])
+        for index in range(4):
+            first.topic.publish(first.record(index=index))
+        until(lambda: sorted(taken) == [0, 3])
+        until(lambda: second.topic.tally.events() == {"received": 4, "accepted": 2})
+        assert {k: v for k, v in second.rejected.items() if v} == {"failed": 1, "ugly": 1}
+    finally:
+        first.close()
+        second.close()
+
+
+def test_what_cannot_be_published_is_said_at_once(two):
+    first, second = two
+    with pytest.raises(MessageError, match="another peer"):
+        first.topic.publish(second.record())
+    huge = ("x" * 32_768,) * 64
+    tokens = tuple(bytes(40_000) for _ in range(64))
+    record = first.record(completions=huge, finish=("stop",) * 64, tokens=tokens, logps=tokens, tokenizer="0" * 64)
+    with pytest.raises(MessageError, match="exceeds 4194304 bytes"):
+        first.topic.publish(record)
+
+
+def test_a_closed_topic_is_silent(two):
+    first, second = two
+    second.gossip.close()
+    until(lambda: second.topic._running.done())
+    first.topic.publish(first.record())
+    until(lambda: first.topic.tally.events().get("sent") == 1)
+    assert not second.got
+    second.host.close()
+    with pytest.raises(NetworkError):
+        second.topic.listeners()

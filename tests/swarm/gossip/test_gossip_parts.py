@@ -1,0 +1,243 @@
+"""The parts of gossip by themselves: quotas, mailboxes, memory, what is fetched from whom."""
+
+import asyncio
+
+import pytest
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.gossip import body_fetcher as fetching_module
+from shoal.swarm.gossip.body_fetcher import FETCHERS, MAX_HOLDERS, MAX_PER_PUBLISHER, MAX_WAITING, Fetching
+from shoal.swarm.gossip.body_store import Shelf
+from shoal.swarm.gossip.bounded_queue import Mailbox
+from shoal.swarm.gossip.envelope import Notice
+from shoal.swarm.gossip.lru_set import Seen
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.p2p.rate_limit import Quota, Quotas
+
+SWARM = swarm_id(b"")
+PEERS = [Identity.ephemeral().peer_id for _ in range(6)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_quota_is_used_up_and_refills_with_time():
+    clock = Clock()
+    quotas = Quotas(Quota(messages=60, nbytes=600), clock)
+    assert all(quotas.take("a", 1, 0) for _ in range(60))
+    assert not quotas.take("a", 1, 0)
+    assert quotas.take("b", 1, 600)
+    assert not quotas.take("b", 1, 1)  # bytes are used up, and the message is not charged
+    clock.now = 1.0
+    assert quotas.take("a", 1, 10)
+    assert not quotas.take("a", 1, 0)
+    assert quotas.take("b", 1, 10)
+    clock.now = 1000.0
+    assert all(quotas.take("a", 1, 10) for _ in range(60))
+    assert not quotas.take("a", 1, 0)
+
+
+def test_a_clock_that_goes_back_refills_nothing():
+    clock = Clock()
+    quotas = Quotas(Quota(messages=1, nbytes=1), clock)
+    assert quotas.take("a", 1, 1)
+    clock.now = -1000.0
+    assert not quotas.take("a", 1, 0)
+
+
+def test_made_up_senders_do_not_push_out_those_who_are_here():
+    clock = Clock()
+    quotas = Quotas(Quota(messages=60, nbytes=60, senders=3), clock)
+    assert all(quotas.take(sender, 1, 0) for sender in "abc")
+    assert not quotas.take("d", 1, 0)
+    assert quotas.take("a", 59, 0)
+    clock.now = 1.0  # b and c are as if they had never sent anything
+    assert quotas.take("d", 1, 0)
+    assert quotas.take("e", 1, 0)
+    assert not quotas.take("f", 1, 0)
+    assert not quotas.take("a", 2, 0)  # its account was kept
+
+
+def test_a_mailbox_drops_the_oldest():
+    box = Mailbox(items=2, nbytes=100)
+    assert box.put("a", 10) == box.put("b", 10) == []
+    assert box.put("c", 10) == ["a"]
+    assert box.put("d", 95) == ["b", "c"]
+    assert box.put("e", 200) == ["d", "e"]
+    assert len(box) == 0
+
+
+def test_a_mailbox_is_filled_from_another_thread():
+    async def run():
+        box = Mailbox(items=9, nbytes=9)
+        waiting = asyncio.ensure_future(box.get())
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(None, box.put, "a", 1)
+        assert await asyncio.wait_for(waiting, 5) == "a"
+        box.put("b", 1)
+        box.put("c", 1)
+        assert [await box.get(), await box.get()] == ["b", "c"]
+
+    asyncio.run(run())
+
+
+def test_seen_forgets_the_oldest():
+    seen = Seen(2)
+    assert seen.add("a")
+    assert not seen.add("a")
+    assert seen.add("b")
+    assert seen.add("c")
+    assert "a" not in seen
+    assert seen.add("a")
+    assert "b" not in seen
+
+
+def test_a_shelf_is_bounded(network):
+    shelf = Shelf(network.host(), SWARM, bodies=2, nbytes=10)
+    for body in (b"one", b"two", b"three"):
+        shelf.put(body)
+    assert list(shelf._bodies.values()) == [b"two", b"three"]
+    shelf.put(b"0123456789")
+    assert list(shelf._bodies.values()) == [b"0123456789"]
+    shelf.put(bytes(11))
+    assert not shelf._bodies
+
+
+def test_a_shelf_hands_out_whole_bodies_of_its_swarm_only(network):
+    giver, taker = network.host(), network.host()
+    shelf, other = Shelf(giver, SWARM), Shelf(taker, SWARM)
+    stranger = Shelf(network.host(), swarm_id(b"other"))
+    body = bytes(range(256)) * 4000
+    shelf.put(body)
+    (digest,) = shelf._bodies
+
+    def fetch(shelf, size):
+        return taker.call(shelf.fetch(giver.peer_id, digest, size, 5), 10)
+
+    assert fetch(other, len(body)) == body
+    with pytest.raises(MessageError, match="does not hold"):
+        fetch(stranger, len(body))
+    with pytest.raises(MessageError, match="5 were announced"):
+        fetch(other, 5)
+    giver.die()
+    with pytest.raises(NetworkError):
+        fetch(other, len(body))
+
+
+class FakeShelf:
+    """Peers that hand out what they are told to, when they are told to."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, []
+        self.gate = asyncio.Event()
+
+    async def fetch(self, peer, sha256, nbytes, timeout):
+        self.asked.append(peer)
+        await self.gate.wait()
+        answer = self.answers.get(peer, MessageError("Not here.", "unavailable"))
+        if isinstance(answer, list):
+            answer = answer.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def notice(peer, number=0, size=9):
+    digest = number.to_bytes(32, "big")
+    return Notice(swarm=SWARM, peer=peer, encoding="plain", size=size, nbytes=size, sha256=digest)
+
+
+class Fetch:
+    """A `Fetching` whose every outcome is kept."""
+
+    def __init__(self, **answers):
+        self.shelf = FakeShelf({PEERS[int(key[1:])]: value for key, value in answers.items()})
+        self.outcomes = asyncio.Queue()
+        self.fetching = Fetching(self.shelf, self.fetched, self.outcomes.put_nowait)
+        self.running = asyncio.ensure_future(self.fetching.run())
+
+    async def fetched(self, publisher, encoding, size, body):
+        self.outcomes.put_nowait((publisher, body))
+
+    async def outcome(self):
+        return await asyncio.wait_for(self.outcomes.get(), 5)
+
+    async def busy(self):
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def test_every_announcer_is_asked_until_one_has_it():
+    async def run():
+        fetch = Fetch(p0=NetworkError("gone."), p1=MessageError("Another body.", "digest"), p2=b"body")
+        fetch.fetching.want(PEERS[0], notice(PEERS[0]))
+        for peer in PEERS[1:]:
+            with pytest.raises(MessageError) as caught:
+                fetch.fetching.want(peer, notice(peer))
+            assert caught.value.reason == "replayed"
+        fetch.fetching.want(PEERS[1], notice(PEERS[1], size=8))  # what another claims of the same digest stands apart
+        await fetch.busy()
+        fetch.shelf.gate.set()
+        assert {await fetch.outcome(), await fetch.outcome()} == {(PEERS[0], b"body"), "digest"}
+        assert sorted(fetch.shelf.asked) == sorted([PEERS[0], PEERS[1], PEERS[2], PEERS[1]])
+        assert len(fetch.shelf.asked) <= MAX_HOLDERS + 1
+        fetch.fetching.want(PEERS[2], notice(PEERS[2]))  # done with, so it may be asked for again
+        assert await fetch.outcome() == (PEERS[2], b"body")
+        fetch.running.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypatch):
+    monkeypatch.setattr(fetching_module, "PAUSES", (0.0, 0.0))
+
+    async def run():
+        busy = NetworkError("busy.")
+        fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
+        fetch.shelf.gate.set()
+        fetch.fetching.want(PEERS[0], notice(PEERS[0]))
+        assert await fetch.outcome() == (PEERS[0], b"body")
+        fetch.fetching.want(PEERS[2], notice(PEERS[1], 1))
+        assert await fetch.outcome() == "unavailable"
+        assert fetch.shelf.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
+        fetch.running.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
+    async def run():
+        fetch = Fetch()
+        for number in range(MAX_PER_PUBLISHER):
+            fetch.fetching.want(PEERS[0], notice(PEERS[0], number))
+        with pytest.raises(MessageError) as caught:
+            fetch.fetching.want(PEERS[0], notice(PEERS[0], 99))
+        assert caught.value.reason == "quota"
+        await fetch.busy()
+        assert len(fetch.shelf.asked) == FETCHERS
+        fetch.shelf.gate.set()
+        assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
+        fetch.fetching.want(PEERS[0], notice(PEERS[0], 99))
+        assert await fetch.outcome() == "unavailable"
+        fetch.running.cancel()
+
+    asyncio.run(run())
+
+
+def test_too_many_announcements_cost_the_oldest_ones():
+    async def run():
+        fetch = Fetch()
+        for number in range(MAX_WAITING + 2):
+            fetch.fetching.want(f"publisher {number}", notice(PEERS[0], number))
+        assert [await fetch.outcome() for _ in range(2)] == ["overflow"] * 2
+        assert fetch.outcomes.empty()
+        fetch.shelf.gate.set()
+        assert [await fetch.outcome() for _ in range(MAX_WAITING)] == ["unavailable"] * MAX_WAITING
+        fetch.running.cancel()
+
+    asyncio.run(run())

@@ -1,0 +1,124 @@
+"""The manifest and the swarm id."""
+
+import time
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.wire.member import pack, seal
+
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+
+numbers = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+option = st.booleans() | numbers | st.text(max_size=50)
+
+
+def manifest(**changes):
+    return Manifest(**{"name": "fish", "created": time.time(), "creator": ME.peer_id, "task": "text", "model": "0" * 64, **changes})
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,30}", fullmatch=True), option, max_size=32),
+    st.sampled_from(["text", "package.module:Class", "my-file.py:Class"]),
+    st.builds(OuterSettings, lr=st.floats(0.01, 10), pull=st.none() | st.floats(0, 10), every=st.integers(1, 10**6)),
+    st.builds(TrainSettings, steps=st.integers(0, 2**53), seed=st.integers(0, 2**63 - 1)),
+)
+def test_round_trip_keeps_values_and_their_types(options, task, outer, train):
+    made = manifest(task=task, task_options=options, outer=outer, train=train)
+    sealed = seal(made, ME)
+    got = open_manifest(sealed, swarm_id(sealed))
+    assert got == made
+    assert [type(value) for value in got.task_options.values()] == [type(value) for value in options.values()]
+
+
+def test_swarm_id_is_the_hash_of_the_sealed_bytes():
+    assert swarm_id(b"") == "4oymiquy7qobjgx36tejs35zeqt24qpemsnzgtfeswmrw6csxbkq"
+    sealed = seal(manifest(), ME)
+    assert len(swarm_id(sealed)) == 52
+    assert swarm_id(seal(manifest(), OTHER)) != swarm_id(sealed)
+
+
+def test_another_manifest_than_the_links_is_refused():
+    sealed = seal(manifest(), ME)
+    with pytest.raises(MessageError, match=r"wrong swarm id: .* not to aaaa"):
+        open_manifest(sealed, "a" * 52)
+
+
+def test_a_manifest_signed_by_another_than_its_creator_is_refused():
+    with pytest.raises(MessageError, match="another peer than its creator"):
+        open_manifest(seal(manifest(), OTHER))
+
+
+def test_another_protocol_is_named():
+    with pytest.raises(MessageError, match="speaks protocol 2, this node speaks 1: update shoal here"):
+        open_manifest(seal(manifest(protocol=2), ME))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "../evil.py:Class"},
+        {"task": "/tmp/evil.py:Class"},
+        {"task": "a:b:c"},
+        {"task": "a:b()"},
+        {"task": ""},
+        {"task_options": {"a b": 1}},
+        {"task_options": {"a": [1]}},
+        {"task_options": {"a": None}},
+        {"task_options": {"a": float("nan")}},
+        {"task_options": {"a": 2**63}},
+        {"task_options": {"a": "x" * 1025}},
+        {"task_options": {f"a{n}": 1 for n in range(33)}},
+        {"outer": {"every": 0}},
+        {"outer": {"lr": float("inf")}},
+        {"outer": {"method": "diloko"}},
+        {"outer": {"method": "local", "lr": 0.5}},
+        {"outer": {"codec": "int9"}},
+        {"outer": {"codec": "sign"}},
+        {"outer": {"codec": "int8+ef:" + "9" * 60}},
+        {"outer": {"fragments": 1025}},
+        {"outer": {"max_group": 1}},
+        {"outer": {"unknown": 1}},
+        {"outer": {"wait_s": 0}},
+        {"train": {"steps": -1}},
+        {"train": {"steps": True}},
+        {"start_when": 0},
+        {"shards": 0},
+        {"name": "a\nb"},
+    ],
+)
+def test_values_out_of_bounds_are_refused_here_and_from_the_wire(change):
+    with pytest.raises(ValidationError):
+        manifest(**change)
+    fields = {**manifest().model_dump(), **change}
+    payload = msgpack.packb(["manifest", 1, fields])
+    sealed = msgpack.packb([ME.peer_id, payload, ME.sign("shoal/manifest/1", payload)])
+    with pytest.raises(MessageError, match="malformed manifest"):
+        open_manifest(sealed)
+
+
+def test_the_largest_manifest_fits_a_reply():
+    options = {f"{'a' * 62}{n:02}": "x" * 1024 for n in range(32)}
+    assert len(seal(manifest(task_options=options), ME)) < 48 * 1024
+    with pytest.raises(MessageError, match="make it smaller"):
+        pack(manifest(task_options=dict.fromkeys(options, "\U0001f41f" * 1024)))
+
+
+def test_defaults_and_descriptions():
+    outer = OuterSettings()
+    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull, outer.codec) == ("noloco", *[None] * 5)
+    assert (outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s, outer.grace_s) == (10, 5, 120, 2)
+    assert (outer.buffers, outer.finish, outer.quorum, outer.max_group) == ("ignore", "none", 0, 32)
+    train = TrainSettings()
+    assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)
+    model: type[BaseModel]
+    for model in (Manifest, OuterSettings, TrainSettings):
+        for name, field in model.model_fields.items():
+            assert field.description, name
+    assert OuterSettings(lr=1).lr == 1.0  # TOML writes whole numbers without a point

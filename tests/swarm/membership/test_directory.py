@@ -1,0 +1,396 @@
+"""The directory: real hosts that see each other, records that are refused, and a trie in memory with a thousand peers."""
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import Future
+
+import msgpack
+import pytest
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership import dht_index as trie
+from shoal.swarm.membership.dht_record import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.wire.member import Member, seal
+
+SWARM = "a" * 52
+ABOUT = {
+    "name": "tester",
+    "round": 1,
+    "step": 25,
+    "loss": 2.5,
+    "steps_per_s": 4.0,
+    "shard": 0,
+    "shards": 4,
+    "model": "0" * 64,
+    "state": "training",
+    "version": "0.1.0",
+}
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+# -- the trie, in memory ---------------------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """A DHT in memory: prefix -> peers; every peer's older record is dropped, as it would expire."""
+
+    def __init__(self):
+        self.keys = {}
+        self.reads = 0
+
+    async def get(self, prefix):
+        self.reads += 1
+        return dict(self.keys.get(prefix, {}))
+
+    def put(self, prefix, peer):
+        for names in self.keys.values():
+            names.pop(peer, None)
+        self.keys.setdefault(prefix, {})[peer] = True
+
+    def where(self, peer):
+        return next((prefix for prefix, names in self.keys.items() if peer in names), None)
+
+    def look(self, peer, **options):
+        return asyncio.run(trie.read(self.get, bits_of(peer), **options))
+
+    def settle(self, peer, cap, chance=0.99):
+        seen = self.look(peer, now=self.where(peer), cap=cap, limit=10**6)
+        self.put(trie.place(peer, self.where(peer), seen, cap=cap, chance=chance), peer)
+
+
+@pytest.mark.parametrize(("count", "cap"), [(1, 2), (3, 2), (40, 2), (1000, 32)])
+def test_no_key_exceeds_cap_and_every_reader_sees_all(count, cap):
+    shelf, peers = Shelf(), [f"peer{i}" for i in range(count)]
+    for peer in peers:
+        shelf.settle(peer, cap)
+    assert max(map(len, shelf.keys.values())) <= cap
+    assert {prefix for prefix in shelf.keys if not bits_of(next(iter(shelf.keys[prefix]), "")).startswith(prefix)} <= {
+        prefix for prefix, names in shelf.keys.items() if not names
+    }
+    shelf.reads = 0
+    seen = shelf.look(peers[0], cap=cap, limit=10**6)
+    assert {peer for names in seen.values() for peer in names} == set(peers)
+    assert shelf.reads <= 8 * count / cap + 3
+
+
+def test_all_that_raced_into_one_key_but_cap_move_on():
+    shelf, peers, cap = Shelf(), [f"peer{i}" for i in range(100)], 4
+    for peer in peers:
+        shelf.put("", peer)
+    for _ in range(10):
+        for peer in peers:
+            shelf.settle(peer, cap)
+    assert max(map(len, shelf.keys.values())) <= cap
+    assert {p for names in shelf.look("x", cap=cap, limit=10**6).values() for p in names} == set(peers)
+
+
+def test_peers_below_a_key_that_empties_stay_in_view_and_move_up():
+    shelf, peers, cap = Shelf(), [f"peer{i}" for i in range(30)], 8
+    for peer in peers:
+        shelf.settle(peer, cap)
+    first = list(shelf.keys[""])
+    assert len(first) == cap
+
+    def lose(how_many):
+        for peer in first[:how_many]:
+            del shelf.keys[""][peer]
+            peers.remove(peer)
+        del first[:how_many]
+
+    def in_view():
+        return {p for names in shelf.look("x", cap=cap).values() for p in names}
+
+    lose(5)  # less than half is left, but more than a quarter
+    assert in_view() == set(peers)
+    below = next(iter(next(names for prefix, names in shelf.keys.items() if len(prefix) == 1 and names)))
+    shelf.settle(below, cap, chance=trie.RISE)
+    assert len(shelf.where(below)) == 1  # not all at once
+    lose(2)
+    assert in_view() == set(first)
+    shelf.settle(below, cap, chance=trie.RISE)
+    assert shelf.where(below) == ""  # now it is urgent
+    assert in_view() == set(peers)
+
+
+def test_a_reader_is_bounded():
+    shelf = Shelf()
+    for i in range(500):
+        shelf.settle(f"peer{i}", 4)
+    seen = shelf.look("peer0", cap=4, limit=100)
+    assert 100 <= sum(map(len, seen.values())) < 100 + 4 * trie.AT_ONCE
+    assert shelf.where("peer0") in seen  # the own place is always looked at first
+
+
+def test_a_key_that_cannot_be_read_hides_only_what_is_below():
+    shelf = Shelf()
+    for i in range(40):
+        shelf.settle(f"peer{i}", 2)
+
+    async def get(prefix):
+        if prefix == "0":
+            raise NetworkError("no answer")
+        return await shelf.get(prefix)
+
+    seen = asyncio.run(trie.read(get, "1" * 48, cap=2))
+    assert "1" in seen
+    assert not any(prefix.startswith("0") for prefix in seen)
+
+    async def nothing(prefix):
+        raise NetworkError("no answer")
+
+    with pytest.raises(NetworkError):
+        asyncio.run(trie.read(nothing, "1" * 48))
+
+
+def test_a_peer_whose_key_was_not_read_stays():
+    assert trie.place("peer", "0101", {"": {}}, cap=2) == "0101"
+
+
+# -- records ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def me():
+    return Identity.ephemeral()
+
+
+def member(identity, **changes):
+    fields = {"swarm": SWARM, "peer": identity.peer_id, "addresses": (), "issued": time.time(), **ABOUT}
+    return Member(**{**fields, **changes})
+
+
+def dht_record(value, subkey, prefix="", swarm=SWARM, expires_in=30.0):
+    return DHTRecord(
+        key=DHTID.generate(source=key_of(swarm, prefix)).to_bytes(),
+        subkey=DHTProtocol.serializer.dumps(subkey),
+        value=DHTProtocol.serializer.dumps(value),
+        expiration_time=time.time() + expires_in,
+    )
+
+
+def accepted(record):
+    return MemberValidator(SWARM).validate(record)
+
+
+def test_an_honest_record_is_accepted_at_each_of_its_places(me):
+    for depth in (0, 1, 5):
+        prefix = bits_of(me.peer_id)[:depth]
+        assert accepted(dht_record(make_record(prefix, member(me), me), me.peer_id, prefix))
+
+
+def test_forged_and_misplaced_records_are_refused(me):
+    other = Identity.ephemeral()
+    bits = bits_of(me.peer_id)
+    wrong = ("1" if bits[0] == "0" else "0") + bits[1:]
+    good = make_record("", member(me), me)
+    flipped = good[:-1] + bytes([good[-1] ^ 1])
+    refused = {
+        "signed by another": dht_record(make_record("", member(me), other), me.peer_id),
+        "in another's name": dht_record(good, other.peer_id),
+        "damaged": dht_record(flipped, me.peer_id),
+        "of another swarm": dht_record(make_record("", member(me, swarm="b" * 52), me), me.peer_id),
+        "under another key": dht_record(good, me.peer_id, bits[:1]),
+        "under another swarm's key": dht_record(good, me.peer_id, swarm="b" * 52),
+        "off its path": dht_record(make_record(wrong[:1], member(me), me), me.peer_id, wrong[:1]),
+        "living too long": dht_record(good, me.peer_id, expires_in=MAX_TTL + 5),
+        "from the future": dht_record(make_record("", member(me, issued=time.time() + AHEAD + 9), me), me.peer_id),
+        "not of this kind": dht_record(b"anything", me.peer_id),
+        "too large": dht_record(bytes(10_000), me.peer_id),
+        "no subkey": dht_record(good, None),
+        "subkey of another type": dht_record(good, 7),
+        "another message": dht_record(msgpack.packb(["", b""]), me.peer_id),
+        "no text prefix": dht_record(msgpack.packb([7, seal(member(me), me)]), me.peer_id),
+        "odd prefix": dht_record(msgpack.packb(["2", seal(member(me), me)]), me.peer_id),
+        "three parts": dht_record(msgpack.packb(["", seal(member(me), me), 1]), me.peer_id),
+    }
+    assert accepted(dht_record(good, me.peer_id))
+    assert [what for what, record in refused.items() if accepted(record)] == []
+
+
+def test_hostile_bytes_never_raise(me):
+    rng = random.Random(0)
+    good = make_record("", member(me), me)
+    validator = MemberValidator(SWARM)
+    for _ in range(500):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        raw = bytes(data[: rng.randrange(len(data) + 1)])
+        assert raw == good or open_record(raw) is None
+        assert not validator.validate(DHTRecord(b"", raw[:5], raw, 0.0))
+
+
+# -- who is barred, without a network ----------------------------------------------------------------------------------------
+
+
+class Quiet:
+    """A board on which nothing is ever written."""
+
+    def addresses(self):
+        return ()
+
+    def submit(self, coroutine):
+        coroutine.close()
+        return Future()
+
+
+def test_who_is_barred_is_no_member_but_can_be_found():
+    me, good, bad, gone = (Identity.ephemeral() for _ in range(4))
+    barred = set()
+    directory = Directory(Quiet(), me, SWARM, barred=barred.__contains__)
+    directory.announce(**ABOUT)
+    directory._seen = {who.peer_id: member(who) for who in (good, bad)} | {gone.peer_id: member(gone, state="done")}
+    here, everybody = {me.peer_id, good.peer_id}, {me.peer_id, good.peer_id, bad.peer_id}
+    assert set(directory.members()) == set(directory.everyone()) == everybody
+    barred |= {bad.peer_id, gone.peer_id, me.peer_id}
+    assert set(directory.members()) == here  # a node does not leave itself out
+    assert set(directory.everyone()) == everybody
+    assert directory.departed() == {}
+    assert not directory.wait_for(3, 0.0)
+    assert [directory.is_barred(who.peer_id) for who in (me, good, bad)] == [False, False, True]
+    barred.clear()
+    assert set(directory.members()) == everybody
+    assert set(directory.departed()) == {gone.peer_id}
+    directory.barred = lambda peer: True  # set later, as by what knows of bans
+    assert set(directory.members()) == {me.peer_id}
+
+
+# -- real hosts ------------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    def __init__(self, bootstrap=(), swarm=SWARM, **options):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity, bootstrap=bootstrap, validator=MemberValidator(swarm), timeout=15)
+        self.directory = Directory(self.host, self.identity, swarm, **{"period": 0.5, "ttl": 6.0, **options})
+        self.peer_id = self.identity.peer_id
+
+    def say(self, **changes):
+        self.directory.announce(**{**ABOUT, **changes})
+
+    def close(self):
+        self.directory.close()
+        self.host.close()
+
+
+@pytest.fixture
+def four():
+    nodes = [Node(cap=2)]
+    nodes += [Node(nodes[0].host.addresses(), cap=2) for _ in range(3)]
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
+    for number, node in enumerate(four):
+        node.say(name=f"n{number}", shard=number)
+    everyone = {node.peer_id for node in four}
+    for node in four:
+        assert node.directory.wait_for(4, 10)
+        assert set(node.directory.members()) == everyone
+    seen = four[0].directory.members()[four[3].peer_id]
+    assert (seen.name, seen.shard, seen.loss, seen.addresses) == ("n3", 3, 2.5, four[3].host.addresses())
+
+    four[1].say(name="n1", shard=1, round=7, loss=None)
+    until(lambda: four[2].directory.members()[four[1].peer_id].round == 7, 3)
+
+    began = time.monotonic()
+    assert four[3].directory.leave(5)
+    four[3].host.close()
+    rest = everyone - {four[3].peer_id}
+    until(lambda: all(set(node.directory.members()) == rest for node in four[:3]), 4)
+    assert time.monotonic() - began < 5  # well before its record expires
+    assert set(four[0].directory.departed()) == {four[3].peer_id}
+
+    four[2].say(name="n2", shard=2, state="done")
+    until(lambda: four[2].peer_id not in four[0].directory.members(), 3)
+    assert {four[2].peer_id, four[3].peer_id} == set(four[0].directory.departed())
+    # Sharded: with room for two per key, some moved on, and nobody lost sight of anybody.
+    until(lambda: any(node.directory._prefix for node in four[:3]))
+
+
+def test_a_node_that_dies_without_a_word_expires(four):
+    for node in four[:2]:
+        node.directory._ttl = 2.0
+        node.say()
+    assert all(node.directory.wait_for(2, 10) for node in four[:2])
+    four[1].close()
+    until(lambda: set(four[0].directory.members()) == {four[0].peer_id}, 5)
+    assert four[0].directory.departed() == {}
+
+
+def test_records_of_another_swarm_and_foreign_keys_find_no_shelf(four):
+    stranger = Node(four[0].host.addresses(), swarm="b" * 52)
+    try:
+        stranger.say()
+        for node in four[:2]:
+            node.say()
+        assert four[0].directory.wait_for(2, 10)
+        assert set(four[0].directory.members()) == {node.peer_id for node in four[:2]}
+        assert stranger.peer_id not in four[0].host.call(four[0].host.get(key_of("b" * 52, "")), 5)
+        assert not stranger.host.call(stranger.host.store("anything", "at all", b"x", 20), 5)
+    finally:
+        stranger.close()
+
+
+def test_a_daemon_restart_is_survived(four):
+    for node in four[:2]:
+        node.say()
+    assert all(node.directory.wait_for(2, 10) for node in four[:2])
+    four[1].host._uplink.daemon._child.kill()
+    until(lambda: four[1].host.restarts == 1)
+    four[1].say(round=9)
+    until(lambda: four[0].directory.members()[four[1].peer_id].round == 9, 8)
+    four[0].say(round=8)
+    until(lambda: four[1].directory.members()[four[0].peer_id].round == 8, 8)
+
+
+def test_waiting_ends_in_time_or_when_told(four):
+    four[0].say()
+    began = time.monotonic()
+    assert not four[0].directory.wait_for(5, 0.3)
+    assert 0.25 < time.monotonic() - began < 1.5
+    stop = threading.Event()
+    threading.Timer(0.2, stop.set).start()
+    assert not four[0].directory.wait_for(5, 30, stop.is_set)
+    assert four[0].directory.wait_for(1, 0)
+
+
+def test_own_record_needs_no_network_and_bad_fields_are_refused(four):
+    directory = four[0].directory
+    assert directory.members() == {}
+    assert directory.leave(1)  # nothing to take back
+    node = four[1]
+    with pytest.raises(ValueError, match="steps_per_s"):
+        node.say(steps_per_s=float("nan"))
+    node.say(step=77)
+    assert node.directory.members()[node.peer_id].step == 77
+    node.host.close()
+    assert not node.directory.leave(1)
+    with pytest.raises(NetworkError):
+        node.directory.refresh(1)
+
+
+def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
+    value = make_record("", member(me, issued=time.time() + 100), me)
+    assert four[1].host.call(four[1].host.store(key_of(SWARM, ""), me.peer_id, value, 60), 5)
+    four[0].directory.refresh(5)
+    four[0].directory.refresh(5)
+    assert me.peer_id not in four[0].directory.members()
+    warned = [r for r in caplog.records if "its clock, or ours" in r.getMessage() and me.peer_id[-8:] in r.getMessage()]
+    assert 1 <= len(warned) <= len(four)

@@ -1,0 +1,41 @@
+"""What a newcomer is told: the manifest of the right swarm."""
+
+import pytest
+
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.membership.manifest_exchange import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
+from shoal.swarm.wire.member import ManifestReply, pack, seal
+
+MODEL = "0" * 64
+
+
+def sealed(host, name="mine"):
+    return seal(Manifest(name=name, created=0.0, creator=host.peer_id, task="text", model=MODEL), host.identity)
+
+
+def link(manifest, *hosts):
+    return Link(swarm_id(manifest), tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{host.peer_id}" for host in hosts))
+
+
+def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
+    me, dead, stranger, liar, friend = (network.host() for _ in range(5))
+    manifest, other = sealed(friend), sealed(stranger, "other")
+    dead.dead = True
+    serve_manifest(stranger, swarm_id(other), other)
+    serve_manifest(friend, swarm_id(manifest), manifest)
+
+    async def lie(stream):
+        await stream.receive(1000, 2)
+        await stream.send(pack(ManifestReply(manifest=other, swarm=swarm_id(manifest))), 2)
+
+    liar.serve(MANIFEST_PROTOCOL, lie)
+    data, opened = fetch_manifest(me, link(manifest, dead, stranger, liar, friend))
+    assert (data, opened.name) == (manifest, "mine")
+    with pytest.raises(MessageError, match=r"Wrong swarm id: the peer .* belongs to swarm"):
+        fetch_manifest(me, link(manifest, dead, stranger))
+    with pytest.raises(MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"):
+        fetch_manifest(me, link(manifest, liar))
+    with pytest.raises(NetworkError, match=r"No peer of the link handed out .* ask for a fresh link\."):
+        fetch_manifest(me, link(manifest, dead))

@@ -1,0 +1,69 @@
+"""Peers out of sight are dialled again, ever less often, a few at a time, unless they said goodbye."""
+
+from itertools import pairwise
+
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.reconnector import FIRST, LONGEST, PERIOD, TRIED, Reunion
+
+PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
+
+
+class Scene:
+    def __init__(self, count):
+        self.known = [f"/ip4/10.0.0.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS[:count])]
+        self.here, self.left = set(PEERS[:count]), set()
+        self.reunion = Reunion(lambda: self.known, lambda: self.here, lambda: self.left, self.meet)
+
+    async def meet(self, addresses):
+        raise AssertionError
+
+    def dialled(self, seconds):
+        """(when, peer) of every dial."""
+        return [
+            (now, address.rpartition("/")[2]) for now in range(0, seconds, int(PERIOD)) for address in self.reunion.whom(float(now))
+        ]
+
+
+def test_nobody_is_dialled_who_is_in_view():
+    assert Scene(5).dialled(1000) == []
+
+
+def test_a_lost_peer_is_dialled_ever_less_often_and_never_given_up():
+    scene = Scene(2)
+    scene.here.remove(PEERS[1])
+    when = [now for now, peer in scene.dialled(4000) if peer == PEERS[1]]
+    assert when[:5] == [10, 30, 70, 150, 310]
+    assert {after - before for before, after in pairwise(when[5:])} == {LONGEST}
+
+
+def test_who_came_back_and_is_lost_again_is_dialled_soon():
+    scene = Scene(2)
+    scene.here.remove(PEERS[1])
+    scene.dialled(2000)
+    scene.here.add(PEERS[1])
+    assert scene.reunion.whom(2000.0) == []
+    scene.here.remove(PEERS[1])
+    assert scene.reunion.whom(2010.0) == []
+    assert scene.reunion.whom(2010.0 + FIRST) == [scene.known[1]]
+
+
+def test_a_few_at_a_time_and_each_gets_its_turn():
+    scene = Scene(10)
+    scene.here.clear()
+    dials = scene.dialled(100)
+    assert max(sum(when == now for when, _ in dials) for now, _ in dials) == TRIED
+    assert {peer for now, peer in dials if now <= 30} == set(PEERS)
+
+
+def test_who_said_goodbye_is_left_in_peace_until_it_is_seen_again():
+    scene = Scene(2)
+    scene.here.remove(PEERS[1])
+    scene.left = {PEERS[1]}
+    assert scene.dialled(100) == []
+    scene.left = set()  # the goodbye expires
+    assert scene.dialled(1000) == []
+    scene.here.add(PEERS[1])
+    scene.reunion.whom(1000.0)
+    scene.here.remove(PEERS[1])
+    assert scene.reunion.whom(1010.0) == []
+    assert scene.reunion.whom(1020.0) == [scene.known[1]]

@@ -1,0 +1,63 @@
+"""The upload budget: bytes over time, with an injected clock, and a transfer under it."""
+
+import asyncio
+
+import pytest
+
+from shoal.swarm.p2p import bandwidth as pace_module
+from shoal.swarm.p2p.bandwidth import BURST_S, PIECE_S, Pace
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(pace_module.asyncio, "sleep", self.sleep)
+
+    def __call__(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize("senders", [1, 4])
+def test_no_more_than_the_budget_goes_out(monkeypatch, senders):
+    clock = Clock(monkeypatch)
+    rate, total = 1000.0, 20_000
+    pace = Pace(rate, clock)
+    sent = []
+
+    async def send(nbytes):
+        for _ in range(nbytes // pace.piece):
+            await pace.wait()
+            pace.spend(pace.piece)
+            sent.append((clock.now, pace.piece))
+
+    async def run():
+        await asyncio.gather(*(send(total // senders) for _ in range(senders)))
+
+    asyncio.run(run())
+    assert sum(size for _, size in sent) == total
+    allowed = rate * BURST_S + senders * rate * PIECE_S
+    gone = 0
+    for when, size in sent:
+        gone += size
+        assert gone <= rate * when + allowed + 1e-6
+    assert clock.now == pytest.approx((total - allowed) / rate, rel=0.1)
+
+
+def test_what_does_not_wait_is_owed(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace(100.0, clock)
+    pace.spend(1025)
+    assert pace.owed() == pytest.approx(1000.0)
+    asyncio.run(pace.wait())
+    assert clock.now == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0])
+def test_a_budget_is_above_nothing(rate):
+    with pytest.raises(ValueError, match="above 0"):
+        Pace(rate)

@@ -1,0 +1,311 @@
+"""Starting the daemon, every way in which that fails, and that nothing is ever left behind."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.swarm.errors import StartupError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import daemon, daemon_process
+from shoal.swarm.p2p import daemon_guard as guard
+from shoal.swarm.p2p import dial as bootstrap
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.listen import fixed_ports, obtain_ports
+
+ANY = "/ip4/127.0.0.1/tcp/0"
+
+
+@pytest.fixture(autouse=True)
+def _short_temp(monkeypatch, tmp_path):
+    """A temporary folder of our own, so that other nodes on this machine do not matter."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def base():
+    return Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
+
+
+def start(**options):
+    return Host.start(Identity.ephemeral(), timeout=options.pop("timeout", 15), **options)
+
+
+def taken_port(kind=socket.SOCK_STREAM):
+    held = socket.socket(socket.AF_INET, kind)
+    held.bind(("127.0.0.1", 0))
+    if kind == socket.SOCK_STREAM:
+        held.listen()
+    return held, held.getsockname()[1]
+
+
+def test_importing_is_quiet_and_leaves_signals_alone():
+    code = (
+        "import signal; before = [signal.getsignal(n) for n in (2, 15)]\n"
+        "import shoal.swarm.p2p.host\n"
+        "assert before == [signal.getsignal(n) for n in (2, 15)]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_sockets_lie_in_a_private_folder_that_goes_with_the_daemon():
+    host = start()
+    (folder,) = base().iterdir()
+    assert base().stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
+    assert {"daemon.sock", "key"} <= {path.name for path in folder.iterdir()}
+    host.close()
+    assert list(base().iterdir()) == []
+
+
+def test_stale_folders_are_swept_but_not_those_in_use():
+    host = start()
+    (live,) = base().iterdir()
+    stale, young = base() / "1-dead", base() / "2-new"
+    for folder in (stale, young):
+        folder.mkdir()
+    (stale / "lock").touch()
+    for folder in (stale, live):
+        os.utime(folder, (time.time() - 60, time.time() - 60))
+    daemon_process.sweep(base())
+    assert set(base().iterdir()) == {live, young}
+    host.close()
+
+
+def test_a_long_temporary_folder_gives_way_to_tmp(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    folder, lock = daemon_process.run_folder()
+    os.close(lock)
+    shutil.rmtree(folder)
+    assert str(folder).startswith("/tmp/shoal-")
+
+
+def test_a_temporary_folder_of_someone_else_is_refused(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    base().symlink_to(elsewhere)
+    with pytest.raises(StartupError, match="belongs to another user: remove it, or set TMPDIR"):
+        start()
+
+
+def test_binary_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(daemon, "daemon_path", lambda: tmp_path / "p2pd")
+    with pytest.raises(StartupError, match=r"the network daemon is missing: there is no .*p2pd; reinstall"):
+        start()
+
+
+def test_binary_not_executable(monkeypatch, tmp_path):
+    (tmp_path / "p2pd").write_bytes(b"")
+    monkeypatch.setattr(daemon, "daemon_path", lambda: tmp_path / "p2pd")
+    with pytest.raises(StartupError, match="not executable: run `chmod"):
+        start()
+
+
+def test_binary_for_another_machine(monkeypatch, tmp_path):
+    (tmp_path / "p2pd").write_bytes(b"\x7fELF\x02\x01\x01" + bytes(100))
+    (tmp_path / "p2pd").chmod(0o755)
+    monkeypatch.setattr(daemon, "daemon_path", lambda: tmp_path / "p2pd")
+    with pytest.raises(StartupError, match="built for another kind of machine than this"):
+        start()
+    assert list(base().iterdir()) == []
+
+
+def fake_daemon(monkeypatch, tmp_path, text):
+    (tmp_path / "p2pd").write_text(f"#!{sys.executable}\n{text}\n")
+    (tmp_path / "p2pd").chmod(0o755)
+    monkeypatch.setattr(daemon, "daemon_path", lambda: tmp_path / "p2pd")
+
+
+def test_a_daemon_that_stops_at_once_is_quoted(monkeypatch, tmp_path):
+    fake_daemon(monkeypatch, tmp_path, "print('no entropy'); raise SystemExit(3)")
+    with pytest.raises(StartupError, match="stopped at once and said: no entropy"):
+        start()
+
+
+def test_a_daemon_that_never_answers_is_killed(monkeypatch, tmp_path):
+    text = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    fake_daemon(monkeypatch, tmp_path, text)
+    with pytest.raises(StartupError, match="did not answer within 1 s"):
+        start(timeout=1)
+    assert list(base().iterdir()) == []
+    assert not [p for p in psutil.Process().children(recursive=True) if "p2pd" in " ".join(p.cmdline())]
+
+
+def test_port_taken_is_named():
+    held, port = taken_port()
+    with held, pytest.raises(StartupError, match=f"/ip4/127.0.0.1/tcp/{port}: the port is taken by another program"):
+        start(listen=[ANY, f"/ip4/127.0.0.1/tcp/{port}"])
+    held, port = taken_port(socket.SOCK_DGRAM)
+    with held, pytest.raises(StartupError, match=f"udp/{port}/quic-v1: the port is taken"):
+        start(listen=[f"/ip4/127.0.0.1/udp/{port}/quic-v1"])
+
+
+def test_port_of_another_daemon_is_not_shared():
+    with start() as host, pytest.raises(StartupError, match="the port is taken"):
+        start(listen=[host.addresses()[0].partition("/p2p/")[0]])
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("/ip4/192.0.2.1/tcp/4001", "no such address"),
+        ("/ip4/127.0.0.1/tcp/70000", "at most 65535"),
+        ("127.0.0.1:4001", "write it like"),
+        ("/ip4/300.1.1.1/tcp/1", "another address"),
+    ],
+)
+def test_bad_listen_addresses(address, why):
+    with pytest.raises(StartupError, match=why):
+        start(listen=[address])
+
+
+def test_ports_stay_the_same():
+    told = ["/ip4/127.0.0.1/tcp/41001/p2p/X", "/ip4/10.0.0.1/udp/41002/quic-v1/p2p/X"]
+    listen = ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7"]
+    fixed = fixed_ports(listen, told)
+    assert fixed == ("/ip4/0.0.0.0/tcp/41001", "/ip4/0.0.0.0/udp/41002/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7")
+    (chosen,) = obtain_ports(["/ip4/127.0.0.1/tcp/0"])
+    assert 0 < int(chosen.rpartition("/")[2]) < 65536
+
+
+def test_each_unreachable_bootstrap_peer_is_named_with_its_reason():
+    silent, port = taken_port()
+    nobody, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
+    with silent, start() as host:
+        host_port = host.addresses()[0].split("/")[4]
+        reasons = {
+            f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}": "refused the connection",
+            f"/ip4/127.0.0.1/tcp/{host_port}/p2p/{other}": f"answered but is another peer, {host.peer_id}",
+            f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.ephemeral().peer_id}": "timed out|did not answer",
+            f"/dns4/nowhere.invalid/tcp/4001/p2p/{Identity.ephemeral().peer_id}": "has a name that cannot be resolved|timed out",
+        }
+        with pytest.raises(StartupError) as caught:
+            start(bootstrap=list(reasons), timeout=8)
+    text = str(caught.value)
+    assert "\n" not in text
+    for address, reason in reasons.items():
+        assert any(f"{address} {words}" in text for words in reason.split("|")), (address, text)
+
+
+def test_one_bootstrap_peer_that_answers_is_enough(caplog):
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
+    with start() as host, start(bootstrap=[dead, *host.addresses()]):
+        assert any(dead in record.getMessage() and "refused" in record.getMessage() for record in caplog.records)
+
+
+NODE = """
+import sys, time, tempfile
+tempfile.tempdir = sys.argv[1]
+from shoal.swarm.host import Host
+from shoal.swarm.identity import Identity
+from shoal.swarm.listen import fixed_ports, obtain_ports
+host = Host.start(Identity.ephemeral())
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def node_process(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", NODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "up\n"
+    family = psutil.Process(child.pid).children(recursive=True)
+    assert sorted("p2pd" in process.name() for process in family) == [False, True]  # the guard and the daemon
+    return child, family
+
+
+def nothing_left(family, seconds=5.0):
+    """A zombie is gone: it waits for its parent, which in a container may never look."""
+    _, alive = psutil.wait_procs(family, timeout=seconds)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_end_of_the_node_leaves_anything_behind(how, tmp_path):
+    child, family = node_process(tmp_path)
+    child.send_signal(how)
+    child.wait(10)
+    child.stdout.close()
+    assert nothing_left(family) == []
+    assert list(base().iterdir()) == []
+
+
+def test_the_daemon_dies_even_if_node_and_guard_are_killed_together(tmp_path):
+    child, family = node_process(tmp_path)
+    for process in (child, *[p for p in family if "p2pd" not in p.name()]):
+        os.kill(process.pid, signal.SIGKILL)
+    child.wait(10)
+    child.stdout.close()
+    assert nothing_left(family) == []
+    (left,) = base().iterdir()  # nobody was there to remove it, so the next start does
+    os.utime(left, (time.time() - 60, time.time() - 60))
+    start().close()
+    assert list(base().iterdir()) == []
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_daemon():
+    with start() as host:
+        family = psutil.Process().children(recursive=True)
+        (p2pd,) = [p for p in family if p.name() == "p2pd"]
+        assert os.getsid(p2pd.pid) != os.getsid(0)
+        assert host.alive
+
+
+def test_the_guard_passes_on_the_status_of_its_command(tmp_path):
+    run_dir = tmp_path / "run"
+    for code, expected in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 256 - 9)):
+        run_dir.mkdir()
+        command = [sys.executable, "-I", "-S", guard.__file__, str(run_dir), str(os.getpid()), sys.executable, "-c", code]
+        assert subprocess.run(command, timeout=10, check=False).returncode == expected
+        assert not run_dir.exists()
+
+
+def test_reasons_are_read_from_the_daemons_words():
+    error = bootstrap.P2PDaemonError("all dials failed\n * [/ip4/1.2.3.4/tcp/5] i/o timeout\n * [/ip4/9.9.9.9/tcp/1] odd")
+    assert bootstrap.why(error, "/ip4/1.2.3.4/tcp/5/p2p/X").startswith("timed out")
+    assert bootstrap.why(bootstrap.P2PDaemonError("what\nnow"), "/ip4/7/p2p/X") == "could not be connected to (now)"
+    assert bootstrap.why(ValueError("bad"), "x") == "is not a valid address (bad)"
+    assert isinstance(asyncio.run(_malformed()), dict)
+
+
+async def _malformed():
+    class Refuses:
+        async def connect(self, peer, addresses):
+            raise ValueError(f"{addresses} is no multiaddr")
+
+    reached, failed = await bootstrap.connect_any(Refuses(), ["nonsense"], 1.0)
+    assert reached == []
+    assert "is not a valid address" in failed["nonsense"]
+    return failed
+
+
+def test_loopback_addresses_are_known():
+    assert daemon_process.is_loopback("/ip4/127.0.0.1/tcp/1")
+    assert daemon_process.is_loopback("/ip6/::1/tcp/1")
+    assert not daemon_process.is_loopback("/ip4/10.0.0.1/tcp/1")
+    assert daemon_process.is_loopback("/dns4/localhost/tcp/1")
+    assert not daemon_process.is_loopback("/dns4/example.org/tcp/1")
+    assert not daemon_process.is_loopback("junk")
+    assert Path(daemon.daemon_path()).name == "p2pd"
+
+
+def test_the_address_of_a_relayed_peer_is_written_as_libp2p_reads_it():
+    relay = Identity.ephemeral()
+    raw = daemon.b58decode(relay.peer_id)
+    plain = daemon.binary("/ip4/1.2.3.4/tcp/1")
+    assert plain == bytes.fromhex("0401020304060001")
+    assert daemon.binary(f"/ip4/1.2.3.4/tcp/1/p2p/{relay.peer_id}/p2p-circuit") == (
+        plain + bytes.fromhex("a50326") + raw + bytes.fromhex("a202")
+    )
+    for wrong in ("junk", *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, ""))):
+        with pytest.raises(ValueError, match=r"."):
+            daemon.binary(wrong)

@@ -1,0 +1,354 @@
+"""Two and three real hosts on loopback: calls, limits, a daemon that is killed, and ends of every kind."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import host as host_module
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER
+
+ECHO = "/test/echo/1"
+MB = 1 << 20
+
+
+async def echo(stream):
+    while True:
+        await stream.send(await stream.receive(MB, 5), 5)
+
+
+async def ask(host, peer_id, data=b"hello", addresses=()):
+    stream = await host.open(peer_id, ECHO, addresses=addresses, timeout=5)
+    try:
+        await stream.send(data, 5)
+        return await stream.receive(MB, 5)
+    finally:
+        stream.close()
+
+
+def start(**options):
+    return Host.start(Identity.ephemeral(), timeout=15, **options)
+
+
+@pytest.fixture
+def two():
+    with start() as a, start(bootstrap=a.addresses()) as b:
+        a.serve(ECHO, echo)
+        b.serve(ECHO, echo)
+        yield a, b
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+def kill_daemon(host):
+    """Kill -9 of the p2pd itself, not of its guard."""
+    (p2pd,) = psutil.Process(host._uplink.daemon._child.pid).children()
+    os.kill(p2pd.pid, signal.SIGKILL)
+
+
+def test_a_message_both_ways_and_8_mb(two):
+    a, b = two
+    assert b.call(ask(b, a.peer_id), 5) == b"hello"
+    assert a.call(ask(a, b.peer_id), 5) == b"hello"
+    size = 8 * MB
+    theirs, ours = os.urandom(size), os.urandom(size)
+    got = bytearray(size)
+
+    async def give(stream):
+        await stream.send(b"go", 5)
+        await swap(stream, theirs, got)
+
+    async def swap(stream, out, into):
+        await stream.swap(memoryview(out), memoryview(into), chunk_timeout=5, deadline=time.monotonic() + 20)
+
+    async def take():
+        stream = await b.open(a.peer_id, "/test/bulk/1", timeout=5)
+        assert await stream.receive(2, 5) == b"go"
+        into = bytearray(size)
+        await swap(stream, ours, into)
+        stream.close()
+        return into
+
+    a.serve("/test/bulk/1", give)
+    before = b.traffic.sent, b.traffic.received
+    assert b.call(take(), 20) == theirs
+    until(lambda: got == ours)
+    assert (b.traffic.sent - before[0], b.traffic.received - before[1]) == (size, size + 6)
+
+
+def test_peers_are_found_by_id_through_a_common_bootstrap_peer(two):
+    a, b = two
+    with start(bootstrap=a.addresses()) as c:
+        assert c.call(ask(c, b.peer_id), 10) == b"hello"
+
+
+def test_peers_are_found_by_address():
+    with start() as a, start() as b:
+        a.serve(ECHO, echo)
+        with pytest.raises(NetworkError):
+            b.call(ask(b, a.peer_id), 10)
+        assert b.call(ask(b, a.peer_id, addresses=["junk", *a.addresses()]), 10) == b"hello"
+
+
+def test_open_says_why_it_failed(two):
+    a, b = two
+    with pytest.raises(NetworkError, match="does not offer /nothing/1: it is not ready, or its shoal is of another version"):
+        b.call(b.open(a.peer_id, "/nothing/1", timeout=5), 10)
+    nobody = Identity.ephemeral().peer_id
+    with pytest.raises(NetworkError, match=f"{nobody[-8:]} refused the connection"):
+        b.call(b.open(nobody, ECHO, addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"], timeout=5), 10)
+    with pytest.raises(NetworkError):
+        b.call(b.open("not a peer id", ECHO, timeout=5), 10)
+
+
+def test_a_failing_handler_ends_its_stream_and_nothing_else(two, caplog):
+    a, b = two
+
+    async def fail(stream):
+        await stream.receive(10, 5)
+        raise ZeroDivisionError("a bug")
+
+    async def refuse(stream):
+        raise MessageError("not what we speak")
+
+    a.serve("/test/fail/1", fail)
+    a.serve("/test/refuse/1", refuse)
+
+    async def call(protocol):
+        stream = await b.open(a.peer_id, protocol, timeout=5)
+        await stream.send(b"x", 5)
+        await stream.receive(10, 5)
+
+    for protocol in ("/test/fail/1", "/test/refuse/1"):
+        with pytest.raises(NetworkError, match="ended early"):
+            b.call(call(protocol), 10)
+    assert [r.levelname for r in caplog.records if "answering /test/fail/1 of peer" in r.getMessage()] == ["WARNING"]
+    assert b.call(ask(b, a.peer_id), 5) == b"hello"
+
+
+def test_one_peer_cannot_take_all_handlers(two):
+    a, b = two
+
+    async def flood():
+        streams = [await b.open(a.peer_id, ECHO, timeout=5) for _ in range(MAX_HANDLERS_PER_PEER)]
+        for stream in streams:
+            await stream.send(b"x", 5)
+            assert await stream.receive(1, 5) == b"x"
+        with pytest.raises(NetworkError):
+            await ask(b, a.peer_id)
+        for stream in streams:
+            stream.close()
+
+    b.call(flood(), 20)
+    until(lambda: not a.entrance._busy)
+    assert b.call(ask(b, a.peer_id), 5) == b"hello"
+
+
+def test_records(two):
+    a, b = two
+    assert a.call(a.store("key", "one", b"1", 20), 5)
+    assert b.call(b.store("key", "two", b"2" * host_module.MAX_VALUE, 20), 5)
+    for host in two:
+        assert host.call(host.get("key"), 5) == {"one": b"1", "two": b"2" * host_module.MAX_VALUE}
+        assert host.call(host.get("nothing"), 5) == {}
+    with pytest.raises(ValueError, match="at most 65536"):
+        a.call(a.store("key", "big", bytes(host_module.MAX_VALUE + 1), 20), 5)
+    assert a.call(a.store("key", "brief", b"3", 0.2), 5)
+    until(lambda: "brief" not in b.call(b.get("key"), 5))
+
+
+def test_a_light_host_reads_but_stores_nothing_for_others(two):
+    a, b = two
+    a.call(a.store("key", "one", b"1", 20), 5)
+    with start(bootstrap=b.addresses(), light=True) as light:
+        assert light.call(light.get("key"), 5) == {"one": b"1"}
+        table = a._uplink.dht.protocol.routing_table
+        assert light.peer_id not in {peer.to_base58() for peer in table.peer_id_to_uid}
+
+
+def test_a_call_has_a_deadline_and_ends_its_coroutine(two):
+    a, _ = two
+    ended = threading.Event()
+
+    async def forever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(NetworkError, match=r"longer than 0.1 s"):
+        a.call(forever(), 0.1)
+    assert ended.wait(5)
+
+    async def inside():
+        return a.submit(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="await the coroutine there"):
+        a.call(inside(), 5)
+
+
+@pytest.mark.parametrize("victim", ["daemon", "guard"])
+def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
+    a, b = two
+    assert a.call(a.store("key", "one", b"1", 60), 5)
+    before = a.addresses()
+    until(lambda: b.peer_id in a._uplink.known)
+    hanging = a.submit(hang(a, b.peer_id))
+    until(lambda: b.entrance._busy[a.peer_id] == 1)
+    if victim == "daemon":
+        kill_daemon(a)
+    else:
+        os.kill(a._uplink.daemon._child.pid, signal.SIGKILL)
+    with pytest.raises(NetworkError):
+        hanging.result(2)
+    until(lambda: a.restarts == 1, 5)
+    assert a.alive
+    assert a.addresses() == before
+    assert b.call(ask(b, a.peer_id), 10) == b"hello"
+    assert a.call(ask(a, b.peer_id), 10) == b"hello"
+    assert a.call(a.get("key"), 10) == {"one": b"1"}
+    assert b.call(b.store("key", "two", b"2", 60), 5)
+    assert set(a.call(a.get("key"), 10)) == {"one", "two"}
+
+
+async def hang(host, peer_id):
+    stream = await host.open(peer_id, ECHO, timeout=5)
+    await stream.receive(10, 60)
+
+
+def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
+    a, b = two
+    allowed = threading.Event()
+    launch = a._uplink._launch
+
+    async def later(timeout):
+        while not allowed.is_set():
+            await asyncio.sleep(0.02)
+        return await launch(timeout)
+
+    monkeypatch.setattr(a._uplink, "_launch", later)
+    kill_daemon(a)
+    until(lambda: not a.alive, 2)
+    for work in (a.get("k"), a.store("k", "s", b"", 5), a.open(b.peer_id, ECHO, timeout=5)):
+        began = time.monotonic()
+        with pytest.raises(NetworkError, match="being restarted"):
+            a.call(work, 5)
+        assert time.monotonic() - began < 0.5
+    a.serve("/test/new/1", echo)  # registered by the restart
+    allowed.set()
+    until(lambda: a.restarts == 1)
+
+    async def new():
+        return await (await b.open(a.peer_id, "/test/new/1", timeout=5)).send(b"x", 5)
+
+    def reached():
+        try:
+            b.call(new(), 10)
+        except NetworkError as error:  # b's daemon may have dialled while there was nobody, and then does not for five seconds
+            if "dial backoff" not in str(error):
+                raise
+            return False
+        return True
+
+    until(reached, 15)
+
+
+def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
+    a, b = two
+    launch, failures = a._uplink._launch, []
+
+    async def flaky(timeout):
+        if len(failures) < 2:
+            failures.append(ValueError("anything at all"))
+            raise failures[-1]
+        return await launch(timeout)
+
+    monkeypatch.setattr(a._uplink, "_launch", flaky)
+    kill_daemon(a)
+    until(lambda: a.restarts == 1)
+    assert len(failures) == 2
+    assert sum("anything at all" in record.getMessage() for record in caplog.records) == 2
+
+    def answers():
+        try:
+            return b.call(ask(b, a.peer_id), 10) == b"hello"
+        except NetworkError:  # it tried while the daemon was down, and libp2p does not try again for 5 s
+            return False
+
+    until(answers)
+
+
+def test_the_swarm_is_found_again_through_remembered_peers():
+    """The bootstrap peer is gone for good when the daemon dies; a third peer is known."""
+    with start() as first, start(bootstrap=first.addresses()) as b, start(bootstrap=first.addresses()) as c:
+        b.serve(ECHO, echo)
+        c.remember(b.addresses())
+        first.close()
+        kill_daemon(c)
+        until(lambda: c.restarts == 1)
+        b.call(b.store("key", "one", b"1", 60), 10)
+        assert c.call(c.get("key"), 10) == {"one": b"1"}
+        assert c.call(ask(c, b.peer_id), 10) == b"hello"
+
+
+def test_what_is_remembered_is_bounded(two):
+    a, _ = two
+    peers = [Identity.ephemeral().peer_id for _ in range(100)]
+    a.remember(f"/ip4/10.0.{i // 250}.{i % 250}/tcp/1/p2p/{peers[i % 100]}" for i in range(2000))
+    known = Counter(address.rpartition("/p2p/")[2] for address in a._uplink.known.addresses())
+    assert len(known) <= 64
+    assert max(known.values()) <= 4
+
+
+def test_announced_addresses_replace_the_own():
+    told = "/ip4/203.0.113.7/tcp/4001"
+    with start(announce=[told]) as a:
+        assert a.addresses() == (f"{told}/p2p/{a.peer_id}",)
+        (listen,) = a._uplink._listen
+        with start() as b:
+            a.serve(ECHO, echo)
+            assert b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 10) == b"hello"
+
+
+def test_close_is_quick_final_and_repeatable(two):
+    a, b = two
+    pending = a.submit(hang(a, b.peer_id))
+    until(lambda: b.entrance._busy[a.peer_id] == 1)
+    daemon = a._uplink.daemon._child.pid
+    began = time.monotonic()
+    a.close()
+    a.close()
+    assert time.monotonic() - began < 3
+    assert pending.done()
+    assert not psutil.pid_exists(daemon)
+    assert not a.alive
+    assert not a._thread.is_alive()
+    with pytest.raises(NetworkError, match="closed"):
+        a.call(a.get("k"), 5)
+
+
+def test_close_does_not_wait_for_a_stuck_loop(two):
+    a, _ = two
+    release = threading.Event()
+    guard = psutil.Process(a._uplink.daemon._child.pid)
+    a._loop.call_soon_threadsafe(release.wait, 20)
+    began = time.monotonic()
+    a.close(timeout=1)
+    assert time.monotonic() - began < 3
+    guard.wait(5)  # the daemon went although the loop could not end it
+    release.set()
+    a._thread.join(5)
+    assert a._loop.is_closed()

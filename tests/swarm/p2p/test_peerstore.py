@@ -1,0 +1,127 @@
+"""Peers remembered on disk: kept from run to run, bounded, held to the rules of a link, and never half written."""
+
+import json
+import logging
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.listen import as_before
+from shoal.swarm.p2p.peerstore import MAX_BYTES, MAX_EACH, MAX_PEERS, KnownPeers
+
+OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
+SWARM = "a" * 52
+
+
+def at(peer, host=1, port=4001):
+    return f"/ip4/10.0.0.{host}/tcp/{port}/p2p/{peer}"
+
+
+def test_what_was_met_is_there_in_the_next_run(tmp_path):
+    path = tmp_path / "run" / "peers.json"
+    first = KnownPeers(OWN, path, SWARM)
+    first.remember([at(OTHER), at(OTHER, 2), at(OWN), "junk", "/ip4/1.2.3.4/tcp/70000/p2p/" + THIRD])
+    first.remember([at(THIRD, 3)])
+    first.save()
+    again = KnownPeers(OWN, path, SWARM)
+    assert again.addresses() == first.addresses() == [at(THIRD, 3), at(OTHER), at(OTHER, 2)]
+    assert OTHER in again
+    assert OWN not in again
+    assert [p.name for p in path.parent.iterdir()] == ["peers.json"]
+    # Another swarm's peers are of no use.
+    assert KnownPeers(OWN, path, "b" * 52).addresses() == []
+
+
+def test_the_own_port_is_there_in_the_next_run(tmp_path):
+    path = tmp_path / "peers.json"
+    first = KnownPeers(OWN, path, SWARM)
+    assert first.listened == ()
+    first.listened = ("/ip4/0.0.0.0/tcp/5000",)
+    first.save()
+    again = KnownPeers(OWN, path, SWARM)
+    assert again.listened == first.listened
+    again.save()
+    assert KnownPeers(OWN, path, "b" * 52).listened == ()
+    path.write_text(json.dumps({"swarm": SWARM, "peers": {}}))  # of an older version
+    assert KnownPeers(OWN, path, SWARM).listened == ()
+
+
+def test_the_port_of_before_is_taken_if_any_will_do_and_it_is_free():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = taken.getsockname()[1]
+        busy = f"/ip4/127.0.0.1/tcp/{used}"
+        wanted = ("/ip4/127.0.0.1/tcp/0",)
+        assert as_before(wanted, (busy,)) == wanted
+    free = f"/ip4/127.0.0.1/tcp/{used}"
+    assert as_before(wanted, (free,)) == (free,)
+    for other in ((), (free, free), (f"/ip4/127.0.0.2/tcp/{used}",), (f"/ip4/127.0.0.1/udp/{used}",), ("junk",), (free + "/ws",)):
+        assert as_before(wanted, other) == wanted
+    assert as_before(("/ip4/127.0.0.1/tcp/1",), (free,)) == ("/ip4/127.0.0.1/tcp/1",)  # another port was asked for
+    assert as_before((free + "/ws", wanted[0]), (free + "/ws", free)) == (free + "/ws", free)
+
+
+def test_a_relayed_address_survives(tmp_path):
+    path = tmp_path / "peers.json"
+    relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{THIRD}/p2p-circuit/p2p/{OTHER}"
+    known = KnownPeers(OWN, path, SWARM)
+    known.remember([relayed])
+    known.save()
+    assert KnownPeers(OWN, path, SWARM).addresses() == [relayed]
+
+
+def test_it_is_bounded_and_the_newest_stay():
+    known = KnownPeers(OWN)
+    peers = [Identity.ephemeral().peer_id for _ in range(MAX_PEERS + 5)]
+    for peer in peers:
+        known.remember(at(peer, host) for host in range(1, 9))
+    known.remember([at(peers[5], 99)])
+    assert peers[4] not in known
+    assert known.addresses()[: MAX_EACH + 1] == [at(peers[5], h) for h in (99, 1, 2, 3)] + [at(peers[-1], 1)]
+    assert len(known.addresses()) == MAX_PEERS * MAX_EACH
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000, "\xff",
+     '{"swarm": "S", "peers": {}, "listened": 3}'],
+)
+def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
+    path = tmp_path / "peers.json"
+    path.write_bytes(text.replace('"S"', f'"{SWARM}"').encode("latin-1"))
+    known = KnownPeers(OWN, path, SWARM)
+    assert known.addresses() == []
+    known.remember([at(OTHER)])
+    known.save()
+    assert json.loads(path.read_text()) == {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "listened": []}
+    assert all(r.levelno == logging.WARNING for r in caplog.records)
+
+
+def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path, caplog):
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}}) + " " * MAX_BYTES)
+    assert KnownPeers(OWN, path, SWARM).addresses() == []
+    assert "too large" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    known = KnownPeers(OWN, tmp_path / "file" / "peers.json", SWARM)
+    known.remember([at(OTHER)])
+    known.save()
+    assert "were not saved" in caplog.text
+
+
+addresses = st.sampled_from([OTHER, THIRD]).flatmap(lambda p: st.builds(at, st.just(p), st.integers(1, 250))) | st.text(max_size=40)
+
+
+@given(st.lists(st.lists(addresses, max_size=6), max_size=6))
+def test_only_addresses_a_link_may_hold_are_kept_each_once(batches):
+    known = KnownPeers(OWN)
+    for batch in batches:
+        known.remember(batch)
+    found = known.addresses()
+    assert len(found) == len(set(found)) <= 2 * MAX_EACH
+    assert set(found) <= {a for batch in batches for a in batch if a.startswith("/ip4/10.0.0.")}

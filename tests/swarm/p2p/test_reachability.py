@@ -1,0 +1,180 @@
+"""Asking a peer what it sees of us: the address, the clock, the port, the bandwidth; and what nobody can make a peer do."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.multiaddr import origin
+from shoal.swarm.p2p.reachability import ALL, DIAL_PROTOCOL, EACH, LOWEST_PORT, DialBack, DialRequest, ask, doorbell
+from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.p2p.throughput import EACH as TESTS
+from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, SpeedTest, measure
+from shoal.swarm.wire.member import pack
+
+PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Host.start(Identity.ephemeral()) as callee, Host.start(Identity.ephemeral(), bootstrap=callee.addresses()) as caller:
+        callee.serve(DIAL_PROTOCOL, DialBack(clock=lambda: 1000.0).answer)
+        callee.serve(SPEED_PROTOCOL, SpeedTest().answer)
+        yield caller, callee.peer_id
+
+
+async def opened(host, peer, protocol, work):
+    stream = await host.open(peer, protocol, timeout=10)
+    try:
+        return await work(stream)
+    finally:
+        stream.close()
+
+
+@contextlib.asynccontextmanager
+async def wires(origin, answer):
+    """A stream whose other end is served as one that comes from ``origin``."""
+    mine, theirs = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
+    task = asyncio.ensure_future(answer(Stream(PEER, *theirs, Traffic(), origin)))
+    stream = Stream(PEER, *mine, Traffic())
+    try:
+        yield stream
+        await task
+    finally:
+        task.cancel()
+        stream.close()
+        theirs[1].close()
+
+
+def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
+    caller, peer = pair
+
+    async def work():
+        async with doorbell() as (port, token):
+            right = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
+            wrong = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, bytes(16)))
+        closed = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
+        return right, wrong, closed
+
+    right, wrong, closed = caller.call(work(), 30)
+    assert [outcome for _, outcome in (right, wrong, closed)] == ["reached", "unreached", "unreached"]
+    assert {seen.address for seen, _ in (right, wrong, closed)} == {"127.0.0.1"}
+
+
+def test_the_clock_is_read_with_its_bound(pair, monkeypatch):
+    caller, peer = pair
+    monkeypatch.setattr("shoal.swarm.p2p.reachability.time.time", lambda: 1060.0)
+    seen, outcome = caller.call(opened(caller, peer, DIAL_PROTOCOL, ask), 10)
+    assert outcome is None
+    assert seen.error < 5
+    assert seen.skew == pytest.approx(-60 - seen.error, abs=1e-6)
+
+
+def test_bytes_are_timed_both_ways(pair):
+    caller, peer = pair
+    speed = caller.call(opened(caller, peer, SPEED_PROTOCOL, measure), 30)
+    assert speed.whole
+    assert min(speed.down, speed.up) > 0
+
+
+def dialled(origin, port=4001):
+    """How a node answers one that comes from ``origin``, if something always answers with zeros there."""
+
+    async def work():
+        async with wires(origin, DialBack().answer) as stream:
+            return await ask(stream, port, bytes(16))
+
+    return asyncio.run(work())
+
+
+def test_nobody_is_dialled_through_a_relay():
+    seen, outcome = dialled("")
+    assert (seen.address, outcome) == ("", "unseen")
+
+
+def test_a_port_of_the_system_is_refused():
+    with pytest.raises(ValueError, match="greater than or equal to 1024"):
+        DialRequest(port=LOWEST_PORT - 1, token=bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("address", "found", "said"),
+    [
+        ("8.8.8.8", "refused", "refused"),
+        ("8.8.8.8", "other", "other"),
+        ("192.168.1.7", "refused", "unreached"),
+        ("192.168.1.7", "other", "unreached"),
+        ("127.0.0.1", "silent", "unreached"),
+        ("192.168.1.7", "reached", "reached"),
+    ],
+)
+def test_what_is_found_in_a_private_network_is_not_told(monkeypatch, address, found, said):
+    async def look(*where):
+        assert where == (address, 4001, bytes(16))
+        return found
+
+    monkeypatch.setattr("shoal.swarm.p2p.reachability._look", look)
+    assert dialled(address)[1] == said
+
+
+def test_dials_are_few(monkeypatch):
+    async def look(*where):
+        return "reached"
+
+    monkeypatch.setattr("shoal.swarm.p2p.reachability._look", look)
+
+    async def work():
+        server, outcomes = DialBack(), []
+        for index in range(ALL + EACH):
+            async with wires(f"8.8.8.{index // (2 * EACH)}", server.answer) as stream:
+                outcomes.append((await ask(stream, 4001, bytes(16)))[1])
+        return outcomes
+
+    outcomes = asyncio.run(work())
+    assert outcomes[: 2 * EACH] == ["reached"] * EACH + ["busy"] * EACH
+    assert outcomes.count("reached") <= ALL
+
+
+def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
+    async def work():
+        server, said = SpeedTest(), []
+        for address in ("", *["8.8.8.8"] * (TESTS + 1)):
+            async with wires(address, server.answer) as stream:
+                try:
+                    said.append(str(await measure(stream, 1000)).split("(")[0])
+                except NetworkError as error:
+                    said.append(str(error))
+        return said
+
+    said = asyncio.run(work())
+    assert "goes through a relay" in said[0]
+    assert said[1:-1] == ["Speed"] * TESTS
+    assert "asked too often" in said[-1]
+
+
+def test_a_request_for_much_is_refused():
+    from shoal.swarm.p2p.throughput import SpeedRequest
+
+    with pytest.raises(ValueError, match="less than or equal"):
+        SpeedRequest(nbytes=MAX_BYTES + 1)
+    assert len(pack(SpeedRequest(nbytes=MAX_BYTES))) < SpeedRequest.LIMIT
+
+
+@pytest.mark.parametrize(
+    ("binary", "found"),
+    [
+        (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1", "127.0.0.1"),
+        (b"\x29" + bytes(15) + b"\x01\x06\x0f\xa1", "::1"),
+        (b"\x04\x08\x08\x08\x08\x91\x02\x0f\xa1\xcd\x03", "8.8.8.8"),
+        (b"\x04\x08\x08\x08\x08\x06\x0f\xa1\xa5\x03\x01\x00\xa2\x02", ""),  # /p2p/…/p2p-circuit
+        (b"\xa2\x02", ""),
+        (b"\x04\x08\x08", ""),
+        (b"", ""),
+    ],
+)
+def test_the_origin_of_a_direct_connection_is_known(binary, found):
+    assert origin(binary) == found

@@ -1,0 +1,203 @@
+"""Streams over a socket pair: no daemon is needed to show what bytes go where."""
+
+import asyncio
+import os
+import socket
+import time
+
+import pytest
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.stream import CHUNK, Stream, Traffic
+
+PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
+
+
+async def pair():
+    ends = []
+    for end in socket.socketpair():
+        reader, writer = await asyncio.open_connection(sock=end)
+        ends.append(Stream(PEER, reader, writer, Traffic()))
+    return ends
+
+
+def run(body):
+    async def main():
+        a, b = await pair()
+        try:
+            await asyncio.wait_for(body(a, b), 30)
+        finally:
+            a.close()
+            b.close()
+
+    asyncio.run(main())
+
+
+def soon(seconds=20.0):
+    return time.monotonic() + seconds
+
+
+async def swap(stream, out, into, **options):
+    options = {"chunk_timeout": 5.0, "deadline": soon(), **options}
+    await stream.swap(memoryview(out), memoryview(into), **options)
+
+
+def test_messages_keep_their_order_and_bounds():
+    async def body(a, b):
+        for data in (b"", b"x", os.urandom(300_000)):
+            sending = asyncio.ensure_future(a.send(data, 5))
+            assert await b.receive(300_000, 5) == data
+            await sending
+
+    run(body)
+
+
+def test_a_timeout_loses_nothing():
+    async def body(a, b):
+        with pytest.raises(NetworkError, match="HGZk did not send a message within"):
+            await b.receive(10, 0.01)
+        a._writer.write((5).to_bytes(4, "big") + b"he")
+        with pytest.raises(NetworkError):
+            await b.receive(10, 0.05)
+        a._writer.write(b"llo")
+        assert await b.receive(10, 5) == b"hello"
+
+    run(body)
+
+
+def test_an_announced_size_over_the_limit_is_refused_unread():
+    async def body(a, b):
+        a._writer.write((1 << 31).to_bytes(4, "big"))
+        with pytest.raises(MessageError, match="2147483648 bytes where at most 100"):
+            await b.receive(100, 5)
+
+    run(body)
+
+
+@pytest.mark.parametrize(("left", "right"), [(5 * CHUNK + 3, 2 * CHUNK), (0, 3 * CHUNK), (1, 0), (0, 0), (70_000, 7)])
+def test_swap_both_ways_then_messages_again(left, right):
+    async def body(a, b):
+        out, back = os.urandom(left), os.urandom(right)
+        into_a, into_b = bytearray(right), bytearray(left)
+        seen = []
+
+        async def one(stream, data, into, last):
+            await stream.send(b"begin", 5)
+            assert await stream.receive(5, 5) == b"begin"
+            await swap(stream, data, into, on_progress=seen.append if stream is a else None)
+            await stream.send(last, 5)  # right behind the bulk, where the peer may still be busy with it
+            return await stream.receive(1 << 20, 5)
+
+        got = await asyncio.gather(one(a, out, into_a, b"from a" * 30_000), one(b, back, into_b, b"from b"))
+        assert got == [b"from b", b"from a" * 30_000]
+        assert into_b == out
+        assert into_a == back
+        assert seen == sorted(seen)
+        assert (seen or [0])[-1] == right
+        framing = 4 + 5 + 4
+        assert a._traffic.sent == b._traffic.received == framing + left + 180_000
+        assert b._traffic.sent == a._traffic.received == framing + right + 6
+
+    run(body)
+
+
+def test_many_swaps_on_one_stream():
+    async def body(a, b):
+        for size in (1, CHUNK, 3 * CHUNK - 1, 10):
+            x, y = os.urandom(size), os.urandom(size)
+            into_a, into_b = bytearray(size), bytearray(size)
+            await asyncio.gather(swap(a, x, into_a), swap(b, y, into_b))
+            assert (into_a, into_b) == (y, x)
+
+    run(body)
+
+
+def test_the_outgoing_buffer_is_free_when_swap_returns():
+    async def body(a, b):
+        out, into = bytearray(b"1" * 3 * CHUNK), bytearray(3 * CHUNK)
+
+        async def send():
+            await swap(a, out, bytearray())
+            out[:] = b"2" * len(out)
+
+        await asyncio.gather(send(), swap(b, b"", into))
+        assert into == b"1" * len(into)
+
+    run(body)
+
+
+def test_eof_before_the_last_byte_is_a_failure():
+    async def body(a, b):
+        a._writer.write(b"x" * 1000)
+        a.close()
+        with pytest.raises(NetworkError, match="ended early"):
+            await swap(b, b"y" * 10, bytearray(1001))
+        with pytest.raises(NetworkError):
+            await b.receive(10, 1)
+        with pytest.raises(NetworkError):
+            await b.send(b"x", 1)
+
+    run(body)
+
+
+def test_a_peer_that_vanishes_while_we_send():
+    async def body(a, b):
+        task = asyncio.ensure_future(swap(a, bytes(50 * CHUNK), bytearray(CHUNK)))
+        await b._reader.readexactly(10)
+        b.abort()
+        with pytest.raises(NetworkError, match="ended early"):
+            await task
+
+    run(body)
+
+
+def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
+    async def body(a, b):
+        began = time.monotonic()
+        with pytest.raises(NetworkError, match="neither sent nor took a byte"):
+            await swap(a, bytes(50 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3)
+        assert 0.25 < time.monotonic() - began < 1.5
+
+    run(body)
+
+
+def test_a_slow_peer_is_not_silent():
+    async def body(a, b):
+        size = 2 * CHUNK  # all fits the write buffer at once: only its draining shows that the peer lives
+
+        async def slowly():
+            left = size
+            while left:
+                left -= len(await b._reader.readexactly(min(left, CHUNK // 4)))
+                await asyncio.sleep(0.1)
+
+        await asyncio.gather(swap(a, bytes(size), bytearray(), chunk_timeout=0.4), slowly())
+
+    run(body)
+
+
+def test_the_deadline_ends_a_transfer_that_progresses():
+    async def body(a, b):
+        async def drip():
+            while not a._writer.transport.is_closing():
+                b._writer.write(b"x")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.ensure_future(drip())
+        with pytest.raises(NetworkError, match="deadline"):
+            await swap(a, b"", bytearray(CHUNK), chunk_timeout=5, deadline=soon(0.3))
+        await dripping
+
+    run(body)
+
+
+def test_a_failing_progress_callback_reaches_the_caller():
+    async def body(a, b):
+        def fail(received):
+            raise ZeroDivisionError(received)
+
+        b._writer.write(b"abc")
+        with pytest.raises(ZeroDivisionError):
+            await swap(a, b"", bytearray(10), on_progress=fail)
+
+    run(body)

@@ -1,0 +1,381 @@
+"""Courts for tests/swarm/test_forgery.py: what a node does with the bytes of a signed record that a sender brings it, in one word.
+
+Each runs the code that judges such bytes when they come from the network. It says nothing if it takes them.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from concurrent.futures import Future
+
+import msgpack
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+
+from shoal.node.watch.record_filter import Gate
+from shoal.optim import FLOAT32
+from shoal.swarm.access.invitation import Admission
+from shoal.swarm.access.policy import Door
+from shoal.swarm.errors import MessageError
+from shoal.swarm.exchange.group.decision_log import Decisions
+from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.roster import enlist, open_group
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
+from shoal.swarm.gossip.envelope import Body, make_parcel
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.manifest.manifest import open_manifest, swarm_id
+from shoal.swarm.membership.dht_record import MemberValidator, key_of
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.seed.registry import SeedBook
+from shoal.swarm.topics.attestation import Attestations
+from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.wire import member as m
+from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack
+from shoal.swarm.wire.group import GroupFormed, GroupReceipt
+from shoal.swarm.wire.nonce import nonces_from
+from shoal.swarm.wire.seed import SeedRequest
+from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
+from tests.swarm.security.forgeries import (
+    ELSEWHERE,
+    GUEST,
+    HONEST,
+    LIAR,
+    ROUND,
+    VICTIM,
+    attestation,
+    decision,
+    invitation,
+    manifest,
+    member,
+    mine,
+    notice,
+    offer,
+    ready,
+    rollout,
+    status,
+)
+
+WORDS = {
+    "wrong signature": "forged", "another peer than its": "forged", "malformed or forged": "forged", "another peer": "another's",
+    "not signed by the creator": "not the creator's", "in place of": "kind", "he wrong swarm id": "another id",
+    "in swarm": "foreign-swarm", "is for swarm": "foreign-swarm", "is for peer": "another's", "expired": "expired",
+    "it is of round": "another round", "not the one of peer": "another decision", "the nonce": "another nonce",
+}  # fmt: skip
+
+
+def word(text):
+    """The first of `WORDS` that is in a sentence."""
+    return next((short for said, short in WORDS.items() if said in text), text)
+
+
+def reason_of(work, *arguments):
+    """The one word of a MessageError; nothing if none is raised."""
+    try:
+        work(*arguments)
+    except MessageError as error:
+        return error.reason if error.reason != "malformed" else word(str(error))
+    return ""
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.005)
+
+
+def stream_from(peer, pipe):
+    return Stream(peer, *pipe, Traffic())
+
+
+class Court:
+    """``make``: an honest record, with changes. ``old``: those of an old one. ``swarm``: those of another swarm's. ``author``: it
+    has to come from who signed it. ``again``: anybody may pass it on, but it is taken once.
+    """
+
+    old, swarm, author, again = None, {"swarm": ELSEWHERE}, True, False
+
+    def __init__(self, network):
+        self.network = network
+
+
+class Directories(Court):
+    """A node of the DHT that is asked to store it; and a directory that reads it there, if some other node did."""
+
+    make, old = staticmethod(member), {"issued": time.time() - 100}
+
+    def __init__(self, network):
+        self.values = {}
+
+    def addresses(self):
+        return ()
+
+    def remember(self, addresses):
+        assert not list(addresses)
+
+    def submit(self, coroutine):
+        coroutine.close()
+        return Future()
+
+    async def get(self, key):
+        return self.values
+
+    def judge(self, sealed, sender):
+        value, now = msgpack.packb(["", sealed]), time.time()
+        record = DHTRecord(
+            DHTID.generate(source=key_of(SWARM, "")).to_bytes(), DHTProtocol.serializer.dumps(sender.peer_id),
+            DHTProtocol.serializer.dumps(value), now + 20,
+        )  # fmt: skip
+        stored = MemberValidator(SWARM).validate(record)
+        self.values = {sender.peer_id: value}
+        directory = Directory(self, VICTIM, SWARM)
+        asyncio.run(directory._read())
+        read = bool(directory.members())
+        assert stored == read
+        return "" if stored else "not stored"
+
+
+class Seeds(Court):
+    make = staticmethod(member)
+
+    def __init__(self, network):
+        self.book = SeedBook()
+
+    def judge(self, sealed, sender):
+        return self.book.answer(sender.peer_id, SeedRequest(swarm=SWARM, record=sealed)).reason
+
+
+class Manifests(Court):
+    """A newcomer with a link, which is handed a manifest; by whom does not matter."""
+
+    make, swarm, author = staticmethod(manifest), {"name": "y"}, False
+
+    def judge(self, sealed, sender):
+        honest = seal(manifest(), HONEST)
+        other = sealed == seal(manifest(**self.swarm), HONEST)
+        return reason_of(open_manifest, sealed, swarm_id(honest if other else sealed))
+
+
+class Doors(Court):
+    """An invitation by the honest creator for the guest, who shows it at the door if it came from there, else the sender does."""
+
+    make, old = staticmethod(invitation), {"expires": time.time() - 400}
+
+    def __init__(self, network):
+        self.door = Door(VICTIM.peer_id, swarm=SWARM, creator=HONEST.peer_id)
+
+    def judge(self, sealed, sender):
+        peer = GUEST if sender is HONEST else sender
+        return word(self.door.refusal(peer.peer_id, pack(Admission(invitation=sealed))))
+
+
+class Pairs(Court):
+    """A node before its round, to which the sender opens a stream with an offer."""
+
+    make, old = staticmethod(offer), {"round": ROUND - 1}
+
+    def __init__(self, network):
+        self.network, self.host = network, network.host()
+        self.members = [HONEST.peer_id, self.host.peer_id]
+        self.exchange = SwarmExchange(
+            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0,
+            members=lambda: {peer: network.member(peer, ROUND) for peer in self.members},
+            wait=1.0, chunk_timeout=1.0, exchange_timeout=5.0,
+        )  # fmt: skip
+        self.exchange.next_round = ROUND
+
+    def judge(self, sealed, sender):
+        stream = called(self.network, self.host, EXCHANGE_PROTOCOL, sender, sealed)
+        handle = None
+        if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
+            until(lambda: self.exchange._rendezvous._held)
+            handle = self.exchange.start(mine().key, mine().tensors(), 1.0, FLOAT32)
+        answer = unpack(self.host.call(stream.receive(m.Answer.LIMIT, 5), 6), m.Answer)
+        self.network.loop.call_soon_threadsafe(stream.abort)
+        if answer.verdict == "accept":
+            assert handle.result() is None  # the stream ended
+            return ""
+        return word(answer.reason) if answer.verdict == "refuse" else answer.verdict
+
+
+def called(network, host, protocol, sender, data):
+    """A stream of ``protocol`` that ``sender`` opened to ``host``, and its first message."""
+
+    async def call():
+        caller, callee = await network.wire()
+        network.tasks.add(asyncio.ensure_future(host.answer(protocol, stream_from(sender.peer_id, callee))))
+        stream = stream_from(host.peer_id, caller)
+        await stream.send(data, 2)
+        return stream
+
+    return host.call(call(), 5)
+
+
+class Answers(Pairs):
+    """A node that has called its mate, the sender, which accepts and answers with this."""
+
+    old, swarm = {"nonce": bytes(15) + b"1"}, {"swarm": ELSEWHERE, "nonce": bytes(15) + b"1"}
+
+    def judge(self, sealed, sender):
+        mate = self.network.hosts[sender.peer_id] = FakeHost(self.network, sender)
+        self.members = [sender.peer_id, self.host.peer_id]
+        said = []
+
+        async def answer(stream):
+            await stream.receive(m.Offer.LIMIT + ENVELOPE, 2)
+            await stream.send(pack(m.Answer(verdict="accept", round=ROUND)), 2)
+            await stream.send(sealed, 2)
+
+        async def repeating():
+            nonces_from(bytes)
+            return await self.exchange._rendezvous.meet(mine())
+
+        class Hearing(logging.Handler):
+            def emit(self, record):
+                said.append(record.getMessage())
+
+        mate.serve(EXCHANGE_PROTOCOL, answer)
+        logger, hearing = logging.getLogger("shoal"), Hearing()
+        logger.addHandler(hearing)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        try:
+            received, _ = self.host.call(repeating(), 15)
+        finally:
+            logger.removeHandler(hearing)
+            logger.setLevel(level)
+        assert received is None  # not even the honest one sends more
+        found = word(" ".join(said))
+        return found if found in WORDS.values() else ""
+
+
+class Leaders(Court):
+    """The leader of a round, to which the sender opens a stream with a ready message."""
+
+    make, old = staticmethod(ready), {"round": ROUND - 1}
+
+    def __init__(self, network):
+        self.network, self.peer = network, GroupPeer(network)
+        self.peer.exchange.next_round = ROUND
+
+    def judge(self, sealed, sender):
+        stream = called(self.network, self.peer.host, LEADER_PROTOCOL, sender, sealed)
+        receipt = unpack(self.peer.host.call(stream.receive(GroupReceipt.LIMIT, 5), 6), GroupReceipt)
+        self.network.loop.call_soon_threadsafe(stream.abort)
+        return "" if receipt.verdict == "noted" else word(receipt.reason) if receipt.verdict == "refuse" else receipt.verdict
+
+
+class Rosters(Court):
+    """A member that is told by its leader who is in its group. Whom the leader lists needs no more than its own ready message."""
+
+    make, old, author = staticmethod(ready), {"round": ROUND - 1}, False
+
+    def __init__(self, network):
+        self.mine = seal(ready(), VICTIM)
+
+    def judge(self, sealed, sender):
+        formed = GroupFormed(nonce=bytes(16), reduction="gather", alone=True, members=enlist([self.mine, sealed]))
+        return reason_of(open_group, formed, LIAR.peer_id, self.mine, 32)
+
+
+class Judgements(Court):
+    """A member that is told what its leader, the sender, decided on its group."""
+
+    make, old = staticmethod(decision), {"nonce": bytes(15) + b"1"}
+
+    def __init__(self, network):
+        self.decisions = Decisions(network.host(), VICTIM, SWARM)
+
+    def judge(self, sealed, sender):
+        return reason_of(self.decisions.open, sealed, sender.peer_id, bytes(16))
+
+
+class Silence:
+    """GossipSub of one node, which hears what the test says."""
+
+    def __init__(self):
+        self.queue = None
+
+    async def subscribe(self, topic):
+        self.queue = asyncio.Queue()
+        return self
+
+    async def next(self):
+        return await self.queue.get()
+
+    def close(self):
+        self.queue = None
+
+
+class Topics(Court):
+    """A node that takes part in a topic; what it hears was published by the sender."""
+
+    again = True
+
+    def __init__(self, network):
+        self.network, host = network, network.host()
+        host.pubsub = self.pubsub = Silence()
+        self.gossip = Gossip(host, host.identity, SWARM, fetch_s=1.0)
+        self.topic = self.join()
+        until(lambda: self.pubsub.queue is not None)
+
+    def judge(self, sealed, sender):
+        before = self.topic.tally.rejected()
+        ended = sum(before.values()) + self.topic.tally.events().get("accepted", 0)
+        data = make_parcel(SWARM, Body("plain", len(sealed), sealed))
+        self.network.loop.call_soon_threadsafe(self.pubsub.queue.put_nowait, (sender.peer_id, data))
+        until(lambda: sum(self.topic.tally.rejected().values()) + self.topic.tally.events().get("accepted", 0) == ended + 1)
+        return next((reason for reason, count in self.topic.tally.rejected().items() if count != before.get(reason, 0)), "")
+
+
+class Pools(Topics):
+    make, old = staticmethod(rollout), {"issued": time.time() - 10_000_000}
+
+    def join(self):
+        pool = RolloutPool(self.gossip, lambda *env: True)
+        pool.advance(ROUND)
+        return pool.topic
+
+
+class Notices(Topics):
+    """A notice that is believed is fetched, which nobody hands out here."""
+
+    make = staticmethod(notice)
+
+    def join(self):
+        return RolloutPool(self.gossip, lambda *env: True).topic
+
+    def judge(self, sealed, sender):
+        said = super().judge(sealed, sender)
+        return "" if said == "unavailable" else said
+
+
+class Records(Topics):
+    make = staticmethod(attestation)
+
+    def join(self):
+        return Attestations(self.gossip, lambda author, record, signature: None).topic
+
+
+class Gates(Court):
+    """A watcher."""
+
+    make, old, again = staticmethod(status), {"issued": time.time() - 1000}, True
+
+    def __init__(self, network):
+        self.gate = Gate(SWARM)
+
+    def judge(self, sealed, sender):
+        return reason_of(self.gate.open, sender.peer_id, make_parcel(SWARM, Body("plain", len(sealed), sealed)))
+
+
+COURTS = {
+    "`member`, in the DHT": Directories, "`member`, at a seed": Seeds, "`manifest`": Manifests, "`invitation`": Doors,
+    "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
+    "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
+    "`attestation`": Records, "`status`": Gates,
+}  # fmt: skip

@@ -1,0 +1,192 @@
+"""Nothing that a peer sends is unpickled: a pickle that would make a file is sent to all that a node serves, and no file appears.
+
+That the source holds no call that could is tests/test_house.py's affair; this is the proof for what it calls, hivemind too.
+"""
+
+import asyncio
+import importlib.util
+import io
+import os
+import pickle
+import re
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import get_dht_time
+
+from shoal.swarm.access.policy import Door
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.gossip.envelope import Parcel
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.admission import Introductions
+from shoal.swarm.membership.dht_record import MemberValidator, key_of
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.manifest_exchange import serve_manifest
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.topics.attestation import Attestations
+from shoal.swarm.topics.evidence import Evidence
+from shoal.swarm.topics.log_sync import LogServer
+from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.wire.member import StateRequest, pack
+
+SWARM, MODEL = "a" * 52, "0" * 64
+UNPICKLING = ("pickle.find_class", "marshal.loads", "marshal.load")
+heard: list[str] = []
+listening = threading.Event()
+
+
+def listen(event, arguments):
+    """CPython tells of every class that any unpickler looks up, the one in C too; a hook cannot be taken away again."""
+    if event in UNPICKLING and listening.is_set():
+        heard.append(event)
+
+
+sys.addaudithook(listen)
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+def in_torch(bomb):
+    file = io.BytesIO()
+    torch.save(bomb, file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def victim():
+    """A node's host with all that a node serves, whatever its method."""
+    identity = Identity.ephemeral()
+    with Host.start(identity, timeout=20, validator=MemberValidator(SWARM)) as host:
+        directory = Directory(host, identity, SWARM)
+        Introductions(host, Door())
+        serve_manifest(host, SWARM, b"manifest")
+        StateServer(host, SWARM, MODEL, [(4,)])
+        about = {"swarm": SWARM, "model": MODEL, "seed": 0, "members": directory.members, "wait": 1.0, "chunk_timeout": 1.0}
+        SwarmExchange(host, identity, exchange_timeout=2.0, **about)
+        GroupExchange(host, identity, exchange_timeout=2.0, **about)
+        gossip = Gossip(host, identity, SWARM)
+        topics = [RolloutPool(gossip, lambda *env: True).topic, Attestations(gossip, lambda *record: None).topic]
+        Evidence(host, SWARM)
+        logs = LogServer(host, SWARM, lambda since: b"log")
+        yield host, topics
+        logs.close()
+        directory.close()
+
+
+@pytest.fixture
+def bombs(tmp_path):
+    """Pickles of several kinds, and the folders that they would make. That they go off is seen first."""
+    folder = tmp_path / "went off"
+    kinds = [pickle.dumps(Bomb(folder), protocol) for protocol in (0, 2, 5)] + [in_torch(Bomb(folder))]
+    listening.set()
+    for bomb in kinds:
+        torch.load(io.BytesIO(bomb), weights_only=False) if bomb is kinds[-1] else pickle.loads(bomb)
+        folder.rmdir()
+    assert heard
+    heard.clear()
+    yield kinds, folder
+    listening.clear()
+
+
+def wrapped(bomb):
+    """A bomb as it is, framed, as a message, in its fields, behind a valid message, compressed."""
+    length = len(bomb).to_bytes(4, "big")
+    message = msgpack.packb(["offer", 1, bomb])
+    fields = msgpack.packb(["state-request", 1, {"swarm": bomb, "model": bomb}])
+    sealed = msgpack.packb(["x", bomb, bomb])
+    extension = msgpack.packb(msgpack.ExtType(0x50, bomb))
+    valid = pack(StateRequest(swarm=SWARM, model=MODEL))
+    for data in (bomb, message, fields, sealed, extension, zlib.compress(bomb), valid):
+        yield len(data).to_bytes(4, "big") + data + (length + bomb if data is valid else b"")
+    yield bomb
+
+
+async def throw(host, peer, protocol, data):
+    try:
+        stream = await host.open(peer, protocol, timeout=5)
+    except NetworkError:
+        return
+    stream._writer.write(data)
+    stream._writer.write_eof()
+    await stream.drained(2.0)
+    stream.close()
+
+
+def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
+    host, topics = victim
+    kinds, folder = bombs
+    monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.SMALL_S", 0.5)
+    served = sorted(host._uplink._handlers)
+    assert len(served) >= 10
+    with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=20) as attacker:
+
+        async def at_streams():
+            for protocol in served:
+                throws = [throw(attacker, host.peer_id, protocol, data) for bomb in kinds for data in wrapped(bomb)]
+                for start in range(0, len(throws), 8):
+                    await asyncio.gather(*throws[start : start + 8])
+
+        attacker.call(at_streams(), 240)
+        until(lambda: not host.entrance._busy)
+
+        async def at_the_dht():
+            protocol, peer = attacker._uplink.running_dht().protocol, PeerID.from_base58(host.peer_id)
+            later = get_dht_time() + 60
+            for bomb in kinds:
+                key = DHTID.generate(source=key_of(SWARM, ""))
+                values = [bomb, msgpack.packb(bomb), *(msgpack.packb(msgpack.ExtType(code, bomb)) for code in (0x40, 0x50))]
+                for value in values:
+                    for subkey in (None, protocol.IS_DICTIONARY, bomb):
+                        await protocol.call_store(peer, [key], [value], [later], [subkey])
+
+        attacker.call(at_the_dht(), 60)
+
+        until(lambda: all(host.peer_id in attacker.call(attacker.pubsub.listeners(topic.name), 5) for topic in topics))
+        for topic in topics:
+            for bomb in kinds:
+                body = zlib.compress(bomb)
+                parcels = [Parcel(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
+                parcels += [Parcel(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
+                for data in (bomb, *map(pack, parcels)):
+                    attacker.call(attacker.pubsub.publish(topic.name, data), 5)
+            until(lambda topic=topic: sum(topic.tally.rejected().values()) == 3 * len(kinds))
+    assert heard == []
+    assert not folder.exists()
+
+
+def test_hivemind_unpickles_nothing_either():
+    """What of it meets the network: the DHT node's three calls, over the daemon's socket, and its serializer."""
+    root = Path(importlib.util.find_spec("hivemind").origin).parent
+    for file in (*(root / "dht").glob("*.py"), *(root / "p2p").rglob("*.py"), root / "utils" / "serializer.py"):
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"pickle|marshal|torch\.load|\b(eval|exec)\(", text), file
+    # What its serializer makes of extension types: a dictionary of the DHT, and a tensor's shape and type without any content.
+    assert {kind.__name__ for kind in MSGPackSerializer._ext_types} <= {"DictionaryDHTValue", "BatchTensorDescriptor"}

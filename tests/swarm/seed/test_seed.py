@@ -1,0 +1,275 @@
+"""A seed: what its book notes and forgets, that it needs no torch, and that a swarm is found through it alone."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import StartupError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.dht_record import MemberValidator
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.seed_announcer import Presence
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedBook
+from shoal.swarm.wire.member import Member, seal
+from shoal.swarm.wire.seed import TOLD, SeedRequest
+
+SWARM = "a" * 52
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def member(identity, swarm=SWARM, state="training", addresses=()):
+    return Member(
+        swarm=swarm, peer=identity.peer_id, name="x", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
+        shard=0, shards=1, model="0" * 64, state=state, issued=0.0, version="0",
+    )  # fmt: skip
+
+
+def note(book, identity, swarm=SWARM, **fields):
+    return book.answer(identity.peer_id, SeedRequest(swarm=swarm, record=seal(member(identity, swarm, **fields), identity)))
+
+
+def asked(book, swarm=SWARM, peer="somebody"):
+    return book.answer(peer, SeedRequest(swarm=swarm)).members
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
+    clock = Clock()
+    book = SeedBook(clock)
+    ada, bob = Identity.ephemeral(), Identity.ephemeral()
+    assert note(book, ada).members == ()
+    (named,) = note(book, bob).members
+    assert named == seal(member(ada), ada)
+    assert len(asked(book)) == 2
+    assert asked(book, "b" * 52) == ()
+    assert note(book, ada, state="leaving").reason == ""
+    assert asked(book) == (seal(member(bob), bob),)
+    clock.now += TTL - 1
+    note(book, ada)
+    clock.now += 2
+    assert asked(book) == (seal(member(ada), ada),)
+    clock.now += TTL
+    assert asked(book) == ()
+    assert book.count() == (0, 0)
+
+
+def test_only_the_own_record_for_the_swarm_asked_about_is_noted():
+    book = SeedBook()
+    ada, bob = Identity.ephemeral(), Identity.ephemeral()
+    stolen = seal(member(ada), ada)
+    for record, swarm in ((stolen, SWARM), (seal(member(bob, "b" * 52), bob), SWARM), (stolen[:-1], SWARM), (b"", SWARM)):
+        assert book.answer(bob.peer_id, SeedRequest(swarm=swarm, record=record)).reason in ("forged", "malformed", "truncated")
+    assert book.count() == (0, 0)
+
+
+def test_the_book_is_bounded(monkeypatch):
+    book = SeedBook(chance=random.Random(0))
+    many = [Identity.ephemeral() for _ in range(MAX_MEMBERS + 3)]
+    for one in many:
+        note(book, one)
+    assert book.count() == (1, MAX_MEMBERS)
+    seen = {record for _ in range(200) for record in asked(book)}
+    assert seen == {seal(member(one), one) for one in many[3:]}
+    assert len(asked(book)) == TOLD
+    names = [f"{'abcdefghijklmnop'[i // 16]}{'abcdefghijklmnop'[i % 16]}" + "a" * 50 for i in range(1, MAX_SWARMS + 1)]
+    reasons = [note(book, many[0], swarm).reason for swarm in names[: MAX_PLACES + 1]]
+    assert reasons == [""] * MAX_PLACES + ["places"]
+    for i, swarm in enumerate(names):
+        note(book, many[1 + i // MAX_PLACES % 30], swarm)
+    assert book.count()[0] <= MAX_SWARMS
+    full = SeedBook()
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 1)
+    assert note(full, many[0], names[0]).reason == ""
+    assert note(full, many[1], names[1]).reason == "full"
+    assert note(full, many[1], names[0]).reason == ""
+
+
+class SeedProcess:
+    """`shoal seed` on a free port of the loopback interface."""
+
+    def __init__(self, home, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shoal", "seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", home / "seed.key",
+             *arguments],
+            stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        self.told = json.loads(self.process.stdout.readline())
+        self.addresses = self.told["addresses"]
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(10)
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture
+def seed(tmp_path):
+    made = SeedProcess(tmp_path)
+    yield made
+    if made.process.poll() is None:
+        assert made.end() == 0
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.05)
+
+
+class Node:
+    """A host with a directory entry, which reports to the seeds."""
+
+    def __init__(self, bootstrap=(), must_join=True, known=None):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(
+            self.identity, bootstrap=bootstrap, validator=MemberValidator(SWARM), swarm=SWARM, must_join=must_join, known=known,
+            timeout=15,
+        )  # fmt: skip
+        self.directory = Directory(self.host, self.identity, SWARM, ttl=10, period=1)
+        self.presence = Presence(self.host, self.directory, self.identity, SWARM)
+        self.directory.announce(
+            name="x", round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="waiting", version="0"
+        )
+
+    def sees(self):
+        return set(self.directory.members())
+
+    def close(self):
+        self.presence.close()
+        self.directory.close()
+        self.host.close()
+
+
+@pytest.fixture
+def nodes():
+    made = []
+
+    def start(*arguments, **options):
+        made.append(Node(*arguments, **options))
+        return made[-1]
+
+    yield start
+    for node in made:
+        node.close()
+
+
+def test_a_seed_runs_without_torch_and_hivemind():
+    code = (
+        "import sys, asyncio\n"
+        "import shoal.node.cli.main, shoal.node.commands.seed\n"
+        "from shoal.swarm.identity import Identity\n"
+        "from shoal.swarm.seed.server import Seed\n"
+        "async def main():\n"
+        "    up = asyncio.get_running_loop().create_future()\n"
+        "    seed = Seed(Identity.ephemeral(), listen=['/ip4/127.0.0.1/tcp/0'], on_ready=up.set_result)\n"
+        "    running = asyncio.ensure_future(seed.run())\n"
+        "    await asyncio.wait([up, running], timeout=30, return_when=asyncio.FIRST_COMPLETED)\n"
+        "    print(*up.result())\n"
+        "    running.cancel()\n"
+        "    await asyncio.wait([running], timeout=10)\n"
+        "asyncio.run(main())\n"
+        "assert not {'torch', 'hivemind', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("/ip4/127.0.0.1/tcp/")
+
+
+def test_strangers_meet_through_a_seed_alone(seed, nodes):
+    first = nodes(seed.addresses, must_join=False)
+    until(lambda: first.host.seeds())
+    first.presence.report(10)
+    second = nodes(seed.addresses)
+    until(lambda: first.sees() == second.sees() == {first.host.peer_id, second.host.peer_id})
+    # The seed may go: who has met needs it no more, and says so to nobody.
+    assert seed.end() == 0
+    third = nodes(second.host.addresses())
+    until(lambda: third.sees() == first.sees() and len(third.sees()) == 3)
+
+
+def test_two_that_started_apart_are_brought_together(seed, nodes):
+    first, second = nodes(seed.addresses, must_join=False), nodes(seed.addresses, must_join=False)
+    until(lambda: first.sees() == second.sees() == {first.host.peer_id, second.host.peer_id}, 40)
+
+
+def test_a_seed_that_knows_nobody_is_named(seed):
+    with pytest.raises(StartupError, match=r"the seed \w+ knows no member of this swarm that can be reached: its last one may"):
+        Host.start(Identity.ephemeral(), bootstrap=seed.addresses, swarm=SWARM, timeout=7)
+
+
+def test_a_seed_keeps_its_address_when_its_daemon_dies(seed, nodes):
+    first = nodes(seed.addresses, must_join=False)
+    until(lambda: first.host.seeds())
+    (guard,) = _children(seed.process.pid)
+    (daemon,) = _children(guard)
+    os.kill(daemon, signal.SIGKILL)
+    until(lambda: [g for g in _children(seed.process.pid) if g != guard])
+
+    def joined():
+        first.presence.report(5)
+        try:
+            return nodes(seed.addresses)
+        except StartupError:
+            return None
+
+    until(joined, 60)
+    assert Link(SWARM, tuple(seed.addresses))
+
+
+def _children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
+    """Creator and bootstrap are gone; who has been there before finds those that are left."""
+    creator = nodes(must_join=False)
+    other = nodes(creator.host.addresses())
+    third = nodes(creator.host.addresses(), known=tmp_path / "peers.json")
+    until(lambda: len(third.sees()) == len(other.sees()) == 3)
+    until(lambda: other.host.peer_id in third.host._uplink.known)
+    dead = creator.host.addresses()
+    third.close()
+    creator.close()
+    with pytest.raises(StartupError, match="no bootstrap peer can be reached"):
+        Host.start(Identity.ephemeral(), bootstrap=dead, swarm=SWARM, timeout=15)
+    again = nodes(dead, known=tmp_path / "peers.json")
+    until(lambda: {again.host.peer_id, other.host.peer_id} <= again.sees() & other.sees())
+
+
+def test_the_daemon_is_asked_only_for_what_is_there():
+    """A stream of requests the seed does not understand ends, and the next is answered."""
+    from shoal.swarm.seed.server import Seed
+
+    seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
+
+    class Liar:
+        peer_id = Identity.ephemeral().peer_id
+        closed = False
+
+        async def receive(self, limit, timeout):
+            return b"garbage"
+
+        async def send(self, data, timeout):
+            raise AssertionError("nothing is to be answered")
+
+    asyncio.run(seed._answer(Liar()))
+    assert not seed._busy

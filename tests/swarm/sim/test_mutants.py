@@ -1,0 +1,186 @@
+"""The simulator can fail: each of these faults of ours, put into the protocols on purpose, is found by one of the seeds."""
+
+import asyncio
+import itertools
+import re
+
+import pytest
+import torch
+
+from shoal.optim.exchange.base import Mean
+from shoal.swarm.exchange.group.allgather import Gathering
+from shoal.swarm.exchange.group.allreduce import _Runner
+from shoal.swarm.exchange.group.commit import Verdict
+from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.matchmaking import Rendezvous
+from shoal.swarm.exchange.pair.transfer import Received, Transfers
+from shoal.swarm.p2p import stream
+from shoal.swarm.sim.faults import Fault
+from shoal.swarm.sim.peers import Setting
+from shoal.swarm.wire.envelope import seal, unseal
+from shoal.swarm.wire.group import GroupDecision, GroupReply
+
+SEEDS = 500
+
+
+def half_of_the_other(patch):
+    """Half of what was received counts, as if the stream had broken in the middle of writing it."""
+    swap = Transfers._swap
+
+    async def halved(self, stream, mine, theirs):
+        received = await swap(self, stream, mine, theirs)
+        tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
+                   for a, b in zip(received.tensors, mine.tensors(), strict=True)]  # fmt: skip
+        return Received(received.peer, received.weight, tensors)
+
+    patch.setattr(Transfers, "_swap", halved)
+
+
+def callee_does_not_wait(patch):
+    """The callee commits when it is ready, whatever the caller decides."""
+
+    async def follow(self, stream, offer, received, decision):
+        decision.received = received
+
+    patch.setattr(Transfers, "_follow", follow)
+
+
+def two_decisions(patch):
+    """A leader tells the first member of a group another decision than the others."""
+    tell = Verdict._tell
+
+    async def lying(self, seat, message):
+        if isinstance(message, GroupReply) and seat is next(iter(self._seats.values())) and len(self._seats) > 2:
+            _, said = unseal(message.decision, GroupDecision)
+            other = GroupDecision(swarm=said.swarm, nonce=said.nonce, mean=said.mean & 3)
+            message = GroupReply(decision=seal(other, self._decisions._identity))
+        await tell(self, seat, message)
+
+    patch.setattr(Verdict, "_tell", lying)
+
+
+def takes_what_it_does_not_hold(patch):
+    """A member takes a mean without the parts that it lacks."""
+    result, places = Gathering.result, Gathering.places
+
+    def lacking(self, mean):
+        return result(self, mean & places(self))
+
+    patch.setattr(Gathering, "result", lacking)
+    patch.setattr(Gathering, "places", lambda self: self.group.everybody)
+
+
+def round_forgotten(patch):
+    """A call from another swarm round throws the own one back."""
+    meet = Rendezvous.meet
+
+    async def back(self, contribution):
+        outcome = await meet(self, contribution)
+        if contribution.key.round % 3 == 2:
+            self.next_round = contribution.key.round - 1
+        return outcome
+
+    patch.setattr(Rendezvous, "meet", back)
+
+
+def no_deadline(patch):
+    """A transfer waits for as long as it takes."""
+
+    async def watch(self, bulk, sender, chunk_timeout, deadline):
+        await asyncio.wait({sender, bulk.arrived})
+        sender.result(), bulk.arrived.result()
+
+    patch.setattr(stream.Stream, "_watch", watch)
+
+
+def held_for_ever(patch):
+    """Calls that were held stay in the table."""
+    hold = Rendezvous._hold
+
+    async def kept(self, stream, round):
+        try:
+            return await hold(self, stream, round)
+        finally:
+            self._held.setdefault(f"{stream.peer_id} {round}", (round, asyncio.get_running_loop().create_future()))
+
+    patch.setattr(Rendezvous, "_hold", kept)
+
+
+def streams_left_open(patch):
+    """Who has called does not hang up."""
+    patch.setattr(stream.Stream, "close", lambda self: None)
+
+
+def streams_left_to_the_garbage_collector(patch):
+    """An all-reduce that failed does not end the streams of hivemind's generators."""
+
+    class Forgetful(dict):
+        def __iter__(self):
+            return iter(())
+
+    init = _Runner.__init__
+
+    def forgetful(self, *args):
+        init(self, *args)
+        self._calls = Forgetful()
+
+    patch.setattr(_Runner, "__init__", forgetful)
+
+
+def wrong_weights(patch):
+    """A mean that forgets the weights."""
+    mean = SwarmExchange._mean
+
+    def unweighted(self, mine, theirs):
+        right = mean(self, mine, Received(theirs.peer, mine.weight, theirs.tensors))
+        return Mean(right.tensors, mine.weight + theirs.weight, right.members)
+
+    patch.setattr(SwarmExchange, "_mean", unweighted)
+
+
+def an_error_of_ours(patch):
+    """Something that nobody thought of."""
+    note = Rendezvous._note
+
+    def stumbling(self, meeting, peer, answer):
+        if answer.verdict == "wait":
+            raise KeyError(peer)
+        return note(self, meeting, peer, answer)
+
+    patch.setattr(Rendezvous, "_note", stumbling)
+
+
+MUTANTS = {
+    half_of_the_other: "is not that of|never handed in|is not of its members",
+    callee_does_not_wait: "who went on alone",
+    two_decisions: "is in two means",
+    takes_what_it_does_not_hold: "is not of its members|in two means|is not that of|KeyError",
+    round_forgotten: "fell from",
+    no_deadline: "took .* s|still has|has .* in",
+    held_for_ever: "has .* in .*_held",
+    streams_left_open: "still has|has .* in|streams are open",
+    wrong_weights: "is not that of|never handed in",
+    an_error_of_ours: "KeyError",
+}
+"""What each breaks, and how the first seed that finds it must put it."""
+
+
+@pytest.mark.parametrize(("mutant", "says"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
+    mutant(monkeypatch)
+    seed, failure = seeds.first(range(SEEDS))
+    assert seed is not None
+    assert re.search(says, repr(failure))
+
+
+def test_an_all_reduce_that_failed_ends_its_streams(seeds, monkeypatch):
+    """Found by a seed: a member that slept wakes to averages and to a broken stream at once."""
+
+    def failures():
+        plans = itertools.product(range(72, 90, 3), (0.1, 0.3))
+        faults = ([Fault(after, "sleep", 2, 0.4, 0.5), Fault(after + 15, "sever", 0, 1.0, dice)] for after, dice in plans)
+        return [failure for plan in faults if (failure := seeds.failure(1, setting=Setting("group", 4, calm=4.0), faults=plan))]
+
+    assert failures() == []
+    streams_left_to_the_garbage_collector(monkeypatch)
+    assert any("streams are open" in str(failure) for failure in failures())

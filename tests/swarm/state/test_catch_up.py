@@ -1,0 +1,119 @@
+"""Joining a swarm that is under way: begin only when the weights are not too old, and say what is wrong."""
+
+import types
+
+import pytest
+import torch
+
+from shoal.optim import method_named
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.membership import OWN_LOOP
+from shoal.swarm.state import catch_up as module
+from shoal.swarm.state.catch_up import BEHIND, FRESH_S, TRIES, catch_up
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.state.sync import ModelDiffersError
+from shoal.swarm.wire.member import Member
+
+ME, MODEL = Identity.ephemeral(), "0" * 64
+
+
+def member(round, state="training", model=MODEL):
+    peer = Identity.ephemeral().peer_id
+    return Member(
+        swarm="a" * 52, peer=peer, name="x", addresses=(), round=round, step=0, loss=None, steps_per_s=0.0, shard=0,
+        shards=1, model=model, state=state, issued=0.0, version="0",
+    )  # fmt: skip
+
+
+class Swarm:
+    """Members whose rounds go on while a newcomer downloads; ``given`` are the rounds of the weights that it gets, in turn."""
+
+    def __init__(self, monkeypatch, members, given=(), seconds=100.0, pace=0, task="text"):
+        self.now, self.seconds, self.pace, self.given, self.wishes = 0.0, seconds, pace, list(given), []
+        self.listed = {m.peer: m for m in members}
+        self.identity, self.swarm, self.directory, self.host = ME, "a" * 52, self, None
+        self.manifest = types.SimpleNamespace(model=MODEL, task=task, creator=members[-1].peer if members else "")
+        monkeypatch.setattr(module, "fetch_state", self.fetch)
+
+    def members(self):
+        return self.listed
+
+    def refresh(self, seconds):
+        self.listed = {p: m.model_copy(update={"round": m.round + self.pace}) for p, m in self.listed.items()}
+
+    def fetch(self, host, wish, givers):
+        self.wishes.append((wish, givers))
+        self.now += self.seconds
+        given = self.given.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return None if given is None else State(given, [torch.zeros(3)])
+
+    def join(self, model=MODEL, method="noloco", **options):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        opt = method_named(method).make(torch.optim.SGD([weight], lr=0.1), types.SimpleNamespace(start=None), every=2)
+        return catch_up(self, model, opt, lambda: self.now, **options)
+
+
+def test_nobody_who_has_finished_a_round_is_nothing_to_take_over(monkeypatch):
+    assert Swarm(monkeypatch, [member(0), member(5, "leaving"), member(5, model="1" * 64)]).join() is None
+
+
+@pytest.mark.parametrize(
+    ("task", "state", "given"),
+    [("text", "training", 0), ("text", "waiting", None), (OWN_LOOP, "training", 0), (OWN_LOOP, "waiting", 0)],
+)
+def test_who_cannot_make_the_first_weights_has_them_of_whoever_surely_holds_them(monkeypatch, task, state, given):
+    """While it waits, a node of `shoal up` hands out nothing."""
+    swarm = Swarm(monkeypatch, [member(0, state), member(0, "leaving")], given=[0], seconds=1.0, task=task)
+    assert swarm.join() is None
+    found = swarm.join(begun=False)
+    assert (None if found is None else found.round) == given
+
+
+def test_of_those_in_the_same_round_the_creator_is_asked_first(monkeypatch):
+    members = [member(3) for _ in range(20)]
+    swarm = Swarm(monkeypatch, members, given=[3], seconds=1.0)
+    swarm.join()
+    assert swarm.wishes[0][1][0][0] == members[-1].peer
+
+
+def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(monkeypatch):
+    swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10, 10 + 5], pace=BEHIND + 1)
+    assert swarm.join().round == 15
+    assert len(swarm.wishes) == 2
+    swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10], pace=BEHIND)
+    assert swarm.join().round == 10
+
+
+def test_weights_that_came_quickly_are_not_old_however_short_the_rounds(monkeypatch):
+    assert Swarm(monkeypatch, [member(10)], given=[10], seconds=FRESH_S, pace=1000).join().round == 10
+
+
+def test_where_rounds_are_faster_than_the_link_it_begins_after_some_tries_and_says_so(monkeypatch, caplog):
+    swarm = Swarm(monkeypatch, [member(10)], given=range(10, 10 + 2 * TRIES, 2), pace=1000)
+    assert swarm.join().round == 10 + 2 * (TRIES - 1)
+    assert "rounds go by faster than the swarm's weights can be fetched" in caplog.text
+
+
+@pytest.mark.parametrize(("method", "equal"), [("noloco", False), ("diloco", True)])
+def test_who_is_furthest_is_asked_first_and_only_in_a_group_are_weights_equal(monkeypatch, method, equal):
+    swarm = Swarm(monkeypatch, [member(n) for n in range(20)], given=[10], seconds=1.0)
+    swarm.join(method=method)
+    wish, givers = swarm.wishes[0]
+    assert [swarm.listed[peer].round for peer, _ in givers] == list(range(19, 11, -1))
+    assert (wish.equal, wish.vouched, list(wish.shapes)) == (equal, True, [(3,)])
+
+
+def test_weights_that_cannot_be_had_end_in_one_sentence(monkeypatch):
+    with pytest.raises(NetworkError, match=r"its weights could not be had \(they are far apart\): try again\."):
+        Swarm(monkeypatch, [member(10)], given=[NetworkError("they are far apart.")]).join()
+    with pytest.raises(NetworkError, match="none of its members handed out the weights"):
+        Swarm(monkeypatch, [member(10)], given=[None]).join()
+
+
+def test_another_model_is_said_whatever_the_members_answer(monkeypatch):
+    for given in (None, NetworkError("no")):
+        with pytest.raises(ModelDiffersError, match="does not fit the swarm"):
+            Swarm(monkeypatch, [member(10)], given=[given]).join(model="2" * 64)

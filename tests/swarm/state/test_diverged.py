@@ -1,0 +1,56 @@
+"""Two whose weights have drifted from each other never wait for each other, whoever asked first."""
+
+import pytest
+
+from shoal.swarm.state.selection import STATE_PROTOCOL
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.wire.member import Answer, StateRequest, pack, unpack
+
+SWARM, MODEL = "a" * 52, "0" * 64
+
+
+@pytest.fixture
+def two(network):
+    """Two hosts, the one with the lower peer id first, and the server of the other."""
+    lower, higher = sorted((network.host() for _ in range(2)), key=lambda host: host.peer_id)
+    return lower, higher
+
+
+def ask(network, asking, asked, *, astray):
+    """A question, answered with "wait"; returns what hears the next answer."""
+
+    async def begin():
+        stream = await asking.open(asked.peer_id, STATE_PROTOCOL, timeout=5)
+        await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5)), 5)
+        assert unpack(await stream.receive(Answer.LIMIT, 5), Answer).verdict == "wait"
+        return stream
+
+    stream = asking.call(begin(), 10)
+
+    async def hear(seconds):
+        return unpack(await stream.receive(Answer.LIMIT, seconds), Answer).verdict
+
+    return lambda: asking.call(hear(5), 10)
+
+
+def never():
+    raise AssertionError("weights that have drifted are handed to nobody")
+
+
+def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, two):
+    lower, higher = two
+    server = StateServer(higher, SWARM, MODEL, [(4,)])
+    answer = ask(network, lower, higher, astray=True)
+    server.astray = 5
+    server.offer(never)
+    assert answer() == "refuse"
+
+
+@pytest.mark.parametrize(("first_asks", "astray"), [(True, False), (False, True)], ids=["a newcomer", "a higher id"])
+def test_others_wait_until_it_is_back(network, two, first_asks, astray):
+    asking, asked = two if first_asks else two[::-1]
+    server = StateServer(asked, SWARM, MODEL, [(4,)])
+    ask(network, asking, asked, astray=astray)
+    server.astray = 5
+    server.offer(never)
+    assert len(server._wanted) == 1

@@ -1,0 +1,251 @@
+"""Chunks from several peers at once: which is asked of whom, wrong ones, peers that die, and going on where it stopped."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.state import chunks as pieces
+from shoal.swarm.state import snapshot
+from shoal.swarm.state.chunks import Pieces
+from shoal.swarm.state.download import Memory, Plan, download, fetch_digests
+from shoal.swarm.state.snapshot import Kept, State, chunk_size, chunks_in, encode, make
+from shoal.swarm.wire.digest import CHUNK
+
+SWARM = "a" * 52
+VALUES = 5 * CHUNK // 4 + 3  # float32: five chunks and twelve bytes
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(0, 12), st.integers(1, 4))
+def test_every_chunk_comes_once_whatever_the_lanes_do(data, chunks, lanes):
+    plan, alive, busy, arrived = Plan(range(chunks)), set(range(lanes)), {}, []
+    while not plan.done:
+        asked = [chunk for chunk in busy.values() if chunk not in arrived]
+        assert all(asked.count(chunk) <= 2 for chunk in asked)
+        assert plan.left == chunks - len(arrived)
+        lane = data.draw(st.sampled_from(sorted(alive)))
+        act = data.draw(st.sampled_from(["answer", "die"] if lane in busy else ["ask", "die"]))
+        if act == "ask":
+            chunk = plan.ask(lane)
+            if chunk is not None:
+                assert chunk not in arrived
+                busy[lane] = chunk
+            else:  # everything that is left is with two others, or with this one
+                assert all(asked.count(left) == 2 for left in set(range(chunks)) - set(arrived))
+        elif act == "answer":
+            chunk = busy.pop(lane)
+            assert plan.got(chunk) == (chunk not in arrived)
+            if chunk not in arrived:
+                arrived.append(chunk)
+        else:
+            plan.lost(lane)
+            busy.pop(lane, None)
+            alive.discard(lane)
+            alive.add(max(alive | {lane}) + 1)  # somebody else comes
+    assert sorted(arrived) == list(range(chunks))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5 * CHUNK))
+def test_chunks_cover_a_payload_exactly(nbytes):
+    assert sum(chunk_size(nbytes, chunk) for chunk in range(chunks_in(nbytes))) == nbytes
+    assert all(0 < chunk_size(nbytes, chunk) <= CHUNK for chunk in range(chunks_in(nbytes)))
+
+
+def made(seed=0):
+    state = State(3, [torch.randn(VALUES, generator=torch.Generator().manual_seed(seed))])
+    return make(state, encode(state))
+
+
+class Giver:
+    """A host that holds snapshots, and can answer as a test wants."""
+
+    def __init__(self, network, *held):
+        self.host, self.kept, self.asked = network.host(), Kept(), []
+        for one in held:
+            self.kept.put(one)
+        Pieces(self.host, SWARM, self.kept)
+
+    @property
+    def reached(self):
+        return self.host.peer_id, ()
+
+
+def take(network, wanted, givers, sink, chunks=None):
+    me = network.host()
+
+    async def work():
+        to = [giver.reached for giver in givers]
+        digests = await fetch_digests(me, SWARM, wanted.header, to)
+        assert digests == wanted.digests
+        every = range(chunks_in(wanted.header.nbytes)) if chunks is None else chunks
+        return await download(me, SWARM, wanted.header, digests, to, sink, every)
+
+    return asyncio.run_coroutine_threadsafe(work(), network.loop).result(30)
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot id, chunk) -> bytes or None."""
+    true, change, seen = pieces._piece, {}, []
+
+    def piece(snapshot, chunk):
+        seen.append(chunk)
+        found = true(snapshot, chunk)
+        act = change.get(chunk)
+        return act(found) if act is not None and found is not None else found
+
+    monkeypatch.setattr(pieces, "_piece", piece)
+    return seen, change
+
+
+def test_a_snapshot_comes_from_all_who_hold_it(network):
+    wanted = made()
+    givers = [Giver(network, wanted) for _ in range(3)] + [Giver(network, made(1)), Giver(network)]
+    sink = Memory(wanted.header.nbytes)
+    assert take(network, wanted, givers, sink) == set()
+    assert torch.equal(sink.payload, wanted.payload)
+    assert sink.have == set(range(6))
+
+
+def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):
+    wanted = made()
+    spoiled = snapshot.Snapshot(wanted.header, wanted.payload.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
+    liar, honest = Giver(network, spoiled), Giver(network, wanted)
+    sink = Memory(wanted.header.nbytes)
+    assert take(network, wanted, [liar, honest], sink) == {liar.host.peer_id}
+    assert torch.equal(sink.payload, wanted.payload)
+    assert f"…{liar.host.peer_id[-8:]} handed out a chunk of the weights that does not match its digest" in caplog.text
+
+
+def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
+    wanted = made()
+    liar = Giver(network, snapshot.Snapshot(wanted.header, wanted.payload, bytes(len(wanted.digests))))
+    sink = Memory(wanted.header.nbytes)
+    take(network, wanted, [liar, Giver(network, wanted)], sink)
+    assert torch.equal(sink.payload, wanted.payload)
+    assert "handed out digests that are not those of the weights it stated" in caplog.text
+    with pytest.raises(NetworkError, match="holds the weights any more"):
+        take(network, wanted, [liar], Memory(wanted.header.nbytes))
+
+
+def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
+    wanted = made()
+    dying, other = Giver(network, wanted), Giver(network, wanted)
+    _, change = spy
+    dead = []
+
+    def die(data):
+        dying.host.dead = True
+        for stream in dying.host.streams:
+            stream.abort()
+        dead.append(True)
+        change.clear()
+        return data
+
+    change[0] = die
+    sink = Memory(wanted.header.nbytes)
+    assert take(network, wanted, [dying, other], sink) == set()
+    assert (dead, torch.equal(sink.payload, wanted.payload)) == ([True], True)
+
+
+def test_what_has_come_is_not_asked_for_again(network, spy):
+    wanted = made()
+    giver = Giver(network, wanted)
+    seen, change = spy
+
+    def gone(data):
+        giver.kept._held.clear()
+        return data
+
+    change[3] = gone
+    sink = Memory(wanted.header.nbytes)
+    with pytest.raises(NetworkError, match="chunks missing"):
+        take(network, wanted, [giver], sink)
+    came = set(sink.have)
+    assert came
+    giver.kept.put(wanted)
+    change.clear()
+    seen.clear()
+    take(network, wanted, [giver], sink)
+    assert not set(seen) & came
+    assert torch.equal(sink.payload, wanted.payload)
+
+
+def test_some_chunks_can_be_had_alone(network, spy):
+    wanted = made()
+    sink = Memory(wanted.header.nbytes)
+    take(network, wanted, [Giver(network, wanted)], sink, chunks=[1, 5])
+    assert (sink.have, set(spy[0])) == ({1, 5}, {None, 1, 5})
+
+
+def test_what_a_sink_raises_ends_the_download(network):
+    class Full(Memory):
+        def write(self, chunk, data):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        take(network, made(), [Giver(network, made())], Full(1))
+
+
+def test_a_piece_of_another_size_is_refused_before_it_is_taken(network, spy, caplog):
+    wanted = made()
+    spy[1][0] = lambda data: memoryview(bytes(CHUNK + 1))
+    with pytest.raises(NetworkError, match="chunks missing"):
+        take(network, wanted, [Giver(network, wanted)], Memory(wanted.header.nbytes))
+    assert f"announced a piece of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
+
+
+def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
+    now = [0.0]
+    kept = Kept(lambda: now[0])
+    one, two, three = (made(seed) for seed in range(3))
+    kept.put(one)
+    now[0] = 1.0
+    kept.put(two)
+    assert kept.full()
+    now[0] = 20.0
+    assert not kept.full()
+    assert kept.get(one.id) is one
+    kept.put(three)
+    assert kept.get(two.id) is None
+    now[0] = 100.0
+    assert kept.get(one.id) is one
+    now[0] = 150.0
+    kept.expire()
+    assert (kept.get(one.id), kept.get(three.id)) == (one, None)
+
+
+def test_the_id_follows_from_what_is_held_and_from_nothing_else():
+    state = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
+    same = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
+    others = [
+        State(4, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2]),
+        State(3, [torch.ones(5)], {"momentum": [torch.zeros(5)]}, [2]),
+        State(3, [torch.ones(5)], {"step": [torch.ones(5)]}, [2]),
+        State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [1]),
+        State(3, [torch.ones(10)], {}, [2]),
+    ]
+    ids = [make(one, encode(one)).id for one in (state, same, *others)]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == len(others) + 1
+
+
+def test_a_state_has_another_version_after_every_change():
+    state = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
+    version = state.version()
+    assert state.version() == version
+    state.extra["momentum"][0].mul_(2)
+    assert state.version() != version
+
+
+def test_a_lane_waits_for_news_without_asking(network):
+    # One chunk and many lanes: the others wait, and end when it is there.
+    wanted = make(State(1, [torch.ones(3)]), encode(State(1, [torch.ones(3)])))
+    sink = Memory(wanted.header.nbytes)
+    take(network, wanted, [Giver(network, wanted) for _ in range(4)], sink)
+    assert torch.equal(sink.payload, wanted.payload)

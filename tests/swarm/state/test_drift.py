@@ -1,0 +1,136 @@
+"""Whose weights differ, by sketches in records of the same round, and who gives way."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.optim.outer.sketch import NUMBERS, distance, sketch
+from shoal.swarm.identity import Identity
+from shoal.swarm.state.drift import DOUBTS, Drift, Split
+from shoal.swarm.wire.member import SKETCH, Member
+
+MODEL = "0" * 64
+PEERS = sorted(Identity.ephemeral().peer_id for _ in range(6))
+
+
+def member(peer, newest, **changes):
+    fields = {
+        "swarm": "a" * 52, "peer": peer, "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 1.0,
+        "shard": 0, "shards": 1, "model": MODEL, "state": "training", "issued": 1.0, "version": "0", "sketch": newest,
+    }  # fmt: skip
+    return Member(**{**fields, **changes})
+
+
+def at(place, round):
+    """The sketch of weights that move by 1 a round, from ``place``."""
+    return (place, float(round), 0.0, 0.0)
+
+
+def walk(rounds, places, most=16):
+    """{peer: drift} after ``rounds`` rounds in which each is at its place."""
+    made = {peer: Drift(peer, MODEL, most) for peer in places}
+    for peer, place in places.items():
+        for round in range(rounds):
+            made[peer].finished(round, 0, at(place, round))
+    return made
+
+
+def records(drifts, **changes):
+    return {peer: member(peer, drift.newest, **changes) for peer, drift in drifts.items()}
+
+
+def yielding(drifts):
+    there = records(drifts)
+    return {peer: found for peer, drift in drifts.items() if (found := drift.split(there)) is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sketches_of_equal_weights_are_equal_and_of_others_far(dtype):
+    random = torch.Generator().manual_seed(0)
+    weights = [torch.randn(33, 7, generator=random).to(dtype), torch.randn(5, generator=random).to(dtype)]
+    moved = [tensor + 0.01 * torch.randn(tensor.shape, generator=random).to(dtype) for tensor in weights]
+    length = sum((a.double() - b.double()).square().sum().item() for a, b in zip(weights, moved, strict=True)) ** 0.5
+    assert len(sketch(weights)) == NUMBERS == SKETCH
+    assert sketch(weights) == sketch([tensor.clone() for tensor in weights])
+    assert 0.2 * length < distance(sketch(weights), sketch(moved)) < 3 * length
+
+
+def test_the_sketch_is_the_sums_of_every_fourth_value():
+    assert sketch([torch.arange(10.0), torch.tensor([0.5])]) == (0 + 4 + 8 + 0.5, 1 + 5 + 9, 2 + 6, 3 + 7)
+
+
+def test_the_sketch_of_a_large_tensor_is_the_same_sums():
+    weights = torch.randn(1500, 1501, generator=torch.Generator().manual_seed(0))
+    sums = [weights.flatten()[place::NUMBERS].double().sum().item() for place in range(NUMBERS)]
+    assert sketch([weights]) == pytest.approx(sums, abs=1e-2)  # of about 750
+
+
+def test_a_swarm_that_is_together_does_nothing():
+    assert yielding(walk(5, dict.fromkeys(PEERS, 0.0))) == {}
+    assert yielding(walk(5, {peer: 0.01 * place for place, peer in enumerate(PEERS)})) == {}  # rounding
+
+
+def test_the_smaller_part_gives_way_to_the_larger():
+    drifts = walk(5, {peer: 3.0 * (place in (0, 4)) for place, peer in enumerate(PEERS)})
+    assert yielding(drifts) == {
+        peer: Split(frozenset({0}), frozenset(PEERS[place] for place in (1, 2, 3, 5))) for peer in (PEERS[0], PEERS[4])
+    }
+
+
+def test_of_two_equal_parts_that_with_the_lowest_peer_id_stays():
+    drifts = walk(5, {peer: 3.0 * (place in (0, 4, 5)) for place, peer in enumerate(PEERS)})
+    assert yielding(drifts).keys() == {PEERS[1], PEERS[2], PEERS[3]}
+
+
+@given(st.lists(st.sampled_from([0.0, 5.0]), min_size=2, max_size=6))
+def test_of_two_parts_one_gives_way_and_then_all_are_together(places):
+    given_places = dict(zip(PEERS, places, strict=False))
+    drifts = walk(4, given_places)
+    found = yielding(drifts)
+    assert len({given_places[peer] for peer in found}) <= 1
+    for peer, split in found.items():
+        (place,) = {given_places[giver] for giver in split.givers}
+        drifts[peer].moved()
+        given_places = given_places | {peer: place}
+    for round in range(4, 8):
+        for peer, place in given_places.items():
+            drifts[peer].finished(round, 0, at(place, round))
+    assert len(set(given_places.values())) == 1
+    assert yielding(drifts) == {}
+
+
+def test_a_record_of_a_round_that_this_node_was_not_in_says_nothing():
+    drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(9, {PEERS[0]: 3.0})[PEERS[0]]
+    assert drift.split(records({PEERS[0]: other})) is None
+
+
+def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
+    drifts = walk(3, dict.fromkeys(PEERS[:2], 3.0) | {PEERS[2]: 0.0})
+    there = records(drifts) | {PEERS[3]: member(PEERS[3], None)}
+    found = [drifts[PEERS[2]].split(there) for _ in range(DOUBTS)]
+    assert found[:-1] == [None] * (DOUBTS - 1)
+    assert found[-1].givers == frozenset(PEERS[:2])
+
+
+@pytest.mark.parametrize("changes", [{"model": "1" * 64}, {"state": "waiting"}])
+def test_who_does_not_train_the_same_is_not_compared(changes):
+    drifts = walk(3, {PEERS[0]: 3.0, PEERS[1]: 0.0})
+    assert drifts[PEERS[1]].split(records(drifts, **changes)) is None
+
+
+def test_where_the_rounds_have_several_groups_weights_differ_by_design():
+    drifts = walk(3, {PEERS[0]: 3.0, PEERS[1]: 3.0, PEERS[2]: 0.0}, most=2)
+    assert yielding(drifts) == {}
+
+
+def test_weights_that_are_not_finite_say_nothing():
+    drift = walk(3, {PEERS[0]: 0.0})[PEERS[0]]
+    drift.finished(3, 0, (float("nan"), 0.0, 0.0, 0.0))
+    assert drift.newest is None
+    drift.finished(4, 0, at(0.0, 4))
+    assert drift.newest == (4, 0, at(0.0, 4))
+
+
+def test_before_it_knows_how_far_a_round_moves_it_judges_nobody():
+    assert yielding(walk(1, {PEERS[0]: 3.0, PEERS[1]: 0.0})) == {}

@@ -1,0 +1,190 @@
+"""What a node does with weights that it takes over: whose fast weights stay and whose move, and who takes over at all."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
+from shoal.swarm.exchange.robust import LEAST, Watch
+from shoal.swarm.exchange.stats import Health
+from shoal.swarm.state import resync as anchoring
+from shoal.swarm.state.drift import Split
+from shoal.swarm.state.resync import FAR, Anchor
+from shoal.swarm.state.snapshot import State
+
+EVERY, MODEL = 4, "0" * 64
+METHODS = {"diloco": DiLoCo, "co2": CO2, "noloco": NoLoCo}
+
+
+class Nobody:
+    """An exchange in which every round ends alone."""
+
+    def start(self, key, tensors, weight, codec):
+        return self
+
+    def done(self):
+        return True
+
+    def result(self, deadline=None):
+        return None
+
+
+class Swarm:
+    """One node of a swarm whose other members hold `state`, and hand it out at once."""
+
+    def __init__(self, monkeypatch, method="diloco", others=("other",)):
+        self.model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        self.opt = METHODS[method](torch.optim.SGD(self.model.parameters(), lr=0.1), Nobody(), every=EVERY)
+        self.opt.on_round = self.on_round
+        self.asked = []
+        self.members = {peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=()) for peer in others}
+        directory = SimpleNamespace(members=lambda: self.members)
+        membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
+        self.health, self.moves, self.behind, self.met, self.split = Health(), 0, 0, (), None
+        self.server = SimpleNamespace(astray=None)
+        self.anchor = Anchor(membership, MODEL, self.server, self.opt, self.health, self.moved)
+        monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
+        self.theirs = [torch.zeros(1, 4)]
+
+    def moved(self):
+        self.moves += 1
+
+    def fetch(self, host, wish, givers):
+        self.asked.append([peer for peer, _ in givers])
+        future = Future()
+        shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.opt.shared.items()}
+        future.set_result(State(self.opt.round, [t.clone() for t in self.theirs], shared, [self.opt.round - 1]))
+        return future
+
+    def on_round(self, info):
+        self.anchor.saw(RoundInfo(info.key, self.met, info.step, info.lag), behind=self.behind, split=self.split)
+
+    def train(self, rounds):
+        """Every round learns about the same, and moves by about one."""
+        for _ in range(rounds * EVERY):
+            self.model.weight.grad = -torch.full((1, 4), 2.5 / EVERY)
+            self.opt.step()
+            self.anchor.settle()
+
+    def away(self):
+        """How far the model is from the swarm's weights: what its next pseudo-gradient holds."""
+        return (self.model.weight.detach() - self.theirs[0]).norm().item()
+
+
+def test_a_lone_peer_that_is_refused_each_round_stays_near(monkeypatch):
+    swarm = Swarm(monkeypatch)
+    swarm.train(30)
+    assert len(swarm.asked) == 30
+    assert swarm.away() < 5.0
+
+
+def test_where_the_fast_weights_always_stay_it_diverges(monkeypatch):
+    monkeypatch.setattr(anchoring, "FAR", 10**9)
+    swarm = Swarm(monkeypatch)
+    swarm.train(30)
+    assert swarm.away() > 1e3
+
+
+def test_after_one_missed_round_what_was_learnt_stays(monkeypatch):
+    swarm = Swarm(monkeypatch)
+    swarm.train(1)
+    assert swarm.moves == 1
+    assert torch.equal(swarm.opt.slow[0], swarm.theirs[0])
+    assert swarm.away() == pytest.approx(0.7 * 1.9 * 0.5)  # lr (1 + momentum), times the four steps' way
+
+
+def test_a_node_that_slept_does_not_pull_the_others_back(monkeypatch):
+    swarm = Swarm(monkeypatch)
+    swarm.met, swarm.theirs = ("me", "other"), [torch.full((1, 4), 100.0)]
+    swarm.train(3)
+    swarm.behind = 20
+    swarm.train(1)
+    swarm.behind = 0
+    assert swarm.away() < 5.0
+    swarm.train(1)
+    assert swarm.anchor._missed.total() == 0
+
+
+def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monkeypatch):
+    swarm = Swarm(monkeypatch, others=("other", "mate", "far"))
+    swarm.met, swarm.theirs = ("me", "mate"), [torch.full((1, 4), 100.0)]
+    swarm.train(2)
+    assert swarm.asked == []
+    swarm.split = Split(frozenset({0}), frozenset({"far", "other"}))
+    swarm.train(1)
+    assert swarm.asked == [["far", "other"]]
+    assert torch.equal(swarm.opt.slow[0], swarm.theirs[0])
+    assert swarm.away() < 5.0
+
+
+def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
+    swarm = Swarm(monkeypatch)
+    swarm.split = Split(frozenset({0}), frozenset({"other"}))
+    monkeypatch.setattr(swarm.anchor, "settle", lambda: False)  # what it asked for is still on its way
+    swarm.train(1)
+    assert swarm.anchor.astray
+    assert swarm.anchor._missed[0] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["diloco", "co2"])
+def test_fast_weights_that_move_keep_what_was_learnt_since_the_last_round(method, dtype):
+    model = torch.nn.Linear(8, 8, bias=False).to(dtype)
+    opt = METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), Nobody(), every=EVERY)
+    for _ in range(EVERY + 2):
+        model.weight.grad = torch.randn_like(model.weight)
+        opt.step()
+
+    def learnt():
+        opt._read_fast([0])
+        start = opt.rule_state.get("start", opt.slow)
+        return (start[0] - opt._fast[0]).clone()
+
+    before = learnt()
+    theirs = [opt.slow[0] + torch.randn(8, 8)]
+    opt.adopt(theirs, round=9, applied=[8], rebase=[0])
+    assert torch.equal(opt.slow[0], theirs[0])
+    assert torch.allclose(learnt(), before, atol=1e-5)
+
+
+def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch):
+    swarm = Swarm(monkeypatch, "noloco")
+    swarm.theirs = [torch.full((1, 4), 7.0)]
+    turned_down = [("a", "refused"), ("b", "suspicious"), ("c", "suspicious")]
+
+    def refused(round):
+        peer, kind = turned_down[round % 3]
+        swarm.health.failed(RoundKey("run", round), peer, kind)
+        swarm.train(1)
+
+    for round in range(5):
+        refused(round)  # it was never behind: it may be the others who are far
+    assert swarm.asked == []
+    swarm.met = ("me", "other")
+    swarm.health.done(RoundKey("run", 5), 1.0)
+    swarm.train(1)
+    swarm.met, swarm.behind = (), FAR
+    refused(6)
+    assert swarm.asked == []  # one may be hostile
+    swarm.behind = 0
+    refused(7)
+    assert swarm.asked == [["other"]]
+    assert (swarm.moves, swarm.server.astray) == (1, None)
+    assert torch.equal(swarm.model.weight, swarm.theirs[0])
+
+
+def test_a_watch_that_forgets_begins_anew():
+    watch = Watch()
+    own = [torch.tensor([1.0, 0.0])]
+
+    def problem(number, far):
+        return watch.problem(RoundKey("run", number), lambda: own, "peer", [torch.tensor([1.0, far])])
+
+    for number in range(LEAST):
+        problem(number, 0.01)
+    assert problem(20, 1.0) is not None
+    watch.forget()
+    assert problem(21, 1.0) is None

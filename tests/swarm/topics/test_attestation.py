@@ -1,0 +1,195 @@
+"""Records of verification: their signatures, and their way between two real hosts, one of which sends forged ones and too many."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.envelope import make_body, make_parcel
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import SIGNATURE_SIZE, Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, Attestation, Attestations, sign_record, verify_record
+from shoal.swarm.wire.member import pack, seal, unpack, unseal
+
+SWARM = swarm_id(b"")
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+
+
+def attestation(identity=ME, record=b"record", **changes):
+    fields = {"swarm": SWARM, "peer": identity.peer_id, "record": record, "signature": sign_record(identity, record)}
+    return Attestation(**{**fields, **changes})
+
+
+@given(st.binary(max_size=3000), st.binary(max_size=80), st.integers(0, 63))
+def test_a_signature_is_of_one_author_one_record_and_one_context(data, noise, at):
+    signature = sign_record(ME, data)
+    assert len(signature) == SIGNATURE_SIZE
+    assert verify_record(ME.peer_id, data, signature)
+    assert not verify_record(OTHER.peer_id, data, signature)
+    assert not verify_record(ME.peer_id, data + b"\x00", signature)
+    assert not verify_record(ME.peer_id, data, signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :])
+    assert not verify_record(ME.peer_id, data, noise)
+    assert not verify_record(ME.peer_id, data, ME.sign("shoal/attestation/1", data))
+    assert CONTEXT == "shoal/verification/1"
+
+
+@pytest.mark.parametrize("hostile", [None, 7, "text", b"", [], "1" * 52, "é" * 52])
+def test_hostile_input_is_no_signature(hostile):
+    assert not verify_record(hostile, b"record", sign_record(ME, b"record"))
+    assert not verify_record(ME.peer_id, b"record", hostile)
+    if not isinstance(hostile, bytes):
+        assert not verify_record(ME.peer_id, hostile, bytes(64))
+
+
+@given(st.binary(min_size=1, max_size=MAX_RECORD))
+def test_round_trip(record):
+    message = attestation(record=record)
+    assert unpack(pack(message), Attestation) == message
+    assert unseal(seal(message, ME), Attestation) == (ME.peer_id, message)
+
+
+def test_bounds():
+    assert len(pack(attestation(record=os.urandom(MAX_RECORD)))) < Attestation.LIMIT
+    for changes in ({"record": b""}, {"record": bytes(MAX_RECORD + 1)}, {"signature": bytes(63)}, {"signature": bytes(65)}):
+        with pytest.raises(ValidationError):
+            attestation(**changes)
+
+
+# -- over the network ----------------------------------------------------------------------------------------------------
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+class Node:
+    def __init__(self, bootstrap=(), **options):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.gossip = Gossip(self.host, self.identity, SWARM)
+        self.got = []
+        self.attestations = Attestations(self.gossip, self.take, **options)
+
+    def take(self, author, record, signature):
+        if record.startswith(b"bad"):
+            raise MessageError("This record contradicts itself.", "contradiction")
+        self.got.append((author, record, signature))
+
+    def say(self, record):
+        self.attestations.publish(record, sign_record(self.identity, record))
+        return self.identity.peer_id, record, sign_record(self.identity, record)
+
+    def publish_raw(self, message):
+        data = make_parcel(SWARM, make_body(message, self.identity))
+        self.host.call(self.host.pubsub.publish(self.attestations.topic.name, data), 5)
+
+    def close(self):
+        self.attestations.close()
+        self.gossip.close()
+        self.host.close()
+
+
+@pytest.fixture
+def pair():
+    nodes = [Node()]
+    try:
+        nodes.append(Node(nodes[0].host.addresses(), quota=Quota(messages=60)))
+        until(lambda: all(node.attestations.topic.listeners() for node in nodes))
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_records_arrive_once_with_the_signature_of_their_author(pair):
+    first, second = pair
+    said = [first.say(os.urandom(MAX_RECORD)), first.say(b"x")]
+    first.say(b"x")  # again: it is known
+    until(lambda: sorted(second.got) == sorted(said))
+    until(lambda: second.attestations.counts["received"] == 3)
+    answer = second.say(b"y")
+    until(lambda: first.got == [answer])
+    assert all(verify_record(*item) for item in second.got)
+    until(lambda: second.attestations.counts["rejected"] == {"replayed": 1})
+    assert second.attestations.counts["accepted"] == 2
+    until(lambda: first.attestations.counts["sent"] == 3)
+
+
+def test_forged_foreign_and_refused_records_are_counted_and_cost_nothing_else(pair):
+    attacker, victim = pair
+    me = attacker.identity
+    attacker.publish_raw(attestation(me, b"1", signature=bytes(64)))
+    attacker.publish_raw(attestation(me, b"2", signature=sign_record(OTHER, b"2")))
+    attacker.publish_raw(attestation(me, b"3", signature=me.sign("shoal/attestation/1", b"3")))
+    attacker.publish_raw(attestation(OTHER, b"4"))  # another's record, well signed, but sealed by this one
+    attacker.publish_raw(attestation(me, b"5", swarm=swarm_id(b"x")))
+    attacker.say(b"bad record")
+    good = attacker.say(b"good")
+    until(lambda: victim.attestations.counts["received"] == 7)
+    until(lambda: victim.attestations.counts["rejected"] == {"forged": 4, "foreign-swarm": 1, "contradiction": 1})
+    until(lambda: victim.got == [good])
+
+
+def test_a_publisher_has_a_quota(pair):
+    flooder, victim = pair
+    for number in range(80):
+        flooder.say(b"%d" % number)
+    until(lambda: victim.attestations.counts["rejected"].get("quota", 0) > 0)
+    until(lambda: len(victim.got) >= 60)
+    assert len(victim.got) < 80
+
+
+def test_what_cannot_be_published_is_said_at_once(pair):
+    first, _ = pair
+    for record in (b"", bytes(MAX_RECORD + 1)):
+        with pytest.raises(MessageError, match="1 to 2048 are allowed") as caught:
+            first.say(record)
+        assert caught.value.reason == "oversized"
+    with pytest.raises(MessageError, match="not this node's") as caught:
+        first.attestations.publish(b"record", sign_record(OTHER, b"record"))
+    assert caught.value.reason == "forged"
+
+
+class Burst:
+    """A daemon that has had all of its messages for a while."""
+
+    def __init__(self, publisher, messages):
+        self.publisher, self.messages = publisher, messages
+
+    async def subscribe(self, topic):
+        return self
+
+    async def next(self):
+        if not self.messages:
+            await asyncio.get_running_loop().create_future()
+        return self.publisher, self.messages.pop()
+
+    def close(self):
+        """Nothing is open."""
+
+
+def test_a_whole_draw_may_vote_at_once(network):
+    """More than a topic of large records would keep waiting: none of them may be lost on a node that is slow to open them."""
+    host, voters, got = network.host(), [Identity.ephemeral() for _ in range(4)], []
+    votes = [attestation(voters[number % 4], b"%d" % number) for number in range(600)]
+    by_peer = {voter.peer_id: voter for voter in voters}
+    data = [make_parcel(SWARM, make_body(vote, by_peer[vote.peer])) for vote in votes]
+    host.pubsub = Burst(OTHER.peer_id, data)
+    gossip = Gossip(host, host.identity, SWARM)
+    attestations = Attestations(gossip, lambda author, record, signature: got.append((author, record)))
+    until(lambda: attestations.counts["accepted"] == 600)
+    assert sorted(got) == sorted((vote.peer, vote.record) for vote in votes)
+    assert attestations.counts["rejected"] == {}
+    gossip.close()

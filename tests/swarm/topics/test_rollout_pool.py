@@ -1,0 +1,332 @@
+"""The pool of rollouts by itself, and between two real hosts, one of which sends every hostile kind of record."""
+
+import os
+import threading
+import time
+import zlib
+
+import msgpack
+import pytest
+from hivemind.proto import p2pd_pb2
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.envelope import Body, Parcel, make_body, make_notice, make_parcel
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.p2p.counters import Tally
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
+from shoal.swarm.topics.rollout_pool import REASONS, Limits, RolloutPool
+from shoal.swarm.wire.member import pack, seal
+
+SWARM = swarm_id(b"")
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+NOW = 1_800_000_000.0
+KNOWN = ("add", "1", b"\x80")
+
+
+def record(identity=OTHER, **changes):
+    fields = {
+        "swarm": SWARM, "peer": identity.peer_id, "env": "add", "env_version": "1", "env_config": b"\x80", "seed": 2**63 - 1,
+        "index": 2, "completions": ("one", "two"), "finish": ("stop", "length"), "policy_version": 3, "temperature": 1.0,
+        "round": 10, "nonce": os.urandom(16), "issued": NOW,
+    }  # fmt: skip
+    return Rollout(**{**fields, **changes})
+
+
+# -- the pool by itself --------------------------------------------------------------------------------------------------
+
+
+class FakeTopic:
+    def __init__(self, handler):
+        self.handler, self.tally, self.published = handler, Tally(), []
+
+    def publish(self, message):
+        self.published.append(message)
+
+
+class FakeGossip:
+    """Hands records to the pool as a topic does."""
+
+    swarm, identity = SWARM, ME
+
+    def join(self, kind, handler, quota):
+        self.topic = FakeTopic(handler)
+        return self.topic
+
+    def deliver(self, rollout):
+        """None, or the reason why it was refused."""
+        try:
+            self.topic.handler(rollout.peer, rollout)
+        except MessageError as error:
+            return error.reason
+        return None
+
+
+class Clock:
+    now = NOW
+
+    def __call__(self):
+        return self.now
+
+
+def pool_of(knows=lambda *env: env == KNOWN, **limits):
+    gossip, clock = FakeGossip(), Clock()
+    pool = RolloutPool(gossip, knows, limits=Limits(**limits), clock=clock)
+    pool.advance(10)
+    return pool, gossip, clock
+
+
+def test_what_came_is_drained_once_in_its_order():
+    pool, gossip, _ = pool_of()
+    records = [record(index=index) for index in range(5)]
+    assert [gossip.deliver(item) for item in records] == [None] * 5
+    assert pool.counts["held"] == 5
+    assert pool.drain() == records
+    assert pool.drain() == []
+
+
+def test_own_records_carry_round_and_time():
+    pool, gossip, _ = pool_of()
+    made = pool.make(
+        env="add", env_version="1", env_config=b"\x80", seed=1, index=2, completions=["a"], finish=["stop"], policy_version=3,
+        temperature=0.5, tokens=[pack_tokens([1])], logps=[pack_logps([-1])], tokenizer="0" * 64,
+    )  # fmt: skip
+    assert (made.round, made.issued, made.peer, made.swarm) == (10, NOW, ME.peer_id, SWARM)
+    pool.publish(made)
+    assert gossip.topic.published == [made]
+
+
+def test_age_is_counted_in_rounds_and_seconds_both_ways():
+    pool, gossip, _ = pool_of(max_age=4, max_ahead=2, ttl=100.0)
+    assert gossip.deliver(record(round=6)) is None
+    assert gossip.deliver(record(round=5)) == "stale"
+    assert gossip.deliver(record(round=12)) is None
+    assert gossip.deliver(record(round=13)) == "future"
+    assert gossip.deliver(record(issued=NOW - 100)) is None
+    assert gossip.deliver(record(issued=NOW - 101)) == "stale"
+    assert gossip.deliver(record(issued=NOW + 59)) is None
+    assert gossip.deliver(record(issued=NOW + 61)) == "future"
+    assert pool.counts["held"] == 4
+
+
+def test_what_grows_old_in_the_pool_is_not_drained():
+    pool, gossip, clock = pool_of(max_age=4, ttl=100.0)
+    old, young, boastful = record(round=8), record(round=10), record(round=2**53)
+    for item in (old, young, boastful):
+        assert gossip.deliver(item) is None
+    pool.advance(13)
+    assert pool.drain() == [young, boastful]
+    for item in (record(round=13), record(round=2**53)):
+        assert gossip.deliver(item) is None
+    pool.advance(18)
+    assert pool.drain() == []  # whatever round it claims, it came in round 13
+    assert gossip.deliver(record(round=18)) is None
+    clock.now += 101
+    assert pool.drain() == []
+    assert pool.counts["expired"] == 4
+
+
+def test_a_nonce_is_taken_once_from_each_author():
+    pool, gossip, _ = pool_of()
+    first = record(nonce=bytes(16))
+    assert gossip.deliver(first) is None
+    assert gossip.deliver(first) == "replayed"
+    assert gossip.deliver(record(nonce=bytes(16), index=99)) == "replayed"
+    assert gossip.deliver(record(Identity.ephemeral(), nonce=bytes(16))) is None
+    assert pool.counts["held"] == 2
+
+
+def test_one_author_cannot_fill_the_pool():
+    pool, gossip, _ = pool_of(per_sender=2)
+    quiet = record(Identity.ephemeral())
+    loud = [record(index=index) for index in range(4)]
+    for item in (loud[0], quiet, *loud[1:]):
+        assert gossip.deliver(item) is None
+    assert pool.drain() == [quiet, *loud[2:]]
+    assert pool.counts["displaced"] == 2
+
+
+def test_the_pool_is_bounded_in_records_and_bytes():
+    pool, gossip, _ = pool_of(records=3)
+    records = [record(Identity.ephemeral()) for _ in range(5)]
+    for item in records:
+        gossip.deliver(item)
+    assert pool.drain() == records[2:]
+    pool, gossip, _ = pool_of(nbytes=50_000)
+    records = [record(completions=("x" * 20_000, "")) for _ in range(4)]
+    for item in records:
+        gossip.deliver(item)
+    assert pool.drain() == records[2:]
+    assert pool.counts["displaced"] == 2
+
+
+def test_unknown_environments_are_refused_also_when_the_question_fails():
+    def knows(env, version, config):
+        return (env, version, msgpack.unpackb(config)) == ("add", "1", {})
+
+    pool, gossip, _ = pool_of(knows)
+    assert gossip.deliver(record()) is None
+    assert gossip.deliver(record(env="sub")) == "foreign-env"
+    assert gossip.deliver(record(env_version="2")) == "foreign-env"
+    assert gossip.deliver(record(env_config=b"\xc1")) == "foreign-env"
+    assert gossip.deliver(record(swarm=swarm_id(b"x"))) == "foreign-swarm"
+    assert pool.counts["held"] == 1
+
+
+def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
+    pool, gossip, _ = pool_of()
+    barred = set()
+    pool.barred = barred.__contains__
+    other = Identity.ephemeral()
+    early, theirs, late = record(), record(other), record()
+    assert [gossip.deliver(item) for item in (early, theirs)] == [None, None]
+    barred.add(OTHER.peer_id)
+    assert gossip.deliver(late) == "banned"
+    assert pool.drain() == [theirs]
+    assert (pool.counts["banned"], pool.counts["held"]) == (1, 0)
+    barred.clear()
+    assert gossip.deliver(late) is None  # a ban is over some day, and the record had not been counted as seen
+    assert pool.drain() == [late]
+
+
+# -- over the network ----------------------------------------------------------------------------------------------------
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+
+
+class Node:
+    def __init__(self, bootstrap=(), **limits):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
+        self.pool = RolloutPool(self.gossip, lambda *env: env == KNOWN, limits=Limits(**limits))
+        self.pool.advance(10)
+
+    def record(self, **changes):
+        return record(self.identity, **{"issued": time.time(), **changes})
+
+    def close(self):
+        self.gossip.close()
+        self.host.close()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """An attacker and its victim."""
+    attacker = Node()
+    victim = Node(attacker.host.addresses(), max_age=4, max_ahead=4, quota=Quota(messages=60))
+    try:
+        until(lambda: victim.pool.topic.listeners() and attacker.pool.topic.listeners())
+        yield attacker, victim
+    finally:
+        victim.close()
+        attacker.close()
+
+
+def parcel(body, **changes):
+    return pack(Parcel(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
+
+
+def plain(sealed):
+    return Body("plain", len(sealed), sealed)
+
+
+def signed(node, payload):
+    return parcel(plain(msgpack.packb([node.identity.peer_id, payload, node.identity.sign("shoal/rollout/1", payload)])))
+
+
+def sealed(node, **changes):
+    return make_parcel(SWARM, make_body(node.record(**changes), node.identity))
+
+
+def elsewhere(node):
+    """A record of another swarm in a parcel of this one."""
+    return parcel(make_body(node.record(swarm=swarm_id(b"x")), node.identity))
+
+
+def announced(node):
+    return make_notice(SWARM, Body("zlib", 300_000, os.urandom(100)), node.identity)[1]
+
+
+HOSTILE = {
+    "truncated": lambda node: sealed(node)[:-9],
+    "oversized": lambda node: bytes(MAX_MESSAGE + 1),
+    "nested": lambda node: signed(node, b"\x93\xa7rollout\x01" + b"\x91" * 100_000),
+    "malformed": lambda node: signed(node, msgpack.packb(["rollout", 1, {}])),
+    "version": lambda node: signed(node, msgpack.packb(["rollout", 2, node.record().model_dump()])),
+    "kind": lambda node: signed(node, msgpack.packb(["weights", 1, node.record().model_dump()])),
+    "bomb": lambda node: parcel(Body("zlib", 1000, zlib.compress(bytes(50 << 20), 9))),
+    "forged": lambda node: parcel(plain(seal(record(OTHER, issued=time.time()), node.identity))),
+    "foreign-swarm": elsewhere,
+    "foreign-env": lambda node: sealed(node, env="mul"),
+    "stale": lambda node: sealed(node, round=5),
+    "future": lambda node: sealed(node, round=15),
+    "unavailable": announced,
+}
+
+
+def publish(node, data):
+    request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=node.pool.topic.name, data=data)
+    _, writer, _ = node.host.call(node.host.pubsub._ask(request), 5)
+    writer.close()
+
+
+def settled(pool):
+    """Whether everything that was received has met its end."""
+    counts = pool.counts
+    return counts["received"] == counts["accepted"] + sum(counts["rejected"].values())
+
+
+def rejected_since(pool, before):
+    now = pool.counts["rejected"]
+    return {reason: now[reason] - before[reason] for reason in now if now[reason] != before[reason]}
+
+
+@pytest.mark.parametrize("reason", HOSTILE)
+def test_each_hostile_record_has_its_counter_and_nothing_else_happens(pair, reason):
+    attacker, victim = pair
+    before = victim.pool.counts
+    publish(attacker, HOSTILE[reason](attacker))
+    good = attacker.record()
+    attacker.pool.publish(good)
+    until(lambda: victim.pool.counts["received"] == before["received"] + 2 and settled(victim.pool))
+    assert rejected_since(victim.pool, before["rejected"]) == {reason: 1}
+    assert victim.pool.drain() == [good]
+
+
+def test_replayed_records_have_their_counter(pair):
+    attacker, victim = pair
+    before = victim.pool.counts
+    nonce = os.urandom(16)
+    data = sealed(attacker, nonce=nonce)
+    publish(attacker, data)
+    publish(attacker, data)
+    publish(attacker, sealed(attacker, nonce=nonce, index=3))  # signed anew
+    until(lambda: victim.pool.counts["received"] == before["received"] + 3 and settled(victim.pool))
+    assert rejected_since(victim.pool, before["rejected"]) == {"replayed": 2}
+    assert len(victim.pool.drain()) == 1
+
+
+def test_a_flood_has_its_counter(pair):
+    attacker, victim = pair
+    before = victim.pool.counts
+    for _ in range(200):
+        publish(attacker, os.urandom(8))
+    until(lambda: victim.pool.counts["received"] == before["received"] + 200 and settled(victim.pool))
+    assert rejected_since(victim.pool, before["rejected"])["quota"] > 0
+    assert victim.pool.drain() == []
+
+
+def test_every_reason_has_a_row_from_the_start():
+    pool, _, _ = pool_of()
+    assert pool.counts["rejected"] == dict.fromkeys(REASONS, 0)
+    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest", "banned", "unwelcome"} == set(REASONS)

@@ -1,0 +1,92 @@
+"""Statuses go out when there is news, and now and then; how often depends on how many nodes there are."""
+
+import threading
+
+import pytest
+
+from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.topics.status import PER_SECOND, RoundStatus, Status
+from shoal.swarm.topics.status_publisher import BEAT_S, GAP_S, StatusGossip
+from tests.swarm.gossip.test_gossip import until
+
+SWARM = swarm_id(b"")
+
+
+class Node:
+    def __init__(self, bootstrap=()):
+        self.identity = Identity.ephemeral()
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.gossip = Gossip(self.host, self.identity, SWARM)
+        self.made = 0
+
+    def status(self):
+        self.made += 1
+        return Status(
+            swarm=SWARM, peer=self.identity.peer_id, name="anna", addresses=(), state="training", round=self.made, step=1,
+            loss=None, steps_per_s=0.0, sent=0, received=0, issued=float(self.made), version="1",
+            rounds=(RoundStatus(round=1, step=1, loss=1.0, members=2, partners=(), sent=1, received=1, wait_s=0.0),),
+        )  # fmt: skip
+
+    def close(self):
+        self.gossip.close()
+        self.host.close()
+
+
+@pytest.fixture
+def two():
+    nodes = [Node()]
+    try:
+        nodes.append(Node(nodes[0].host.addresses()))
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_who_listens_hears_a_node_and_nodes_only_pass_on(two):
+    speaker, watcher = two
+    heard = []
+    topic = watcher.gossip.join(Status, lambda author, status: heard.append((author, status)))
+    first, second = (StatusGossip(node.gossip, node.status, lambda: 2) for node in two)
+    until(lambda: topic.name and speaker.identity.peer_id in topic.listeners())
+    first.hint()
+    until(lambda: heard)
+    assert heard[0][0] == speaker.identity.peer_id
+    assert {status.peer for _, status in heard} == {speaker.identity.peer_id}
+    # The node that only takes part counts what came, and opens nothing.
+    until(lambda: first.topic.tally.events().get("received", 0) >= 1)
+    assert first.topic.tally.events().get("accepted", 0) == 0
+    assert not first.topic.tally.rejected()
+    first.close()
+    second.close()
+
+
+def test_a_status_that_cannot_be_made_costs_that_one():
+    node = Node()
+    made = threading.Semaphore(0)
+
+    def make():
+        made.release()
+        raise ValueError("a loss that is no number")
+
+    gossip = StatusGossip(node.gossip, make, lambda: 1)
+    try:
+        for _ in range(2):
+            assert made.acquire(timeout=20)
+    finally:
+        gossip.close()
+        node.close()
+
+
+@pytest.mark.parametrize("members", [0, 1, 4, 10, 100, 5000])
+def test_all_nodes_together_say_about_so_much(members):
+    gossip = StatusGossip.__new__(StatusGossip)
+    gossip._members = lambda: members
+    least, most = gossip.gaps()
+    assert GAP_S <= least <= most
+    assert most >= BEAT_S
+    assert members / least <= PER_SECOND
+    assert members <= 10 or members / most == pytest.approx(PER_SECOND)

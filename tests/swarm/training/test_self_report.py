@@ -1,0 +1,53 @@
+"""What a node says of itself in its record, and what it tells its user about who is missing."""
+
+from types import SimpleNamespace
+
+from shoal.optim import RoundKey
+from shoal.swarm.exchange.stats import RECENT, Health
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.partition_detector import CONFIRM
+from shoal.swarm.training.self_report import Condition
+from shoal.swarm.wire.member import Member
+
+ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))
+
+
+def member(peer, **changes):
+    name = {ME: "me", ANNA: "anna", BERT: "bert"}[peer]
+    fields = {
+        "swarm": "a" * 52, "peer": peer, "name": name, "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 1.0,
+        "shard": 0, "shards": 1, "model": "0" * 64, "state": "training", "issued": 1.0, "version": "0",
+    }  # fmt: skip
+    return Member(**{**fields, **changes})
+
+
+def test_the_record_holds_what_went_wrong_and_who_is_missing():
+    there, now = {peer: member(peer) for peer in (ME, ANNA, BERT)}, [0.0]
+    directory = SimpleNamespace(everyone=lambda: there, departed=dict)
+    health = Health()
+    condition = Condition(health, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
+    assert condition.news() == []
+    assert member(ME, **condition.details()).wait_s == 0.0
+    health.failed(RoundKey("run", 1), ANNA, "timeout")
+    for seconds in [9.0, *[0.5] * RECENT]:
+        condition.waited(seconds)
+    there = {ME: member(ME)}
+    now[0] = 1.5
+    assert condition.news() == []
+    now[0] += CONFIRM
+    (said,) = condition.news()
+    assert said.startswith("a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)")
+    record = member(ME, **condition.details())
+    assert (record.wait_s, record.failures, record.blamed) == (0.5, (("timeout", 1),), ((ANNA, "timeout", 1),))
+    assert (record.missing, record.missing_of, record.missing_names) == (2, 3, ("anna", "bert"))
+    assert record.sketch == (3, 0, (1.0, 2.0, 3.0, 4.0))
+
+
+def test_it_looks_at_most_once_a_second():
+    looks, now = [], [0.0]
+    directory = SimpleNamespace(everyone=lambda: looks.append(now[0]) or {}, departed=dict)
+    condition = Condition(Health(), directory, ME, clock=lambda: now[0])
+    for quarter in range(12):
+        now[0] = quarter / 4
+        condition.news()
+    assert looks == [0.0, 1.0, 2.0]

@@ -1,0 +1,265 @@
+"""A training loop of one's own in a swarm: real hosts on loopback, two loops in threads of this process."""
+
+import re
+import threading
+
+import pytest
+import torch
+
+from shoal import swarm
+from shoal.optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
+from shoal.optim.codecs.registry import INT8
+from shoal.swarm.access.invitation import issue
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import AdmissionError, LinkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.overview import overview
+from shoal.swarm.state.sync import ModelDiffersError
+from shoal.swarm.training.session_setup import SessionError, parameters_of
+
+HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+EVERY, ROUNDS = 5, 4
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
+    data = torch.Generator().manual_seed(data_seed)
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=data)
+        (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def together(*jobs):
+    """Run the jobs in threads; their results, or the first exception."""
+    results, errors = [None] * len(jobs), []
+
+    def work(number, job):
+        try:
+            results[number] = job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize(("method", "make"), [("noloco", NoLoCo), ("diloco", DiLoCo)])
+def test_two_loops_compute_what_a_simulation_computes(method, make):
+    begin = model(0)
+    first = swarm.create(state=begin, method=method, every=EVERY, start_when=2, place=HERE, node="anna")
+    link, seen = first.link, {}
+
+    def anna():
+        with first as s:
+            opt = make(sgd(begin), s.exchange(), every=EVERY)
+            loop(opt, begin, 1)
+            return [t.clone() for t in opt.slow]
+
+    def bert():
+        other = model(7)  # it takes over what anna begins with
+        with swarm.join(link, state=other, place=HERE, node="bert") as s:
+            opt = s.optimizer(sgd(other), on_round=lambda info: seen.update({info.key.round: len(info.members)}))
+            s.report(0.5)
+            loop(opt, other, 2)
+            status = s.status()
+            seen["names"] = sorted(member["name"] for member in status["members"])
+            told = overview("x", s._membership.manifest, s._membership.directory.members(), 0.0)
+            assert set(status) == {*told, "peer", "refused"}
+            assert set(status["members"][0]) == set(told["members"][0])
+            return [t.clone() for t in opt.slow]
+
+    slow = together(anna, bert)
+
+    def simulated(exchange):
+        module = model(0)
+        opt = make(sgd(module), exchange, every=EVERY)
+        loop(opt, module, int(exchange.peer))
+        return [t.clone() for t in opt.slow]
+
+    wanted = Simulation(["1", "2"]).run(simulated)
+    assert seen == {**dict.fromkeys(range(ROUNDS), 2), "names": ["anna", "bert"]}
+    for mine, theirs in zip(slow, wanted.values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alone():
+    begin, stop, joined = model(0), threading.Event(), []
+    first = swarm.create(state=begin, every=EVERY, place=HERE, wait_s=1.0, shards=2)
+    opt = first.optimizer(sgd(begin))
+    loop(opt, begin, 1)
+    assert opt.round == ROUNDS
+
+    def anna():
+        while not stop.is_set():
+            loop(opt, begin, 1, steps=1)
+
+    def bert():
+        try:
+            other = model(7)
+            with swarm.join(first.link, state=other, place=HERE) as s:
+                mine = s.optimizer(sgd(other))
+                joined.extend((mine.round, s.shard, first.shard, mine.steps, set(mine._listening)))
+            loop(mine, other, 2)  # the session is over
+            return mine.round - joined[0]
+        finally:
+            stop.set()
+
+    with first:
+        _, went_on = together(anna, bert)
+    assert joined[0] >= ROUNDS
+    assert {joined[1].index, joined[2].index} <= {0, 1}
+    assert joined[3:] == [0, {0}]  # its first round does not count
+    assert went_on == ROUNDS
+    loop(opt, begin, 1)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    module = model(0)
+    with swarm.create(state=module, every=EVERY, lr=0.5, place=HERE, wait_s=1.0) as session:
+        yield session, module
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5), "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5"),
+        (lambda inner, e: NoLoCo(inner, e, every=5), "lr is 0.7 and not 0.5"),
+        (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
+        (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5), "it is GASLoC and not NoLoCo"),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8), "the codec is int8 and not float32"),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0), "weighted is True and not False"),
+    ],
+)
+def test_an_optimizer_that_averages_otherwise_is_refused_in_one_sentence(alone, make, sentence):
+    session, module = alone
+    with pytest.raises(SessionError, match=re.escape(sentence)):
+        make(sgd(module), session.exchange())
+
+
+def test_other_parameters_than_the_sessions_are_refused(alone):
+    session, module = alone
+    with pytest.raises(SessionError, match=r"other parameters than the session, or in another order: .*state=\["):
+        NoLoCo(torch.optim.SGD(reversed(list(module.parameters())), lr=0.1), session.exchange(), every=5, lr=0.5)
+
+
+def test_a_session_has_one_optimizer(alone):
+    session, module = alone
+    opt = NoLoCo(sgd(module), session.exchange(), every=5, lr=0.5)
+    assert session.status()["members"][0]["state"] == "training"
+    assert session.status()["members"][0]["steps_per_s"] == 0
+    session.report(float("nan"))
+    with pytest.raises(SessionError, match="has one optimizer"):
+        session.optimizer(sgd(module))
+    before = [p.detach().clone() for p in module.parameters()]
+    loop(opt, module, 3, steps=5)
+    assert opt.round == 1  # alone
+    mine = session.status()["members"][0]
+    assert (mine["round"], mine["step"], mine["loss"]) == (1, 5, None)
+    assert 0 < mine["steps_per_s"] < 1e6
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_weights():
+    """As nodes of `shoal up` do, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
+    module = model(0)
+    with swarm.create(state=module, method="diloco", every=EVERY, place=HERE, wait_s=0.2) as s:
+        opt = s.optimizer(sgd(module))
+        s.report(1.5)
+        loop(opt, module, 1)
+        (me,) = s._membership.directory.members().values()
+        watched = s._reporter.status()
+    assert me.sketch[:2] == (ROUNDS - 1, 0)
+    assert me.wait_s >= 0
+    assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [
+        (round, 1, (), 1.5) for round in range(ROUNDS)
+    ]
+    assert (watched.state, watched.loss, watched.faults) == ("training", 1.5, (("alone", ROUNDS),))
+
+
+def test_a_swarm_by_invitation_only_lets_in_who_has_one(tmp_path):
+    key = Identity.create(tmp_path / "key")
+    with swarm.create(state=model(0), identity=key, invite_only=True, place=HERE) as first:
+        open_link = Link.parse(first.link)
+        with pytest.raises(AdmissionError, match="by invitation only: ask the creator"):
+            swarm.join(open_link, state=model(0), place=HERE)
+        invited = Link(open_link.swarm, open_link.bootstrap, issue(key, open_link.swarm, lives=600.0))
+        with swarm.join(str(invited), state=model(0), place=HERE) as s:
+            assert s.status()["name"] == "own-loop"
+
+
+def test_lists_of_peers_hold_peer_ids():
+    with pytest.raises(AdmissionError, match="'anna' is no peer id: correct the list"):
+        swarm.create(state=model(0), place=swarm.Place(deny=("anna",)))
+
+
+def test_another_model_does_not_get_in(alone):
+    session, _ = alone
+    with pytest.raises(ModelDiffersError, match="model does not fit the swarm"):
+        swarm.join(session.link, state=torch.nn.Linear(3, 1), place=HERE)
+
+
+def test_what_is_averaged_is_what_requires_a_gradient_or_the_list_as_given():
+    module = model(0)
+    module[0].requires_grad_(False)
+    assert [tuple(p.shape) for p in parameters_of(module)] == [(1, 8), (1,)]
+    assert parameters_of(iter([module[0].weight])) == [module[0].weight]
+    for wrong in (module[1], [], [torch.zeros(3, dtype=torch.int64)], ["x"]):
+        with pytest.raises(SessionError, match="hand in the model that is trained"):
+            parameters_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"method": "none"}, "averages with nobody"),
+        ({"method": "nolco"}, "made with method as given"),
+        ({"every": 0}, "made with every as given"),
+        ({"fragments": 4}, "the method 'noloco' has no fragments"),
+        ({"start_when": 0}, "made with start_when as given"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named_before_anything_starts(settings, sentence):
+    with pytest.raises(SessionError, match=sentence):
+        swarm.create(state=model(0), place=HERE, **settings)
+
+
+def test_a_name_is_checked_before_anything_starts():
+    for name in ("x" * 65, "a\nb"):
+        with pytest.raises(SessionError, match="at most 64 printable characters"):
+            swarm.create(state=model(0), node=name)
+
+
+def test_fragments_by_layer_want_the_module():
+    module = model(0)
+    with (
+        swarm.create(state=list(module.parameters()), method="streaming", every=8, fragments=2, place=HERE) as s,
+        pytest.raises(SessionError, match="hand in the module as state"),
+    ):
+        StreamingDiLoCo(sgd(module), s.exchange(), every=8, fragments=2)
+
+
+def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path):
+    with pytest.raises(LinkError, match="shoal up"):
+        swarm.join("http://example.org", state=model(0))
+    with swarm.create(state=model(0), identity=tmp_path / "key", place=HERE) as s:
+        assert s.status()["peer"] == Identity.load(tmp_path / "key").peer_id
+    with pytest.raises(AttributeError, match="no attribute 'leave'"):
+        _ = swarm.leave

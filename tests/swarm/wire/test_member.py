@@ -1,0 +1,93 @@
+"""A peer's record fits its limit whatever is in it: one that does not would not be published, and its node be gone for all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.access.invitation import MAX_SHOWN, MAX_USES, Invitation, issue
+from shoal.swarm.access.invitation import admission as shown
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.dht_record import MAX_RECORD, bits_of, make_record, open_record
+from shoal.swarm.wire.envelope import ENVELOPE
+from shoal.swarm.wire.fields import BLAMED, FAILURES, MAX_COUNT
+from shoal.swarm.wire.member import MAX_MISSING, SKETCH, Member, pack, seal, unpack, unseal
+from shoal.swarm.wire.seed import TOLD, SeedReply, SeedRequest
+
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+WIDE = "\U0001d538"  # a character of four bytes
+LARGEST = {
+    "swarm": "a" * 52, "peer": ME.peer_id, "name": WIDE * 64, "addresses": ("/" + "a" * 255,) * 8, "round": MAX_COUNT,
+    "step": MAX_COUNT, "loss": 1e300, "steps_per_s": 1e300, "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
+    "state": "training", "issued": 1e300, "version": WIDE * 64, "admission": bytes(MAX_SHOWN), "exchange_s": 1e9, "wait_s": 1e9,
+    "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
+    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * BLAMED, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
+    "missing_within_s": 1e9, "missing_names": (WIDE * 16,) * MAX_MISSING, "sketch": (MAX_COUNT, MAX_COUNT, (-1e300,) * SKETCH),
+}  # fmt: skip
+SMALL = {
+    "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "shard": 0, "issued": 0.0,
+    "version": "0", "state": "done",
+}  # fmt: skip
+ONES = {name: tuple(LARGEST[name][:1]) for name in ("addresses", "failures", "blamed", "missing_names")}
+GIVEN = [name for name in LARGEST if name not in ("swarm", "peer", "shards", "model")]
+
+
+def record(changes):
+    return Member(**{**LARGEST, **changes})
+
+
+def test_the_largest_record_with_all_of_it_fits_its_limit():
+    assert set(LARGEST) == set(Member.model_fields)  # a field that is new belongs in here
+    largest = record({})
+    assert unpack(pack(largest), Member) == largest
+    assert len(pack(largest)) <= Member.LIMIT
+    prefix = bits_of(ME.peer_id)
+    stored = make_record(prefix, largest, ME)
+    assert len(stored) <= MAX_RECORD
+    assert open_record(stored).member == largest
+
+
+def test_as_many_of_the_largest_as_a_seed_names_fit_its_reply():
+    sealed = seal(record({}), ME)
+    assert len(pack(SeedReply(members=(sealed,) * TOLD, reason="x" * 512))) <= SeedReply.LIMIT
+    assert len(pack(SeedRequest(swarm="a" * 52, record=sealed))) <= SeedRequest.LIMIT
+
+
+@given(st.dictionaries(st.sampled_from(GIVEN), st.sampled_from(["small", "one", "left out"])))
+def test_every_record_that_may_be_said_can_be_published(chosen):
+    fields = dict(LARGEST)
+    for name, how in chosen.items():
+        if how == "left out" and not Member.model_fields[name].is_required():
+            del fields[name]
+        elif how == "one" and name in ONES:
+            fields[name] = ONES[name]
+        elif name in SMALL:
+            fields[name] = SMALL[name]
+    member = Member(**fields)
+    sealed = seal(member, ME)
+    assert len(sealed) <= Member.LIMIT + ENVELOPE
+    assert unseal(sealed, Member) == (ME.peer_id, member)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"addresses": LARGEST["addresses"] + ("/a",)},
+        {"name": WIDE * 65},
+        {"admission": bytes(MAX_SHOWN + 1)},
+        {"failures": LARGEST["failures"] + (("timeout", 1),)},
+        {"blamed": LARGEST["blamed"] * 2},
+        {"missing_names": (WIDE * 17,)},
+        {"sketch": (0, 0, (0.0,) * (SKETCH + 1))},
+    ],
+)
+def test_more_than_the_largest_is_no_record(more):
+    with pytest.raises(ValueError, match=next(iter(more))):
+        record(more)
+
+
+def test_an_admission_of_any_invitation_fits_a_record():
+    text = issue(OTHER, "a" * 52, lives=1e12, uses=MAX_USES, now=1e12)
+    ticket = shown(text, ME, now=1e12)
+    assert len(ticket) <= MAX_SHOWN
+    assert len(seal(record({"admission": ticket}), ME)) <= Member.LIMIT + ENVELOPE
+    assert Invitation.LIMIT + ENVELOPE > MAX_SHOWN  # so it is the content, not the limit, that makes it fit

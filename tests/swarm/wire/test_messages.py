@@ -1,0 +1,393 @@
+"""Messages: round trips, and whatever a stranger may send instead."""
+
+import contextlib
+import time
+import tracemalloc
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.wire import envelope as wire
+from shoal.swarm.wire import group as g
+from shoal.swarm.wire import member as m
+from shoal.swarm.wire.fields import FAILURES, MAX_TENSORS
+
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+SWARM = swarm_id(b"")
+counts = st.integers(0, 2**53)
+nonces = st.binary(min_size=16, max_size=16)
+hashes = st.binary(min_size=32, max_size=32)
+digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
+swarms = st.binary(max_size=8).map(swarm_id)
+reals = st.floats(0, allow_infinity=False, allow_nan=False)
+reasons = st.text(max_size=600)
+tokens = st.from_regex(r"[a-z0-9_.:,=+-]{1,64}", fullmatch=True)
+names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=64)
+paths = st.from_regex(r"/[\x21-\x7e]{1,255}", fullmatch=True)
+places = st.integers(0, 2**64 - 1)
+failures = st.sampled_from(FAILURES)
+shapes = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple), max_size=20).map(tuple)
+
+ALL = st.one_of(
+    st.builds(
+        m.Member,
+        swarm=swarms,
+        peer=st.just(ME.peer_id),
+        name=names,
+        addresses=st.lists(paths, max_size=8).map(tuple),
+        round=counts,
+        step=counts,
+        loss=st.none() | st.floats(allow_infinity=False, allow_nan=False),
+        steps_per_s=reals,
+        shard=st.integers(0, 9),
+        shards=st.integers(10, 2**53),
+        model=digests,
+        state=st.sampled_from(["waiting", "training", "leaving", "done"]),
+        issued=reals,
+        version=names,
+        exchange_s=st.floats(0, 1e9),
+        failures=st.lists(st.tuples(failures, counts), max_size=6).map(tuple),
+        blamed=st.lists(st.tuples(st.just(OTHER.peer_id), failures, counts), max_size=4).map(tuple),
+        missing=counts,
+        missing_names=st.lists(names.map(lambda name: name[:16]), max_size=4).map(tuple),
+        sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
+    ),
+    st.builds(m.ManifestRequest, swarm=swarms),
+    st.builds(m.ManifestReply, manifest=st.none() | st.binary(max_size=100), swarm=swarms, reason=reasons),
+    st.builds(
+        m.Offer,
+        swarm=swarms,
+        round=counts,
+        fragment=counts,
+        nbytes=st.integers(0, 2**40),
+        shapes=shapes,
+        dtype=tokens,
+        codec=tokens,
+        sha256=hashes,
+        weight=st.floats(min_value=0, max_value=1e30, exclude_min=True),
+        model=digests,
+        nonce=nonces,
+    ),
+    st.builds(
+        m.Answer,
+        verdict=st.sampled_from(["accept", "wait", "busy", "passed", "refuse"]),
+        reason=reasons,
+        round=counts,
+    ),
+    st.builds(m.Ready, nonce=nonces, sha256=hashes),
+    st.builds(m.Commit, nonce=nonces),
+    st.builds(m.Abort, nonce=nonces, reason=reasons),
+    st.builds(m.OutcomeRequest, nonce=nonces),
+    st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
+    st.builds(m.StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
+    st.builds(m.PieceRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
+    st.builds(m.PieceReply, nbytes=st.integers(0, 2**40), reason=reasons),
+    st.builds(
+        m.StateHeader,
+        round=counts,
+        nbytes=st.integers(0, 2**40),
+        shapes=shapes,
+        dtype=tokens,
+        sha256=hashes,
+        extra=st.lists(st.tuples(tokens, hashes), max_size=8).map(tuple),
+    ),
+    st.builds(
+        g.GroupReady,
+        swarm=swarms,
+        round=counts,
+        fragment=counts,
+        model=digests,
+        codec=tokens,
+        shapes=hashes,
+        nbytes=st.integers(0, 2**40),
+        weight=st.floats(min_value=0, max_value=1e30, exclude_min=True),
+        sha256=hashes,
+        patience=st.floats(0, 3600),
+        nonce=nonces,
+    ),
+    st.builds(
+        g.GroupReceipt,
+        verdict=st.sampled_from(["noted", "passed", "elsewhere", "busy", "refuse"]),
+        reason=reasons,
+        round=counts,
+        leader=st.none() | st.just(OTHER.peer_id),
+        addresses=st.lists(paths, max_size=8).map(tuple),
+    ),
+    st.builds(m.AdmissionReply, admission=st.binary(max_size=1024), reason=reasons),
+    st.builds(g.GroupAlive),
+    st.builds(
+        g.GroupFormed,
+        nonce=nonces,
+        reduction=st.sampled_from(["gather", "allreduce"]),
+        alone=st.booleans(),
+        members=st.binary(max_size=2000),
+    ),
+    st.builds(g.GroupLost, nonce=nonces, lost=places),
+    st.builds(g.GroupHello, nonce=nonces),
+    st.builds(g.GroupReport, nonce=nonces, held=places),
+    st.builds(g.GroupDecision, swarm=swarms, nonce=nonces, mean=places),
+    st.builds(g.GroupQuestion, nonce=nonces),
+    st.builds(g.GroupReply, decision=st.none() | st.binary(max_size=1000)),
+)
+# Those of other modules have tests of their own, and are there or not by what else was imported.
+HERE = ("shoal.swarm.wire.member", "shoal.swarm.wire.group", "shoal.swarm.manifest.manifest")
+KINDS = tuple(kind for kind in m.Message.__subclasses__() if kind.__module__ in HERE)
+
+
+def member(**changes):
+    fields = {
+        "swarm": SWARM, "peer": ME.peer_id, "name": "n", "addresses": ("/ip4/1.2.3.4/tcp/5",), "round": 1, "step": 2,
+        "loss": 1.5, "steps_per_s": 3.0, "shard": 0, "shards": 1, "model": "0" * 64, "state": "training",
+        "issued": time.time(), "version": "0.1.0",
+    }  # fmt: skip
+    return m.Member(**{**fields, **changes})
+
+
+def raw(message, **changes):
+    """A packed message with fields changed behind the schema's back; ... removes one."""
+    fields = {**message.model_dump(), **changes}
+    return msgpack.packb([message.KIND, message.VERSION, {k: v for k, v in fields.items() if v is not ...}])
+
+
+def refused(data, *types, says=None):
+    with pytest.raises(MessageError, match=says) as caught:
+        m.unpack(data, *types or (m.Member,))
+    assert caught.value.reason in ("malformed", "oversized", "truncated", "nested", "kind", "version")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+def test_every_kind_is_covered_and_has_its_own_name():
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 26  # the 15 of messages.py, the 10 of a group and the manifest
+    assert Manifest in KINDS
+
+
+@given(ALL)
+def test_round_trip(message):
+    assert m.unpack(m.pack(message), *KINDS) == message
+    assert m.unseal(m.seal(message, ME), *KINDS) == (ME.peer_id, message)
+    assert len(m.seal(message, ME)) - len(m.pack(message)) <= m.ENVELOPE
+
+
+@settings(max_examples=300)
+@given(ALL, st.data())
+def test_truncated_or_flipped_is_a_message_error_or_another_valid_message(message, data):
+    packed = m.pack(message)
+    at = data.draw(st.integers(0, len(packed) - 1))
+    refused(packed[:at], *KINDS)
+    refused(packed + b"\xc0", *KINDS)
+    flipped = packed[:at] + bytes([packed[at] ^ data.draw(st.integers(1, 255))]) + packed[at + 1 :]
+    try:
+        other = m.unpack(flipped, *KINDS)
+    except MessageError:
+        return
+    assert isinstance(other, m.Message)
+
+
+@given(ALL, st.data())
+def test_sealed_admits_no_change_to_signer_content_or_signature(message, data):
+    sealed = m.seal(message, ME)
+    at = data.draw(st.integers(0, len(sealed) - 1))
+    flipped = sealed[:at] + bytes([sealed[at] ^ data.draw(st.integers(1, 255))]) + sealed[at + 1 :]
+    for bad in (flipped, sealed[:at], sealed + b"\x00"):
+        with pytest.raises(MessageError):
+            m.unseal(bad, *KINDS)
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes(data):
+    refused(data, *KINDS)
+    refused(b"\x93\xa6member\x01" + data)
+    with pytest.raises(MessageError):
+        m.unseal(data, *KINDS)
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
+anything = st.recursive(
+    scalars | st.text(max_size=9) | st.binary(max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9) | st.integers(0, 9), inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from(KINDS), st.data())
+def test_valid_msgpack_of_wrong_fields(kind, data):
+    fields = {name: data.draw(anything) for name in kind.model_fields}
+    with contextlib.suppress(MessageError):  # anything else would fail the test
+        m.unpack(msgpack.packb([kind.KIND, kind.VERSION, fields]), kind)
+
+
+def test_forgeries_are_refused():
+    sealed = m.seal(member(), ME)
+    _, payload, signature = msgpack.unpackb(sealed)
+    for signer in (OTHER.peer_id, "", "x" * 52):
+        with pytest.raises(MessageError, match="signature"):
+            m.unseal(msgpack.packb([signer, payload, signature]), m.Member)
+    with pytest.raises(MessageError, match="another peer than its peer"):
+        m.unseal(m.seal(member(), OTHER), m.Member)
+    # A signature over the same bytes in another context is not one over the message.
+    with pytest.raises(MessageError, match="signature"):
+        m.unseal(msgpack.packb([ME.peer_id, payload, ME.sign("shoal/offer/1", payload)]), m.Member)
+    with pytest.raises(MessageError, match="not \\[peer id"):
+        m.unseal(msgpack.packb([ME.peer_id, payload]), m.Member)
+    with pytest.raises(MessageError, match="kind 'member' came in place of manifest"):
+        m.unseal(sealed, Manifest)
+
+
+def test_kind_and_version_are_named_before_anything_else():
+    commit = m.Commit(nonce=bytes(16))
+    refused(m.pack(commit), m.Ready, m.Abort, says="kind 'commit' came in place of abort or ready: run the same shoal")
+    for version, where in ((2, "here"), (0, "there")):
+        says = f"has version {version}, this node speaks 1: update shoal {where}"
+        refused(msgpack.packb(["commit", version, {"other": 1}]), m.Commit, says=says)
+    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", m.Member.VERSION + 1, {}]), bytes(64)])
+    with pytest.raises(MessageError, match=f"version {m.Member.VERSION + 1}, this node speaks {m.Member.VERSION}"):
+        m.unseal(newer, m.Member)
+    refused(msgpack.packb(["\x1b[31m", 1, {}]), m.Commit, says="came in place of commit")
+    for head in ([b"commit", 1, {}], ["commit", True, {}], ["commit", "1", {}], ["commit", 1], ["commit", 1, {}, 2]):
+        refused(msgpack.packb(head), m.Commit, says="not .kind, version, fields")
+    refused(msgpack.packb(["commit", 1, []]), m.Commit, says="not .kind, version, fields")
+    refused(msgpack.packb({}), m.Commit, says="does not start with a kind and version")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"round": ...}, "'round': Field required"),
+        ({"extra": 1}, "'extra': Extra inputs"),
+        ({"\x1b[31m" + "x" * 500: 1}, "x1b.*Extra inputs"),
+        ({"round": "1"}, "'round'.*integer"),
+        ({"round": True}, "'round'.*integer"),
+        ({"round": 1.0}, "'round'.*integer"),
+        ({"round": -1}, "'round'.*greater"),
+        ({"round": 2**60}, "'round'.*less"),
+        ({"loss": float("nan")}, "'loss'.*finite"),
+        ({"issued": float("inf")}, "'issued'.*finite"),
+        ({"loss": "1"}, "'loss'"),
+        ({"name": ""}, "'name'"),
+        ({"name": "x" * 65}, "'name'"),
+        ({"name": "a\x1b[2J"}, "'name'.*printable"),
+        ({"name": "a\u202eb"}, "'name'.*printable"),
+        ({"name": b"a"}, "'name'.*string"),
+        ({"peer": "x" * 52}, "'peer'.*peer id"),
+        ({"swarm": "../../etc"}, "'swarm'"),
+        ({"model": "0" * 63 + "G"}, "'model'"),
+        ({"model": "0" * 64 + "\n"}, "'model'"),
+        ({"state": "dead"}, "'state'"),
+        ({"addresses": ["/a"] * 9}, "'addresses'"),
+        ({"addresses": ["/a\n"]}, "'addresses.0'"),
+        ({"addresses": ["/" + "a" * 256]}, "'addresses.0'"),
+        ({"addresses": ["/a"] * 17}, "limits"),
+        ({"shard": 1}, "shard must be below shards"),
+        ({"shards": 0}, "'shards'"),
+        ({"version": msgpack.ExtType(5, b"xx")}, "limits"),
+        ({"issued": msgpack.Timestamp(1, 2)}, "limits"),
+    ],
+)
+def test_the_wrong_field_is_named(changes, says):
+    refused(raw(member(), **changes), says=says)
+
+
+def test_size_is_checked_before_decoding(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(wire.msgpack, "unpackb", never)
+    monkeypatch.setattr(wire.msgpack, "Unpacker", never)
+    refused(bytes(5121), m.Member, m.Commit, says="5121 bytes where at most 5120")
+    with pytest.raises(MessageError, match="5281 bytes where at most 5280"):
+        m.unseal(bytes(5281), m.Member)
+
+
+def test_the_limit_of_the_own_kind_holds_among_larger_ones():
+    refused(raw(m.Commit(nonce=bytes(16)), more=bytes(2000)), m.Commit, m.Offer, says="where at most 1024")
+    with pytest.raises(MessageError, match=r"manifest-reply of 66\d+ bytes exceeds 65536"):
+        m.pack(m.ManifestReply.model_construct(manifest=bytes(66_000), swarm=SWARM, reason=""))
+
+
+def test_duplicate_keys_are_refused():
+    packed = m.pack(m.Commit(nonce=bytes(16)))
+    head, field = packed[:-24], packed[-24:]  # fixmap of one: key (6), bin header (2), 16 bytes
+    assert head[-1:] == b"\x81"
+    refused(head[:-1] + b"\x82" + field * 2, m.Commit, says="limits")
+
+
+BOMBS = {
+    "array of 2**32": b"\xdd\xff\xff\xff\xff",
+    "map of 2**32": b"\xdf\xff\xff\xff\xff",
+    "string of 4 GiB": b"\xdb\xff\xff\xff\xff",
+    "bytes of 4 GiB": b"\xc6\xff\xff\xff\xff",
+    "extension of 4 GiB": b"\xc9\xff\xff\xff\xff\x01",
+    "nested arrays": b"\x91" * 900_000,
+    "nested wide arrays": b"\x9f" * 900_000,
+    "nested arrays of 65535": b"\xdc\xff\xff" * 300_000,
+    "nested maps": b"\x81\xa1a" * 300_000,
+    "nested wide maps": b"\x8f\xa1a" * 300_000,
+    "many maps": b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15,
+    "flat maps": b"\xdc\xff\xff" + b"\x80" * 65_535,
+    "flat arrays": b"\xdd\x00\x0d\x00\x00" + b"\x90" * 0xD0000,
+    "shapes of rank 0": b"\xc6\x00\x0d\x00\x00" + b"\x00" * 0xD0000,
+    "shapes of rank 255": b"\xc6\x00\x0d\x00\x00" + b"\xff" * 0xD0000,
+    "shapes of rank 8": b"\xc6\x00\x0c\xcc\xd2" + (b"\x08" + b"\xff" * 32) * 25_420,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
+def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
+    offers = (b"\x93\xa5offer\x01\x81\xa6shapes" + bomb, bomb, b"\x93" + bomb, b"\x93\xa5offer\x01" + bomb)
+    envelopes = (*offers, b"\x93" + msgpack.packb(ME.peer_id) + bomb)
+    for data in envelopes:  # imports and caches made by the first refusal are not the bomb's
+        assert len(data) < m.Offer.LIMIT
+    refused(b"", m.Offer)
+    tracemalloc.start()
+    started = time.perf_counter()
+    try:
+        for data in offers:
+            refused(data, m.Offer)
+        for data in envelopes:
+            with pytest.raises(MessageError):
+                m.unseal(data, m.Offer)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * 2**20
+    assert time.perf_counter() - started < 5
+
+
+def test_the_largest_offer_fits_its_limit():
+    offer = m.Offer(
+        swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * MAX_TENSORS,
+        dtype="x" * 64, codec="x" * 64, sha256=bytes(32), weight=0.1, model="f" * 64, nonce=bytes(16),
+    )  # fmt: skip
+    packed = m.pack(offer)
+    assert len(packed) < m.Offer.LIMIT
+    assert m.unpack(packed, m.Offer).shapes == offer.shapes
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(1,)], ((1,) * 9,), ((-1,),), ((2**32,),), ((True,),), ((1.0,),), ((),) * 65_537, ((1,) * 8,) * 16_385]
+)
+def test_shapes_out_of_bounds(shapes):
+    with pytest.raises(ValidationError):
+        m.StateHeader(round=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
+
+
+def test_a_reason_is_cleaned_at_both_ends():
+    assert m.Abort(nonce=bytes(16), reason="two\nlines\x1b" + "x" * 600).reason == "two lines " + "x" * 502
+    got = m.unpack(raw(m.Abort(nonce=bytes(16)), reason="a\x07b"), m.Abort)
+    assert got.reason == "a b"
+    longest = m.Answer(verdict="refuse", reason="\U0001f41f" * 600, round=2**53)
+    assert m.unpack(m.pack(longest), m.Answer) == longest
+
+
+def test_messages_are_frozen():
+    with pytest.raises(ValidationError):
+        member().round = 5

@@ -1,0 +1,182 @@
+"""Which root counts, whom to ask, and what an electorate is made of."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stories import RULES, Story, claim_of, digest
+
+from shoal.verification.consensus.electorate import electorate, root, void
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.quorum import Agreement
+from shoal.verification.consensus.records import Entry, View
+from shoal.verification.consensus.reputation import Prices, Standing, Table, reckon
+from shoal.verification.consensus.rulings import first_draws
+from shoal.verification.consensus.sortition import Electorate
+
+PEERS = tuple(f"p{number}" for number in range(9))
+EMPTY = Table(-1, {}, {})
+
+
+def one(number):
+    return Electorate(7, digest("beacon", number), {peer: peer for peer in PEERS}, frozenset({digest(number)}))
+
+
+def view(peer, number, table=0, round=7):
+    return View(peer=peer, run="run", round=round, root=root(one(number)), table=digest("table", table))
+
+
+def stated(numbers, own=0, voters=PEERS, tables=None):
+    agreement = Agreement(7)
+    for at, number in enumerate(numbers):
+        agreement.take(view(PEERS[at], number, (tables or [0] * len(numbers))[at]))
+    agreement.propose(view(PEERS[0], own, (tables or [0])[0]), one(own), voters)
+    return agreement
+
+
+def test_what_most_state_counts_and_who_has_it_opens_it():
+    agreement = stated([0, 0, 0, 0, 0, 1, 1, 2])
+    assert agreement.electorate == one(0)
+    assert agreement.sources() == ()
+
+
+def test_who_has_another_asks_those_who_state_it_and_takes_nothing_else():
+    agreement = stated([0, 1, 1, 1, 1, 1])
+    assert agreement.electorate is None
+    assert agreement.sources() == PEERS[1:6]
+    assert not agreement.learned(one(2))
+    assert not agreement.learned(replace(one(1), round=8))
+    assert agreement.learned(one(1))
+    assert agreement.electorate == one(1)
+
+
+@pytest.mark.parametrize("numbers", [[0, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]])
+def test_no_more_than_a_third_counts_for_nothing_but_one_asks_them(numbers):
+    agreement = stated(numbers)
+    assert agreement.root is None
+    assert len(agreement.sources()) in (2, 3)
+
+
+def test_of_two_halves_all_take_the_same():
+    roots = {stated([0] * 4 + [1] * 4, own).root for own in (0, 1)}
+    assert roots == {min(root(one(0)), root(one(1)))}
+
+
+def test_strangers_do_not_count_unless_nobody_is_known():
+    agreement = stated([0] * 4 + [1] * 5, voters=PEERS[:4])
+    assert agreement.root == root(one(0))
+    assert stated([0] * 4 + [1] * 5, voters=None).root == root(one(1))
+
+
+def test_two_views_of_one_peer_count_as_none():
+    agreement = stated([0, 0, 1, 1, 1], voters=PEERS[:5])
+    with pytest.raises(ValueError, match="two views"):
+        agreement.take(view(PEERS[3], 0))
+    with pytest.raises(ValueError, match="not one of round"):
+        agreement.take(view(PEERS[8], 0, round=8))
+    agreement.take(view(PEERS[4], 1))  # again, the same: harmless
+    assert agreement.root == min(root(one(0)), root(one(1)))
+
+
+def test_who_has_another_table_asks_for_it():
+    agreement = stated([0] * 5, tables=[1, 2, 2, 2, 2])
+    assert agreement.electorate == one(0)
+    assert agreement.table == digest("table", 2)
+    assert agreement.sources() == PEERS[1:5]
+
+
+def test_the_table_of_a_minority_is_not_asked_for():
+    assert stated([0] * 5, tables=[2, 2, 2, 1, 1]).sources() == ()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(0, 3))
+def test_what_counts_is_the_same_for_all_and_stated_by_more_than_a_third(numbers, own):
+    agreement, other = stated(numbers, own=numbers[0]), Agreement(7)
+    for at in reversed(range(9)):
+        other.take(view(PEERS[at], numbers[at]))
+    other.propose(view(PEERS[8], numbers[8]), one(numbers[8]), PEERS)
+    assert agreement.root == other.root
+    if agreement.root is not None:
+        assert sum(root(one(number)) == agreement.root for number in numbers) > 3
+
+
+# -- electorates -------------------------------------------------------------------------------------------------------------
+
+
+def entry(peer, round, operator=None):
+    return Entry(peer=peer, run="run", round=round, operator=operator or peer, anchor=digest(peer, round))
+
+
+def made(records, table=EMPTY, rules=None, round=10, electorates=None):
+    return electorate("run", round, Ledger(records), electorates or {}, rules or replace(RULES, life=8, claims=2), table)
+
+
+def test_who_entered_lately_and_is_not_banned_can_be_drawn():
+    table = Table(8, {"banned": Standing(until=50), "was": Standing(until=11)}, {})
+    records = [entry("new", 10), entry("old", 3), entry("gone", 2), entry("later", 11), entry("banned", 9), entry("was", 9, "op")]
+    assert made(records, table).operators == {"new": "new", "old": "old", "was": "op"}
+    assert made([entry("twice", 9), entry("twice", 9, "other"), entry("a", 9)]).operators == {"a": "a"}
+
+
+def test_who_has_shown_nothing_is_not_drawn_once_enough_others_have():
+    records = [entry(peer, 5) for peer in PEERS]
+    proven = Standing()
+    proven.claims["valid"] = 2
+    few = Table(8, dict.fromkeys(PEERS[:3], proven), {})
+    enough = Table(8, dict.fromkeys(PEERS[:4], proven), {})
+    assert set(made(records, few).operators) == set(PEERS)
+    assert set(made(records, enough).operators) == set(PEERS[:4])
+
+
+def test_claims_of_strangers_are_drawn_for_by_lot_and_slots_used_twice_never():
+    rules = replace(RULES, life=8, claims=2, strangers=3)
+    proven = Standing()
+    proven.claims["valid"] = 2
+    table = Table(8, dict.fromkeys(PEERS[:4], proven), {})
+    strangers = [f"s{number}" for number in range(20)]
+    records = [entry(peer, 5) for peer in (*PEERS, *strangers)]
+    claims = [claim_of(peer) for peer in (*PEERS[:4], *strangers)]
+    twice = [claim_of(PEERS[0], slot=1), claim_of(PEERS[0], slot=1, output=digest("another"))]
+    unknown = [claim_of("never-entered"), claim_of("too-late")]
+    found = made([*records, entry("too-late", 8), *claims, *twice, *unknown], table, rules)
+    assert found.claims is not None
+    assert {claim.id for claim in claims[:4]} <= found.claims
+    assert len(found.claims) == 4 + 3
+    assert not found.claims & {claim.id for claim in (*twice, *unknown)}
+    shown = {10: found}
+    assert [bool(first_draws(claim, shown, rules)) for claim in (*claims[:4], *twice)] == [True] * 4 + [False] * 2
+
+
+def test_a_void_round_draws_nobody_and_its_root_is_its_own():
+    assert void("run", 7).operators == {}
+    assert first_draws(claim_of("a", 7), {7: void("run", 7)}, RULES) == ()
+    assert len({root(void("run", 7)), root(void("run", 8)), root(one(0)), root(one(1)), root(replace(one(0), claims=None))}) == 5
+
+
+# -- forgetting --------------------------------------------------------------------------------------------------------------
+
+BEHAVIOUR = st.sampled_from(["valid", "invalid", "absent", "withheld"])
+MANY = tuple(f"p{number:02}" for number in range(12))
+EVENT = st.tuples(st.integers(4, 23), st.sampled_from(MANY), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(EVENT, max_size=14), st.lists(st.integers(0, 26), min_size=1, max_size=3), st.sampled_from([1, 3, 64]))
+def test_reckoning_with_pruning_equals_reckoning_without(events, cuts, ban):
+    story, prices = Story(MANY), Prices(ban=ban)
+    for slot, (round, peer, behaviours) in enumerate(events):
+        claim = story.claim(peer, round, slot, behaviours)
+        if slot % 3 == 0:
+            story.dispute(MANY[-1], claim, "valid", round=round + 2)
+    whole, ledger, base = Ledger(story.records), Ledger(story.records), EMPTY
+    for cut in sorted(cuts):
+        base = reckon(ledger, story.electorates, story.rules, prices, cut, base).base()
+        ledger = ledger.newer(cut + 1, RULES.life)
+    for round in range(max(cuts), 32):
+        pruned = reckon(ledger, story.electorates, story.rules, prices, round, base)
+        full = reckon(whole, story.electorates, story.rules, prices, round)
+        assert pruned.standings == full.standings
+        assert pruned.digest == full.digest
+        assert pruned.rulings == {key: ruling for key, ruling in full.rulings.items() if ruling.claim.round > max(cuts)}

@@ -1,0 +1,185 @@
+"""Activation proofs: the published bytes, closed forms of what is measured, round trips, and any bytes in place of a proof."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.verification.fingerprints import ActivationProof, ProofError
+from shoal.verification.fingerprints.activations import decode, encode, largest
+from shoal.verification.fingerprints.polynomial import evaluate
+
+PROOF = ActivationProof()
+# From the README of toploc 0.1.6: windows of 3 x 16 values, top 4, and the last of 1 x 16.
+PUBLISHED = [
+    b"\xff\xd9\xcb\xb8\x9a\xf1\x86%T\xa0",
+    b"\xff\xd9\xb4h\xda\xe6\xe4\xabA\xb6",
+    b"\xff\xd9\x80d\xd6X0\xe2\xafs",
+    b"\xff\xd9\xd2\x04d\xea\x91\x91\xf6\xd7",
+]
+
+
+def normal(tokens, width, seed=0, dtype=torch.float32):
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rows(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1)
+
+
+@pytest.mark.parametrize(("proof", "size"), list(zip(PUBLISHED, (48, 48, 48, 16), strict=True)))
+def test_the_bytes_are_toplocs(proof, size):
+    """The values that a published proof holds look like the largest of so many normal ones, and make the same bytes again."""
+    _, coefficients = decode(rows(proof))
+    bits = evaluate(coefficients, torch.arange(size).unsqueeze(0))
+    values = bits[0].int().to(torch.int16).view(torch.bfloat16).float()
+    places = torch.nonzero((values.abs() > 1) & (values.abs() < 4)).T
+    assert places.shape == (1, 4)
+    assert bytes(encode(places, bits.gather(1, places))[0].tolist()) == proof
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "size"),
+    [(32, 64, 258), (128, 64, 4 * 258), (33, 64, 258 + 10), (1, 64, 10), (31, 4096, 2 + 8 * 31), (64, 2, 2 * (2 + 2 * 64))],
+)
+def test_length(tokens, width, size):
+    assert len(PROOF.make(normal(tokens, width))) == size == PROOF.proof_bytes(tokens, width)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    tokens=st.integers(1, 100),
+    width=st.integers(1, 80),
+    seed=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    scale=st.sampled_from([1e-30, 1e-4, 1.0, 1e4]),
+)
+def test_own_states_are_found_again(tokens, width, seed, dtype, scale):
+    states = (normal(tokens, width, seed) * scale).to(dtype)
+    evidence = PROOF.compare(PROOF.make(states), states)
+    assert not evidence.fault
+    assert set(evidence.values) == {(0.0, 0.0, 0.0)}
+    assert math.isclose(evidence.size, tokens / 32)
+
+
+def test_wide_states_need_another_modulus():
+    states = normal(32, 8192, seed=3)
+    states.view(-1)[5], states.view(-1)[5 + 65497] = 50.0, 60.0  # two places that are equal modulo the largest modulus
+    proof = PROOF.make(states)
+    assert int.from_bytes(proof[:2], "big") < 65497
+    assert PROOF.compare(proof, states).values == ((0.0, 0.0, 0.0),)
+
+
+def test_of_equal_magnitudes_the_first_count():
+    row = torch.tensor([[1.0, -2.0, 2.0, 1.0, -1.0, 2.0, 0.0]], dtype=torch.bfloat16)
+    assert largest(row, 4)[0].tolist() == [[1, 2, 5, 0]]
+
+
+def measured(own, theirs):
+    """The features when all of ``theirs`` are at the places of ``own``: one token's worth of channels."""
+    proof = ActivationProof(window=1, top=len(own[0]))
+    own, theirs = (torch.tensor(side, dtype=torch.float32) for side in (own, theirs))
+    return proof.compare(proof.make(theirs), own).values
+
+
+def test_one_unit_of_the_last_place():
+    below = 2 - 2**-7  # the neighbour of 2 below, whose exponent is another
+    assert measured([[2.0, 4.0]], [[below, 4.0]]) == ((0.0, 0.5, 0.0),)
+    figures = ActivationProof(1, 1).toploc(ActivationProof(1, 1).make(torch.tensor([[below]])), torch.tensor([[2.0]]))
+    assert figures[0].exponents_equal == 0
+    assert math.isinf(figures[0].mantissa_mean)
+
+
+def test_another_sign_is_a_miss():
+    assert measured([[2.0, 4.0]], [[2.0, -4.0]]) == ((0.5, 0.0, 0.0),)
+
+
+def test_twice_is_the_largest_error_that_is_no_miss():
+    assert measured([[1.0]], [[2.0]]) == ((0.0, 128.0, 0.0),)
+    assert measured([[1.0]], [[2.0 + 2**-6]]) == ((1.0, 0.0, 0.0),)
+
+
+def test_errors_of_a_channel_count_if_they_agree():
+    def channel(errors):
+        own = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+        theirs = own * (1 + torch.tensor(errors).unsqueeze(1) * 2**-7)
+        proof = ActivationProof(window=4, top=4)
+        return proof.compare(proof.make(theirs), own).values[0]
+
+    assert channel([2, 2, 2, 2]) == pytest.approx((0, 2, 2))  # always away from zero
+    assert channel([2, 0, 2, 0]) == pytest.approx((0, 1, math.sqrt((16 - 8) / 3 / 4)))
+    assert channel([3, 1, 0, 0])[2] == pytest.approx(math.sqrt((16 - 10) / 3 / 4))
+
+
+def test_a_missing_place_reads_noise():
+    own, other = normal(320, 64), normal(320, 64, seed=1)
+    evidence = PROOF.compare(PROOF.make(other), own)
+    assert evidence.means()[0] > 0.95
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(max_size=600))
+def test_any_bytes_are_a_fault_or_evidence(proof):
+    states = normal(1, 64)
+    for data in (proof, proof[:10].ljust(10, b"\0"), b"\xff\xd9" + proof[:8].ljust(8, b"\1")):
+        evidence = PROOF.compare(data, states)
+        assert bool(evidence.fault) != bool(evidence.values)
+
+
+@pytest.mark.parametrize(
+    ("proof", "says"),
+    [
+        (b"", "0 bytes, but one of 32 tokens has 258"),
+        (bytes(257), "257 bytes"),
+        (bytes(1 << 20), "1048576 bytes"),
+        (bytes(258), "modulus is out of range"),  # the null proof that TOPLOC's library makes of an error
+        (b"\xff\xda" + bytes(256), "modulus is out of range"),
+        (b"\x80\x00" + bytes(256), "modulus is out of range"),
+        (b"\xff\xd9" + b"\xff\xff" * 128, "coefficient that is out of range"),
+    ],
+)
+def test_faults(proof, says):
+    states = normal(32, 64)
+    assert says in PROOF.compare(proof, states).fault
+    with pytest.raises(ProofError, match=says.split(",")[0]):
+        PROOF.toploc(proof, states)
+
+
+def test_a_constant_polynomial_is_far_away():
+    """A proof that says 2.0 everywhere guesses most exponents, but no sign and no mantissa."""
+    states = normal(32, 64)
+    proof = b"\xff\xd9" + (0x4000).to_bytes(2, "big") + bytes(254)
+    missing, error, _ = PROOF.compare(proof, states).means()
+    assert missing > 0.3
+    assert error > 10
+
+
+def test_a_proof_of_other_order_or_length_is_refused_or_far_away():
+    states = normal(64, 64)
+    proof = PROOF.make(states)
+    assert PROOF.compare(proof[258:] + proof[:258], states).means()[0] > 0.9
+    assert "bytes" in PROOF.compare(proof[:258], states).fault
+    assert "bytes" in PROOF.compare(proof, states[:63]).fault
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        (torch.full((4, 8), float("nan")), "not all finite"),
+        (torch.full((4, 8), 3.4e38), "not all finite"),  # finite, but not as bfloat16
+        (torch.zeros(0, 8), "1 to 131072 tokens"),
+        (torch.zeros(8), "shape"),
+        (torch.zeros(4, 8, dtype=torch.int64), "floating"),
+    ],
+)
+def test_states_without_a_proof(states, says):
+    with pytest.raises(ValueError, match=says):
+        PROOF.make(states)
+
+
+@pytest.mark.parametrize(("window", "top"), [(0, 128), (32, 16), (32, 100), (32, 2048)])
+def test_settings_are_checked(window, top):
+    with pytest.raises(ValueError, match="multiple of the window"):
+        ActivationProof(window, top)

@@ -1,0 +1,135 @@
+"""Seeded sampling: the noise is one function, the draws are of the softmax, and other drawing shows."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.verification.fingerprints import Drawn, SeededSampling, draw, draw_rows, gumbel, margins
+from shoal.verification.fingerprints.sampling import FARTHEST
+
+CHECK = SeededSampling()
+
+
+def logits(rows, words=50, seed=0):
+    return 2 * torch.randn(rows, words, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(seed=b"s", temperature=1.0, rows=40, source=0, first=0, judged=0):
+    """Tokens drawn from the logits ``source``, judged with the logits ``judged``."""
+    tokens = [draw(row, seed, first + at, temperature) for at, row in enumerate(logits(rows, seed=source))]
+    return Drawn(torch.tensor(tokens), logits(rows, seed=judged), seed, temperature, first)
+
+
+def test_the_noise_is_this_function_for_ever():
+    expected = ["0x1.be92a2513d850p+0", "0x1.4c1184d9eb85dp+0", "-0x1.7a912649190f0p-2", "0x1.a3c7f5d6da8e6p-1"]
+    assert gumbel(b"abc", 5, 4).tolist() == pytest.approx([float.fromhex(text) for text in expected], abs=1e-12)
+    assert torch.equal(gumbel(b"abc", 5, 400)[:4], gumbel(b"abc", 5, 4))
+
+
+def test_the_noise_is_gumbel_distributed():
+    noise = torch.cat([gumbel(b"x", position, 1000) for position in range(200)])
+    count = len(noise)
+    assert abs(float(noise.mean()) - 0.5772156649) < 4 * math.pi / math.sqrt(6 * count)
+    uniform = torch.exp(-torch.exp(-noise)).sort().values
+    steps = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    assert float((uniform - steps).abs().max()) < 1.95 / math.sqrt(count)  # Kolmogorov and Smirnov, p = 1e-3
+
+
+def test_neighbouring_positions_and_seeds_are_unlike():
+    def correlation(a, b):
+        return float(torch.corrcoef(torch.stack((a, b)))[0, 1])
+
+    base = gumbel(b"x", 7, 20_000)
+    for other in (gumbel(b"x", 8, 20_000), gumbel(b"y", 7, 20_000), base.roll(1)):
+        assert abs(correlation(base, other)) < 4 / math.sqrt(20_000)
+
+
+def test_draws_are_of_the_softmax():
+    row = torch.tensor([0.0, 1.0, 2.0, -math.inf])
+    many = 4000
+    seen = torch.bincount(torch.tensor([draw(row, b"s", at, 2.0) for at in range(many)]), minlength=4) / many
+    expected = torch.softmax(row / 2, 0)
+    assert float((seen - expected).abs().max()) < 4 * 0.5 / math.sqrt(many)
+    assert seen[3] == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.binary(max_size=64), temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]), first=st.integers(0, 1 << 40))
+def test_honest_drawing_has_no_distance(seed, temperature, first):
+    output = drawn(seed, temperature, rows=5, first=first)
+    assert CHECK.compare(CHECK.make(output), output).values == ((0.0, 0.0),)
+
+
+def test_margin_closed_form():
+    row = torch.tensor([[3.0, 1.0]])
+    greedy = Drawn(torch.tensor([1]), row, b"", 0.0)
+    assert margins(greedy).tolist() == [2.0]
+    noise = gumbel(b"k", 4, 2)
+    scores = (row[0].double() / 0.5 + noise).tolist()
+    loser = scores.index(min(scores))
+    assert margins(Drawn(torch.tensor([loser]), row, b"k", 0.5, 4)).tolist() == pytest.approx([max(scores) - min(scores)])
+    banned = Drawn(torch.tensor([1]), torch.tensor([[3.0, -math.inf]]), b"", 0.0)
+    assert margins(banned).tolist() == [FARTHEST]
+
+
+def test_other_logits_other_seed_and_no_seed_show():
+    cheap = drawn(source=1)
+    shares, distance = CHECK.compare(CHECK.make(cheap), cheap).means()
+    assert shares > 0.5
+    assert distance > 1
+    free = torch.multinomial(torch.softmax(logits(40), 1), 1, generator=torch.Generator().manual_seed(0)).flatten()
+    own_choice = Drawn(free, logits(40), b"s")
+    assert CHECK.compare(CHECK.make(own_choice), own_choice).means()[1] > 1
+
+
+def test_windows_and_their_sizes():
+    output = drawn(rows=40)
+    evidence = CHECK.compare(CHECK.make(output), output)
+    assert evidence.sizes == (1.0, 0.25)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(max_size=100))
+def test_any_bytes_are_a_fault(proof):
+    assert CHECK.compare(proof, drawn(rows=2)).fault
+
+
+def test_settings_are_part_of_the_proof():
+    proof = CHECK.make(drawn(rows=3))
+    for other in (drawn(seed=b"t", rows=3), drawn(temperature=0.5, rows=3), drawn(first=1, rows=3), drawn(rows=2)):
+        assert "other settings" in CHECK.compare(proof, other).fault
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        (Drawn(torch.tensor([0]), torch.tensor([[math.nan, 0.0]]), b""), "not numbers"),
+        (Drawn(torch.tensor([0]), torch.tensor([[-math.inf, -math.inf]]), b""), "allow no token"),
+        (Drawn(torch.tensor([2]), torch.zeros(1, 2), b""), "in the vocabulary"),
+        (Drawn(torch.tensor([-1]), torch.zeros(1, 2), b""), "in the vocabulary"),
+        (Drawn(torch.tensor([0, 1]), torch.zeros(1, 2), b""), "one row for each"),
+        (Drawn(torch.tensor([0.0]), torch.zeros(1, 2), b""), "one row for each"),
+        (Drawn(torch.tensor([0]), torch.zeros(1, 2), b"", -1.0), "temperature"),
+        (Drawn(torch.tensor([0]), torch.zeros(1, 2), b"", math.nan), "temperature"),
+        (Drawn(torch.tensor([0]), torch.zeros(1, 2), bytes(65)), "seed of at most"),
+    ],
+)
+def test_outputs_that_do_not_fit_together(output, says):
+    with pytest.raises(ValueError, match=says):
+        CHECK.make(output)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_rows_are_drawn_as_each_alone(temperature):
+    rows, seeds = logits(5), [b"%d" % row for row in range(5)]
+    alone = [draw(row, seed, 3, temperature) for row, seed in zip(rows, seeds, strict=True)]
+    assert draw_rows(rows, seeds, 3, temperature).tolist() == alone
+
+
+@pytest.mark.parametrize(("seeds", "position"), [([b"a"], 0), ([b"a", b"b"], -1), ([b"a", b"b" * 65], 0)])
+def test_rows_that_do_not_fit_are_refused(seeds, position):
+    with pytest.raises(ValueError, match="a seed of at most 64 bytes each"):
+        draw_rows(logits(2), seeds, position)

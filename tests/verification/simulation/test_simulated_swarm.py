@@ -1,0 +1,191 @@
+"""Whole swarms in one process: cheats are banned, honest peers never, and all peers come to the same table."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.verification.consensus.planted_claims import BEHIND
+from shoal.verification.consensus.records import Claim, Signed
+from shoal.verification.consensus.reputation import reckon
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import SETTLED
+from shoal.verification.simulation.peers import digest, is_right, toy_signer
+from shoal.verification.simulation.run import START, Swarm, World
+
+HONEST = {f"honest-{number}": "honest" for number in range(5)}
+WORLD = World()
+
+
+def ran(cheats=(), honest=5, rounds=22, world=WORLD, each=lambda round: None):
+    kinds = {f"honest-{number}": "honest" for number in range(honest)}
+    kinds.update({f"{kind}-{number}": kind for number, kind in enumerate(cheats)})
+    swarm = Swarm(kinds, world)
+    swarm.run(rounds, each)
+    return swarm
+
+
+def agreed(swarm, but=()):
+    """All honest peers, ``but`` those, have the same table and rulings, which this returns the first of."""
+    tables = [peer.participant.table for peer in swarm.peers if peer.kind == "honest" and peer.name not in but]
+    assert all(table.standings == tables[0].standings for table in tables)
+    drawn = [{key: ruling for key, ruling in table.rulings.items() if ruling.trials} for table in tables]
+    assert all(rulings == drawn[0] for rulings in drawn)
+    return tables[0]
+
+
+def banned(swarm, but=()):
+    table = agreed(swarm, but)
+    return {peer for peer, standing in table.standings.items() if standing.until is not None}
+
+
+def all_counts(swarm, reason):
+    return sum(peer.participant.consensus.counts[reason] for peer in swarm.peers)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_liar_and_a_copier_are_banned_within_thirty_claims_and_no_honest_peer_is(seed):
+    """Seven peers, each of which claims once a round, as in the issue."""
+    swarm = ran(("liar", "copier"), rounds=32, world=replace(WORLD, seed=seed))
+    assert banned(swarm) == {"liar-0", "copier-1"}
+    table = agreed(swarm)
+    for cheat in ("liar-0", "copier-1"):
+        assert sum(table.standings[cheat].claims.values()) <= 30
+    assert not any(ruling.outcome == "valid" for ruling in table.rulings.values() if not is_right(ruling.claim))
+    assert not any(ruling.outcome == "invalid" for ruling in table.rulings.values() if is_right(ruling.claim))
+    # The same records, though they came at other times and in another order; and the pruned past counts as it was.
+    for peer in swarm.peers:
+        known = peer.participant
+        again = reckon(
+            known.consensus.ledger, known.consensus.electorates, swarm.world.rules, swarm.world.prices, table.round, known.base
+        )
+        assert again.standings == table.standings
+        assert all(record.round >= known.base.round for record in known.consensus.ledger if isinstance(record, Claim))
+
+
+@pytest.mark.parametrize(("cheat", "rounds"), [("thief", 26), ("farmer", 24), ("replayer", 16), ("absent", 30), ("lazy", 40)])
+def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
+    """A thief copies commitments; a farmer lies once it is respected; a replayer claims old outputs and repeats others' records."""
+    world = replace(WORLD, rules=Rules(planted=0.4)) if cheat == "lazy" else WORLD
+    swarm = ran((cheat,), honest=6, rounds=rounds, world=world)
+    assert banned(swarm) == {f"{cheat}-0"}
+    if cheat == "farmer":
+        assert agreed(swarm).standings["farmer-0"].claims["invalid"] <= 3
+    if cheat == "replayer":
+        assert all_counts(swarm, "replayed") > 0
+
+
+def test_colluders_are_banned_and_the_dispute_of_whom_they_outvoted_is_won():
+    """Two of three verifiers collude now and then; the author disputes, and a larger draw overturns the ruling."""
+    overturned = 0
+    for seed in (0, 4):
+        swarm = ran(("colluder", "colluder"), honest=8, rounds=22, world=replace(WORLD, seed=seed))
+        assert banned(swarm) == {"colluder-0", "colluder-1"}
+        for ruling in agreed(swarm).rulings.values():
+            assert ruling.outcome != ("invalid" if is_right(ruling.claim) else "valid")
+            overturned += ruling.overturned
+    assert overturned > 0
+
+
+def test_lost_records_are_made_up_for():
+    """Every hundredth record does not reach a peer: it learns from others' logs what it missed."""
+    swarm = ran(("liar",), honest=6, rounds=26, world=replace(WORLD, loss=0.01))
+    assert swarm.lost > 30
+    assert swarm.pulled > 0
+    assert banned(swarm) == {"liar-0"}
+
+
+def test_who_comes_late_learns_the_same_table_and_takes_part():
+    swarm = ran(("liar",), honest=6, rounds=24, world=replace(WORLD, joins={"honest-5": 9}))
+    assert banned(swarm) == {"liar-0"}
+    standing = agreed(swarm).standings["honest-5"]
+    assert standing.claims["valid"] > 0
+    assert standing.seats["agreed"] > 0
+
+
+def test_who_comes_after_the_beginning_was_forgotten_gets_the_base():
+    rules = Rules(planted=0.2, appeal_rounds=4)
+    swarm = ran(("liar",), honest=6, rounds=26, world=replace(WORLD, rules=rules, joins={"honest-5": 21}))
+    bases = {peer.participant.base.digest for peer in swarm.peers if peer.kind == "honest"}
+    assert len(bases) == 1
+    assert swarm.peer("honest-5").participant.base.standings["liar-0"].until is not None
+    assert banned(swarm) == {"liar-0"}
+
+
+@pytest.mark.parametrize("seconds", [1.0, -1.0])
+def test_a_clock_that_is_a_second_off_does_no_harm(seconds):
+    swarm = ran(("liar",), honest=6, rounds=20, world=replace(WORLD, clocks={"honest-5": seconds}))
+    assert banned(swarm) == {"liar-0"}
+    assert not any(agreed(swarm).standings["honest-5"].seats[bad] for bad in ("absent", "withheld", "against"))
+
+
+@pytest.mark.parametrize(("rounds", "reason"), [(2, "future"), (-2, "late")])
+def test_a_clock_that_is_two_rounds_off_is_ignored_and_harms_only_itself(rounds, reason):
+    clocks = {"honest-5": rounds * WORLD.round_s}
+    swarm = ran(("liar",), honest=6, rounds=20, world=replace(WORLD, clocks=clocks))
+    assert banned(swarm, but=("honest-5",)) == {"liar-0"}
+    assert "honest-5" not in agreed(swarm, but=("honest-5",)).standings
+    assert swarm.peer("honest-0").participant.consensus.counts[reason] > 0
+
+
+def test_who_shows_its_votes_to_half_of_the_others_divides_nobody():
+    swarm = ran(("withholder",), honest=6, rounds=24)
+    assert banned(swarm) <= {"withholder-0"}
+    assert swarm.pulled > 0
+    honest = [standing for name, standing in agreed(swarm).standings.items() if name != "withholder-0"]
+    assert not any(standing.seats[bad] for standing in honest for bad in ("absent", "withheld", "against", "missed"))
+
+
+def test_who_claims_different_things_to_different_peers_divides_nobody():
+    swarm = ran(("twofaced",), honest=6, rounds=20)
+    assert banned(swarm) <= {"twofaced-0"}
+
+
+def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing():
+    swarm = ran(("flooder",), honest=6, rounds=18)
+    assert all_counts(swarm, "quota") > 6 * 14_000
+    assert banned(swarm) == set()
+    honest = swarm.peer("honest-0").participant
+    assert len(honest.consensus.ledger) < 3000
+    flood = [ruling for ruling in agreed(swarm).rulings.values() if ruling.claim.round == START + WORLD.defects]
+    assert sum(ruling.outcome != "unverified" for ruling in flood) >= 6
+    assert not any(ruling.outcome == "unverified" for ruling in flood if ruling.claim.peer.startswith("honest"))
+
+
+def test_fresh_keys_that_outnumber_the_honest_are_not_drawn_and_banned():
+    """Nine sybils come together, lie, and would approve each other: who has shown nothing yet does not vote."""
+    world = replace(WORLD, joins={f"colluder-{number}": 7 for number in range(9)})
+    swarm = ran(("colluder",) * 9, honest=6, rounds=20, world=world)
+    assert banned(swarm) == {f"colluder-{number}" for number in range(9)}
+    assert not any(ruling.outcome == "valid" for ruling in agreed(swarm).rulings.values() if not is_right(ruling.claim))
+
+
+def test_checks_that_take_a_while_cost_nobody_a_seat():
+    swarm = ran(("liar",), honest=6, rounds=16, world=replace(WORLD, check_s=4.0))
+    assert banned(swarm) == {"liar-0"}
+    honest = [standing for name, standing in agreed(swarm).standings.items() if name != "liar-0"]
+    assert not any(standing.seats[bad] for standing in honest for bad in ("withheld", "against"))
+
+
+def test_a_prover_cannot_pick_its_verifiers():
+    """When the verifiers of a round can be known nobody takes a claim of it any more."""
+    swarm = ran(honest=5, rounds=8)
+    participant = swarm.peer("honest-0").participant
+    newest = max(participant.consensus.electorates)
+    assert newest <= participant.round - 2
+    before = participant.consensus.counts["late"]
+    claim = Claim(
+        peer="honest-1", run="run", round=newest, slot=0, model=digest(1), prompt=digest(2), sampling=digest(3), seed=0, tokens=1,
+        output=digest(4), fingerprint=digest(5),
+    )  # fmt: skip
+    swarm.peer("honest-0").receive(Signed.by(toy_signer("honest-1"), claim))
+    swarm.run(1)
+    assert participant.consensus.counts["late"] + participant.consensus.counts["quota"] > before
+
+
+def test_nothing_is_decided_where_nobody_verifies():
+    swarm = Swarm({**{f"absent-{number}": "absent" for number in range(4)}, "honest-0": "honest"})
+    swarm.run(10)
+    rulings = swarm.peers[0].participant.table.rulings.values()
+    assert rulings
+    assert {ruling.outcome for ruling in rulings} == {"unverified"}
+    assert SETTLED > BEHIND

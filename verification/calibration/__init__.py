@@ -1,0 +1,1 @@
+"""What honest claims show, and the thresholds that follow."""

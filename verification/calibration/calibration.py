@@ -1,0 +1,228 @@
+"""What honest peers' proofs look like, and the test of one claim against it, at a stated rate of false alarms.
+
+Thresholds that fit one model and pair of dtypes do not fit another, so each (fingerprint, model, dtype of the prover, dtype of the
+verifier) is calibrated with honest claims of its own. A claim is tested once, as a whole: each feature is pooled over all windows,
+
+    z_f = (mean_f - honest mean_f) / sqrt(between_f + within_f / size)
+    statistic = max over the features f of (z_f - start_f) / slope_f
+
+where ``size`` is the claim's length in windows and the two variances, between claims and within them, are estimated from the honest
+windows. Long claims are thereby tested more sharply, and short ones more leniently, by the same table. Beyond start_f, the upper
+tenth of the honest claims, the tail is taken for exponential with mean excess slope_f, so a long-tailed feature does not blunt the
+others. The threshold is a quantile of the statistic over the honest claims: with at least 1/rate - 1 of them the one that a new
+honest claim exceeds with at most that probability, whatever the distribution (the conformal quantile; Vovk et al. 2005). With fewer
+it is extrapolated along the exponential tails, with upper bounds of slope and spread, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
+
+RATE = 1e-4
+FEWEST = 20
+TAIL = 0.1  # of the honest claims; the tail beyond is taken for exponential
+SURENESS = NormalDist().inv_cdf(0.95)  # one-sided, for what is estimated from a small sample
+LEAST_SLOPE = 0.6  # of the tail, in standard deviations: a normal one has 0.47, an exponential one 1
+MOST_CLAIMS = 1 << 20
+
+
+class CalibrationError(ValueError):
+    """There is no calibration for a claim, or not enough claims to make one. One sentence says what to do."""
+
+
+@dataclass(frozen=True, order=True)
+class Pair:
+    """What a calibration holds for: a fingerprint by name, a model by id, and the dtypes of both sides, as "float32"."""
+
+    fingerprint: str
+    model: str
+    prover: str
+    verifier: str
+
+    def __post_init__(self) -> None:
+        if not all(
+            0 < len(part) <= 256 and part.isprintable() for part in (self.fingerprint, self.model, self.prover, self.verifier)
+        ):
+            raise ValueError("each part of a calibration's name must be 1 to 256 printable characters")
+
+
+@dataclass(frozen=True)
+class Honest:
+    """The windows of ``claims`` honest claims and what follows from them. Made by ``Honest.of``."""
+
+    features: tuple[Feature, ...]
+    claims: tuple[Evidence, ...]
+    mean: tuple[float, ...]
+    between: tuple[float, ...]
+    within: tuple[float, ...]
+    starts: tuple[float, ...]
+    slopes: tuple[float, ...]
+    """Of z's upper tail, for each feature."""
+    statistics: tuple[float, ...]
+    """Of each claim, ascending."""
+
+    @staticmethod
+    def of(claims: Sequence[Evidence]) -> Honest:
+        """Calibrate. Raises ``CalibrationError`` for fewer than 20 claims, one with a fault, or claims of unlike fingerprints."""
+        if not FEWEST <= len(claims) <= MOST_CLAIMS:
+            raise CalibrationError(f"a calibration needs {FEWEST} to {MOST_CLAIMS} honest claims, not {len(claims)}")
+        features = claims[0].features
+        for claim in claims:
+            if claim.fault:
+                raise CalibrationError(f"a claim that should be honest has a fault: {claim.fault}")
+            if claim.features != features:
+                raise CalibrationError("the claims of one calibration must be of one fingerprint")
+        mean, between, within = zip(*(_components(claims, at) for at in range(len(features))), strict=True)
+        honest = Honest(features, tuple(claims), mean, between, within, (), (), ())
+        starts, slopes = zip(*(_tail(sorted(column)) for column in zip(*map(honest.scores, claims), strict=True)), strict=True)
+        honest = replace(honest, starts=starts, slopes=slopes)
+        return replace(honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims)))
+
+    def scores(self, evidence: Evidence) -> tuple[float, ...]:
+        """z of each feature."""
+        size = evidence.size
+        return tuple(
+            (found - mean) / math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
+            for found, mean, between, within, feature in zip(
+                evidence.means(), self.mean, self.between, self.within, self.features, strict=True
+            )
+        )
+
+    def statistic(self, evidence: Evidence) -> tuple[float, int]:
+        """The most extreme feature, in units of its honest tail, and which one it is."""
+        scores = [(z - start) / slope for z, start, slope in zip(self.scores(evidence), self.starts, self.slopes, strict=True)]
+        worst = max(range(len(scores)), key=scores.__getitem__)
+        return scores[worst], worst
+
+    def threshold(self, rate: float = RATE) -> float:
+        """What an honest claim's statistic exceeds with probability ``rate``, in (0, 0.5]."""
+        _check_rate(rate)
+        ranked, many = self.statistics, len(self.statistics)
+        # What a normal distribution would have: one sample that happens to be narrow does not make the test sharper.
+        least = (NormalDist().inv_cdf(1 - rate) - NormalDist().inv_cdf(1 - TAIL)) / LEAST_SLOPE
+        over = math.floor(rate * (many + 1))  # this many ranks from the top, the claim's own among them, may be refused
+        if over >= 1:
+            return max(least, ranked[many - over])
+        # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample leaves open of the spread.
+        far = math.log(len(self.features) * TAIL / rate)
+        wider = _spread_factor(many - 1)
+        begin = max(start / slope for start, slope in zip(self.starts, self.slopes, strict=True))
+        return max(least, ranked[-1], far * wider + max(0.0, begin) * (wider - 1))
+
+    def warning(self, rate: float = RATE) -> str:
+        """Empty, or one sentence if there are too few claims for ``rate``."""
+        _check_rate(rate)
+        many, wanted = len(self.claims), math.ceil(1 / rate - 1 - 1e-9)
+        if many >= wanted:
+            return ""
+        return (
+            f"{many} honest claims cannot show a false-positive rate of {rate:g}: the threshold is extrapolated; "
+            f"calibrate with {wanted} claims, or state a rate of {1 / (many + 1):.2g} or more."
+        )
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The outcome of a test: ``reason`` is one sentence, also if the claim was accepted. Infinite ``statistic``: a fault."""
+
+    accepted: bool
+    statistic: float
+    threshold: float
+    reason: str
+
+
+class Calibration:
+    """The honest distributions of several pairs."""
+
+    def __init__(self, pairs: dict[Pair, Honest] | None = None) -> None:
+        self.pairs = dict(pairs or {})
+
+    def add(self, pair: Pair, claims: Sequence[Evidence]) -> Honest:
+        """Calibrate ``pair`` with honest ``claims``; what there was of it is replaced. Raises as ``Honest.of``."""
+        self.pairs[pair] = Honest.of(claims)
+        return self.pairs[pair]
+
+    def judge(self, pair: Pair, evidence: Evidence, rate: float = RATE) -> Judgement:
+        """Test a claim. A fault is refused and equality accepted without a calibration; for what is between, raises
+        ``CalibrationError`` if ``pair`` was not calibrated, or with another fingerprint's features.
+
+        ``rate`` holds for claims like the honest ones in all but length. If many claims of one peer are tested, some are refused
+        at this rate; it is for the vote and the reputation to forgive that.
+        """
+        if evidence.fault:
+            _check_rate(rate)
+            return Judgement(False, math.inf, math.inf, evidence.fault)
+        if not any(map(any, evidence.values)):  # as exact tokens are: the test is one-sided, so no calibration refuses it
+            _check_rate(rate)
+            return Judgement(True, 0.0, 0.0, "nothing differs")
+        honest = self.pairs.get(pair)
+        if honest is None:
+            raise CalibrationError(
+                f"there is no calibration of {pair.fingerprint} for a {pair.prover} prover and a {pair.verifier} verifier of "
+                f"'{pair.model}': calibrate with honest claims first"
+            )
+        if evidence.features != honest.features:
+            raise CalibrationError("the calibration was made with another version of this fingerprint: calibrate again")
+        statistic, worst = honest.statistic(evidence)
+        threshold = honest.threshold(rate)
+        accepted = statistic <= threshold
+        found, feature = evidence.means()[worst], honest.features[worst]
+        z, limit = honest.scores(evidence)[worst], honest.starts[worst] + honest.slopes[worst] * threshold
+        most = honest.mean[worst] + limit * ((found - honest.mean[worst]) / z if z else 0.0)
+        reason = (
+            f"{feature.name}: {found:.4g}, where an honest claim of this length has {honest.mean[worst]:.4g} on average "
+            f"and at most {most:.4g}"
+        )
+        return Judgement(accepted, statistic, threshold, reason)
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate <= 0.5:
+        raise ValueError(f"a false-positive rate must be above 0 and at most 0.5, not {rate}")
+
+
+def _tail(ranked: Sequence[float]) -> tuple[float, float]:
+    """Where the upper tenth of ascending ``ranked`` begins, and an upper bound of its mean excess, at least ``LEAST_SLOPE``."""
+    many = len(ranked)
+    tail = max(2, int(many * TAIL))
+    start = ranked[many - tail - 1]
+    slope = sum(value - start for value in ranked[many - tail :]) / tail
+    return start, max(LEAST_SLOPE, slope * (1 + SURENESS / math.sqrt(tail)))
+
+
+def _spread_factor(freedom: int) -> float:
+    """How much larger a standard deviation may be than one estimated with so many degrees of freedom, at 95 %.
+
+    The quantile of chi-square is that of Wilson and Hilferty (1931), right to 1 % for 19 or more.
+    """
+    part = 2 / (9 * freedom)
+    return math.pow(1 - part - SURENESS * math.sqrt(part), -1.5)
+
+
+def _components(claims: Sequence[Evidence], at: int) -> tuple[float, float, float]:
+    """Mean, variance between claims and variance of one whole window within a claim, of feature ``at``.
+
+    The analysis of variance of a random-effects model with unequal group sizes (Searle, Casella, McCulloch 1992, 3.6): window w of
+    claim i is mean + b_i + e_iw, the variance of e being ``within`` over the window's size.
+    """
+    sizes = [claim.size for claim in claims]
+    means = [claim.means()[at] for claim in claims]
+    total = math.fsum(sizes)
+    mean = math.fsum(size * value for size, value in zip(sizes, means, strict=True)) / total
+    inner = math.fsum(
+        size * (row[at] - value) ** 2
+        for claim, value in zip(claims, means, strict=True)
+        for size, row in zip(claim.sizes, claim.values, strict=True)
+    )
+    outer = math.fsum(size * (value - mean) ** 2 for size, value in zip(sizes, means, strict=True))
+    windows = sum(len(claim.sizes) for claim in claims)
+    freedom = windows - len(claims)
+    within = inner / freedom if freedom else 0.0
+    effective = (total - math.fsum(size**2 for size in sizes) / total) / (len(claims) - 1)
+    between = max(0.0, (outer / (len(claims) - 1) - within) / effective)
+    return mean, between, within

@@ -1,0 +1,1 @@
+"""The vote on a claim: records, sortition, cases, rulings, quorum and reputation."""

@@ -1,0 +1,375 @@
+"""The protocol as a state machine: signed records and the time go in, duties and rulings come out. No socket, no thread, no clock
+of its own.
+
+    consensus.advance(round)          a new round has begun: claims of it are taken from now on
+    consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
+    consensus.take(signed)            a record came; Refused says why not, and is counted
+    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for marks
+    consensus.duties(peer)            what ``peer`` has to do now (see `member`)
+    consensus.ruling(claim)           what a quorum has settled
+
+What a peer sees in time decides what it states as a verifier. What counts in the end, for rulings and reputation, is only what a
+quorum stated (`rulings`), so records of drawn peers that come late are kept too, refused as votes but there for others' rulings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+
+from shoal.verification.consensus.cases import Case, Draw, Times
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.planted_claims import BEHIND
+from shoal.verification.consensus.records import (
+    Claim,
+    Commitment,
+    Dispute,
+    Entry,
+    Opening,
+    Record,
+    Reveal,
+    Signed,
+    Verdict,
+    Verify,
+    View,
+)
+from shoal.verification.consensus.rulings import Rules, Ruling, first_draws, is_plant, rule, second_draw
+from shoal.verification.consensus.sortition import OPENS, Electorate
+from shoal.verification.consensus.types import Duty, Limits, Refused
+
+REASONS = (
+    "forged", "foreign", "banned", "replayed", "future", "stale", "late", "unknown", "not-drawn", "contradiction", "unfit", "quota",
+    "overflow",
+)  # fmt: skip
+TWICE = 2  # claims of one slot, entries of one round: two are the proof that their author contradicts itself
+MOST = 4  # different records of one peer where there should be one: enough for a proof
+
+
+
+
+
+
+
+
+class Consensus:
+    """One peer's view of a run. ``clock``: seconds, never going back; ``banned``: whose records are ignored (`Table.is_banned`)."""
+
+    def __init__(
+        self,
+        run: str,
+        verify: Verify,
+        clock: Callable[[], float],
+        *,
+        rules: Rules | None = None,
+        times: Times | None = None,
+        limits: Limits | None = None,
+        banned: Callable[[str], bool] = lambda peer: False,
+    ) -> None:
+        self.rules, self.times, self.limits = rules or Rules(), times or Times(), limits or Limits()
+        self.ledger = Ledger()
+        self.electorates: dict[int, Electorate] = {}
+        self.counts: Counter[str] = Counter()
+        self.round, self._since = 0, clock()
+        self.views: Callable[[View], None] = _no_views
+        self._run, self._verify, self._clock, self._banned = run, verify, clock, banned
+        self._signatures: dict[bytes, bytes] = {}
+        self._at: float | None = None
+        self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
+        self._strange: set[bytes] = set()  # those of them whose authors are strangers
+        self._cases: dict[bytes, Case] = {}
+        self._seated: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)  # who has something to do
+
+    def advance(self, round: int, since: float | None = None) -> None:
+        """``round`` has begun, at ``since`` (now if None); cases that nobody can appeal against any more are forgotten. Raises
+        ValueError if that goes back.
+        """
+        if round < self.round:
+            raise ValueError(f"round {round} is before {self.round}")
+        self.round, self._since = round, self.now() if since is None else since
+        for key, case in list(self._cases.items()):
+            if (case.appeal or case.claim).round < round - self.rules.appeal_rounds and case.is_over(self.now()):
+                del self._cases[key]
+
+    def open(self, electorate: Electorate, begin: float | None = None) -> None:
+        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by default
+        ``skew_s`` from now: no vote is seen while any peer might still take claims of the round that this case's salts draw for.
+        Raises ValueError if that is too early, or was done.
+        """
+        if electorate.round > self.round - OPENS or electorate.round in self.electorates:
+            raise ValueError(f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done")
+        self.electorates[electorate.round] = electorate
+        for item in [item for item in self._waiting.values() if item.round <= electorate.round]:
+            del self._waiting[item.id]
+            self._strange.discard(item.id)
+        for item in self.ledger.published(electorate.round):
+            self._start(item, self.now() + self.times.skew_s if begin is None else begin)
+
+    def take(self, signed: Signed, at: float | None = None) -> None:
+        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as
+        ``accepted``, another under its reason.
+        """
+        self._at = at
+        try:
+            self._take(signed)
+        except Refused as refused:
+            self.counts[refused.reason] += 1
+            raise
+        finally:
+            self._at = None
+            if signed.record.id in self.ledger:
+                self._signatures.setdefault(signed.record.id, signed.signature)
+        self.counts["accepted"] += 1
+
+    def learn(self, signed: Signed) -> bool:
+        """Add a record that another peer has kept; False if it was there, or is none of ours. Its time does not matter, bounds do.
+        It makes no marks, and duties only if the draw for it is still to come.
+        """
+        record = signed.record
+        if record.id in self.ledger or not self._may_keep(record) or not self._is_signed(signed):
+            return False
+        self.ledger.add(record)
+        self._signatures[record.id] = signed.signature
+        return True
+
+    def signed(self, record: Record) -> Signed:
+        """A record of the ledger as it came. Raises KeyError if it is not there."""
+        return Signed(record, self._signatures[record.id])
+
+    def forget(self, before: int) -> None:
+        """Drop what was published in rounds before ``before``, and electorates that nothing depends on any more."""
+        self.keep(self.ledger.newer(before, self.rules.life + BEHIND))
+        for round in [round for round in self.electorates if round < before - BEHIND]:
+            del self.electorates[round]
+
+    def keep(self, ledger: Ledger) -> None:
+        """Go on with ``ledger``, a part of the present one."""
+        self.ledger = ledger
+        self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
+        for key in [key for key in self._cases if key not in self.ledger]:
+            del self._cases[key]
+
+    def duties(self, peer: str) -> list[Duty]:
+        """What ``peer`` has to do now, by case."""
+        now, found = self.now(), []
+        for key, (case, attempt) in list(self._seated[peer].items()):
+            draw, current = case.draws[attempt], case.current(now)
+            stated = bool(self.ledger.ballots(Verdict, key, attempt, peer))
+            if stated or key not in self._cases or (attempt > current and case.is_over(now)):
+                del self._seated[peer][key]
+                continue
+            if attempt > current:
+                continue
+            committed = peer in draw.commitments
+            if not committed and now >= draw.starts and draw.takes_commitments(now):
+                until = draw.starts + draw.times.commit_s
+                found.append(Duty("check", key, attempt, case.claim, until=until))
+            elif committed and peer not in draw.reveals and draw.is_revealing(now):
+                found.append(Duty("reveal", key, attempt, case.claim))
+            elif draw.is_over(now):
+                found.append(Duty("state", key, attempt, case.claim, draw.marks()))
+        return found
+
+    def ruling(self, claim: bytes) -> Ruling | None:
+        """What is settled about the claim with this id, bans apart (`Table.rulings` heeds them); None if it is not known."""
+        record = self.ledger.get(claim)
+        return rule(record, self.ledger, self.electorates, self.rules) if isinstance(record, Claim) else None
+
+    # -- records ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, signed: Signed) -> None:
+        record = signed.record
+        if record.id in self.ledger:
+            raise Refused("A record was refused: it was there before.", "replayed")
+        if isinstance(record, Claim):
+            self._check_slot(record)  # before the signature, which costs most: only floods are refused here
+        if not self._is_signed(signed):
+            raise Refused("A record was refused: its signature is not its author's.", "forged")
+        # A banned peer's seats and planted claims are of earlier: it may still bring them to an end.
+        if isinstance(record, Claim | Entry | Dispute) and self._banned(record.peer):
+            raise Refused("A record was refused: its author is banned.", "banned")
+        if isinstance(record, Claim | Entry):
+            self._take_published(record)
+        elif isinstance(record, Dispute | Opening):
+            self._take_appeal(record)
+        elif isinstance(record, Commitment | Reveal | Verdict):
+            self._take_ballot(record)
+        elif isinstance(record, View):
+            self._take_view(record)
+
+    def _is_signed(self, signed: Signed) -> bool:
+        return self._verify(signed.record.peer, signed.record.encoded, signed.signature)
+
+    def now(self) -> float:
+        """The time of the clock, or at which the record came that is being taken."""
+        return self._clock() if self._at is None else self._at
+
+    def _check_slot(self, claim: Claim) -> None:
+        others = self.ledger.claims_of(claim.peer, claim.round)
+        if (
+            claim.slot >= self.rules.claims
+            or len(others) >= self.limits.claims
+            or sum(other.slot == claim.slot for other in others) >= TWICE
+        ):
+            raise Refused("A claim was refused: its author made too many in this round.", "quota")
+
+    def _take_published(self, record: Claim | Entry) -> None:
+        if record.run != self._run:
+            raise Refused(f"A {record.KIND} of another run was refused.", "foreign")
+        self._check_round(record.KIND, record.round)
+        if isinstance(record, Claim):
+            self._wait(record)
+        else:
+            entries = self.ledger.entries_of(record.peer)
+            if sum(entry.round == record.round for entry in entries) >= TWICE:
+                raise Refused("An entry was refused: its author made too many in this round.", "quota")
+            if not entries and self.ledger.peers() >= self.limits.peers:
+                raise Refused("An entry was refused: too many peers have entered.", "overflow")
+        self.ledger.add(record)
+
+    def _take_view(self, record: View) -> None:
+        if record.run != self._run:
+            raise Refused("A view of another run was refused.", "foreign")
+        if record.round > self.round - OPENS + 1:
+            raise Refused("A view was refused: its round has not begun.", "future")
+        if record.round < self.round - OPENS:
+            raise Refused("A view was refused: its round is over.", "late")
+        voters = self._voters()
+        if voters is not None and record.peer not in voters and not self.ledger.entries_of(record.peer):
+            raise Refused("A view was refused: its author has not entered.", "unknown")
+        try:
+            self.views(record)
+        except ValueError as error:
+            raise Refused(f"A view was refused: {error}.", "contradiction") from error
+
+    def _may_keep(self, record: Record) -> bool:
+        """Whether a record from a log is of this run and within the bounds."""
+        if isinstance(record, Claim | Entry):
+            if record.run != self._run or record.round > self.round + 1:
+                return False
+            if isinstance(record, Entry):
+                known = self.ledger.entries_of(record.peer)
+                return sum(entry.round == record.round for entry in known) < TWICE and (
+                    bool(known) or self.ledger.peers() < self.limits.peers
+                )
+            others = self.ledger.claims_of(record.peer, record.round)
+            return record.slot < self.rules.claims and sum(other.slot == record.slot for other in others) < TWICE
+        if isinstance(record, Dispute | Opening):
+            claim = self.ledger.get(record.claim)
+            appealed = any(appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim))
+            return isinstance(claim, Claim) and record.round <= self.round + 1 and not appealed
+        if isinstance(record, Commitment | Reveal | Verdict):
+            ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
+            return self.ledger.stamp(record) is not None and len(ballots) < MOST
+        return False
+
+    def _take_appeal(self, record: Dispute | Opening) -> None:
+        self._check_round(record.KIND, record.round)
+        claim = self.ledger.get(record.claim)
+        if not isinstance(claim, Claim) or claim.round not in self.electorates:
+            raise Refused(f"A {record.KIND} was refused: no verifiers are drawn for its claim.", "unknown")
+        if not 0 <= record.round - claim.round <= self.rules.appeal_rounds:
+            raise Refused(f"A {record.KIND} was refused: it comes too late after its claim.", "stale")
+        if any(other.peer == record.peer for other in self.ledger.appeals(claim.id)):
+            raise Refused(f"A {record.KIND} was refused: its author appealed before.", "quota")
+        if isinstance(record, Opening) and not is_plant(record, claim, self.ledger, self.electorates, self.rules):
+            raise Refused("An opening was refused: its claim was not to be planted.", "unfit")
+        if rule(claim, self.ledger, self.electorates, self.rules).outcome == "unverified":
+            raise Refused(f"A {record.KIND} was refused: nothing is decided about its claim.", "unknown")
+        if record.peer != claim.peer and record.peer not in (self._voters() or ()):
+            raise Refused("A dispute was refused: its author could not be drawn itself.", "not-drawn")
+        self._wait(record)
+        self.ledger.add(record)
+
+    def _take_ballot(self, record: Commitment | Reveal | Verdict) -> None:
+        case = self._cases.get(record.case)
+        if case is None:
+            raise Refused(f"A {record.KIND} for an unknown case was refused.", "unknown")
+        if record.attempt >= len(case.draws) or record.peer not in case.draws[record.attempt].seats:
+            raise Refused(f"A {record.KIND} was refused: its author was not drawn.", "not-drawn")
+        if len(self.ledger.ballots(type(record), record.case, record.attempt, record.peer)) >= MOST:
+            raise Refused(f"A {record.KIND} was refused: its author sent too many.", "quota")
+        draw = case.draws[record.attempt]
+        if isinstance(record, Verdict) and len(record.marks) != len(draw.seats):
+            raise Refused("A verdict was refused: it has another number of seats.", "unfit")
+        earlier = bool(self.ledger.ballots(type(record), record.case, record.attempt, record.peer))
+        self.ledger.add(record)
+        if earlier:
+            draw.contradicted.add(record.peer)
+            raise Refused(f"A second {record.KIND} was refused and kept as a proof against its author.", "contradiction")
+        if isinstance(record, Commitment | Reveal):
+            self._note(draw, record)
+
+    def _note(self, draw: Draw, record: Commitment | Reveal) -> None:
+        """What came in time, for the marks that this peer states."""
+        now = self.now()
+        if isinstance(record, Commitment):
+            if not draw.takes_commitments(now):
+                raise Refused("A commitment came too late.", "late")
+            draw.commitments[record.peer] = record
+        else:
+            if not draw.takes_reveals(now):
+                raise Refused("A reveal came too late.", "late")
+            draw.reveals[record.peer] = record
+            commitment = draw.commitments.get(record.peer)
+            if commitment is not None and not record.fits(commitment):
+                raise Refused("A reveal was refused: it is not the vote that was committed to.", "unfit")
+
+    def _check_round(self, kind: str, round: int) -> None:
+        """Of a claim, an entry or an appeal: of the current round, or of a neighbour's whose clock differs from ours."""
+        if round > self.round + 1:
+            raise Refused(f"A {kind} was refused: its round has not begun.", "future")
+        if round == self.round - 1 and self.now() < self._since + self.times.skew_s and round not in self.electorates:
+            return
+        if round < self.round:
+            raise Refused(f"A {kind} was refused: its round is over.", "late")
+
+    # -- cases -----------------------------------------------------------------------------------------------------------
+
+    def _wait(self, item: Claim | Dispute | Opening) -> None:
+        known = self._voters()
+        strange = known is not None and item.peer not in known
+        if len(self._waiting) >= self.limits.waiting or (strange and len(self._strange) >= self.limits.strangers):
+            raise Refused(f"A {item.KIND} was refused: too many wait for their draw.", "overflow")
+        self._waiting[item.id] = item
+        if strange:
+            self._strange.add(item.id)
+
+    def _voters(self) -> Mapping[str, str] | None:
+        """Who can be drawn, as far as is known; None before the first draw."""
+        agreed = [round for round, electorate in self.electorates.items() if electorate.operators]
+        return self.electorates[max(agreed)].operators if agreed else None
+
+    def _start(self, item: Claim | Dispute | Opening, begin: float) -> None:
+        if isinstance(item, Claim):
+            claim, appeal, drawn = item, None, first_draws(item, self.electorates, self.rules)
+        else:
+            found = self.ledger.get(item.claim)
+            if not isinstance(found, Claim):
+                return
+            claim, appeal, settled = found, item, rule(found, self.ledger, self.electorates, self.rules)
+            # One appeal is final; and an opening that agrees with the ruling asks for no draw.
+            agrees = settled.outcome == "invalid" and isinstance(item, Opening)
+            if settled.appeal is not None or agrees or self._is_appealed(claim):
+                return
+            seats = second_draw(item, claim, self.electorates, self.rules)
+            drawn = (seats,) if seats else ()
+        if drawn:
+            self._make_room()
+            case = Case.at(begin, claim, appeal, drawn, self.times, self.now())
+            self._cases[case.key] = case
+            for attempt, draw in enumerate(case.draws):
+                for peer in draw.seats if draw.watched else ():
+                    self._seated[peer][case.key] = case, attempt
+
+    def _is_appealed(self, claim: Claim) -> bool:
+        now = self.now()
+        return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
+
+    def _make_room(self) -> None:
+        """Forget the case that began first: no vote of it is taken any more, the ledger keeps what was."""
+        while len(self._cases) >= self.limits.cases:
+            del self._cases[next(iter(self._cases))]
+
+
+def _no_views(view: View) -> None:
+    """Where nobody agrees on anything, as in tests of one peer, views are of no use."""

@@ -1,0 +1,1 @@
+"""The vote among cheats, without a network."""
