@@ -47,6 +47,7 @@ test-slow: $(TEST)
 
 lint: $(TEST)
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
 bench: $(BENCH)

@@ -70,7 +70,7 @@ class Board:
     def note(self, key: RoundKey, tensors: Sequence[Tensor]) -> None:
         """An honest contribution."""
         self.posted.setdefault((key.round, key.fragment), []).append([tensor.clone() for tensor in tensors])
-        for old in [place for place in self.posted if place[0] < key.round - 4]:
+        for old in [network for network in self.posted if network[0] < key.round - 4]:
             del self.posted[old]
 
 

@@ -67,7 +67,7 @@ class Peer(ABC):
 
 
 class Ours(Peer):
-    """A host with its daemon and a SwarmExchange: encoding, digest, meeting, transfer, verification, confirm, mean."""
+    """A host with its daemon and a PairExchange: encoding, digest, meeting, transfer, verification, confirm, mean."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -84,7 +84,7 @@ class Ours(Peer):
 
     def meet(self, other: dict[str, Any]) -> None:
         from shoal.optim.exchange.base import RoundKey
-        from shoal.swarm.exchange.pair.exchange import SwarmExchange
+        from shoal.swarm.exchange.pair.exchange import PairExchange
         from shoal.swarm.wire.member import Member
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
@@ -95,7 +95,7 @@ class Ours(Peer):
 
         members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other)}
         self.key = RoundKey
-        self.swarm = SwarmExchange(
+        self.swarm = PairExchange(
             self.host, self.identity, swarm=SWARM, model="0" * 64, seed=0, members=lambda: members, exchange_timeout=PATIENCE
         )
 

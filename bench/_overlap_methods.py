@@ -104,9 +104,7 @@ class Ours(Method):
         self.identity = Identity.ephemeral()
         announce = [] if setup.announced is None else [f"/ip4/{setup.ip}/tcp/{setup.announced}"]
         known = [address for node in setup.earlier for address in node["addresses"]]
-        self.host = Host.start(
-            self.identity, listen=[f"/ip4/{setup.ip}/tcp/{setup.port}"], announce=announce, bootstrap=known
-        )
+        self.host = Host.start(self.identity, listen=[f"/ip4/{setup.ip}/tcp/{setup.port}"], announce=announce, bootstrap=known)
         self._rounds = 0
 
     def address(self) -> dict[str, Any]:
@@ -126,14 +124,14 @@ class Ours(Method):
 
     def make_exchange(self) -> Any:
         from shoal.swarm.exchange.group.exchange import GroupExchange
-        from shoal.swarm.exchange.pair.exchange import SwarmExchange
+        from shoal.swarm.exchange.pair.exchange import PairExchange
 
         common: dict[str, Any] = {
             "swarm": SWARM, "model": "0" * 64, "seed": 0, "members": lambda: self.members,
             "wait": 30.0, "chunk_timeout": 15.0, "exchange_timeout": PATIENCE,
         }  # fmt: skip
         if self.setup.method == "noloco":
-            return SwarmExchange(self.host, self.identity, **common)
+            return PairExchange(self.host, self.identity, **common)
         fragments = self.setup.fragments if self.setup.method == "streaming" else 1
         return GroupExchange(self.host, self.identity, fragments=fragments, **common)
 

@@ -67,9 +67,7 @@ METHODS: dict[str, Recipe] = {
     "local-sgd": Recipe(INNER, "local", everyone=True),
     "diloco": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "diloco"),
     "diloco-hb": Recipe(_momenta((0.7, 0.9), (0.7, 0.5), (1.0, 0.3)), "diloco-hb"),
-    "streaming": Recipe(
-        _momenta((0.4, 0.9), (0.7, 0.6), (1.0, 0.3)), "streaming", {"fragments": FRAGMENTS, "lag": 1, "mix": 0.5}
-    ),
+    "streaming": Recipe(_momenta((0.4, 0.9), (0.7, 0.6), (1.0, 0.3)), "streaming", {"fragments": FRAGMENTS, "lag": 1, "mix": 0.5}),
     "decoupled": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "decoupled", {"fragments": FRAGMENTS, "lag": 2}),
     "eager": Recipe(_momenta((0.4, 0.6), (0.7, 0.3), (1.0, 0.1)), "eager"),
     "co2": Recipe(({"lr": 1.0, "momentum": 0.2}, {"lr": 0.7, "momentum": 0.5}, {"lr": 1.0, "momentum": 0.2, "keep": True}), "co2"),

@@ -42,9 +42,7 @@ class Learner:
     def complete(self, questions: Sequence[int], count: int) -> list[tuple[Completion, ...]]:
         self.drawn += 1_000_000_007
         prompts = [self.prompts[question] for question in questions]
-        written = self.policy.generate(
-            prompts, count, temperature=TEMPERATURE, max_tokens=self.policy.max_tokens, seed=self.drawn
-        )
+        written = self.policy.generate(prompts, count, temperature=TEMPERATURE, max_tokens=self.policy.max_tokens, seed=self.drawn)
         return [tuple(Completion(one.text, one.log_probs) for one in group) for group in written]
 
     def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:

@@ -16,7 +16,7 @@ from shoal.node.verify.training.audit import Kept
 from shoal.node.verify.training.calibrate import stretches
 from shoal.node.verify.training.material import TrainingTerms
 from shoal.node.verify.training.replica import MODEL, Condition, Replica, weights_in
-from shoal.swarm.manifest.manifest import TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 
 LABEL = "text"
 SHARD, OTHER = Shard(0, 4, 1), Shard(1, 4, 1)

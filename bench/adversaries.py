@@ -35,7 +35,7 @@ from bench._quality_train import Diverged, QualityText, _backward
 from shoal.node.task import Shard
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.simulation import SimulatedExchange
-from shoal.swarm.exchange.robust import Robust, Watch
+from shoal.swarm.exchange.robust import Robust, UpdateScreen
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),
@@ -53,10 +53,10 @@ def task_of(batch: int) -> QualityText:
     return QualityText(batch=batch, layers=2, width=32, heads=2)
 
 
-def defence_of(name: str, method: str, times: float) -> Watch:
+def defence_of(name: str, method: str, times: float) -> UpdateScreen:
     """What an honest peer does."""
     robust = METHODS[method][0] if name == "defended" else "none"
-    return Watch(robust=robust, suspect=0.0 if name == "undefended" else 3.0, times=times, sends=method_named(method).sends)
+    return UpdateScreen(robust=robust, suspect=0.0 if name == "undefended" else 3.0, times=times, sends=method_named(method).sends)
 
 
 @torch.no_grad()
@@ -129,10 +129,7 @@ def cells(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
     pairs = [(method, seed) for seed in options.seeds for method in options.methods]
     clean = [(method, "none", defence, seed) for method, seed in pairs for defence in options.defences]
     return clean + [
-        (method, attack, defence, seed)
-        for attack in options.attacks
-        for method, seed in pairs
-        for defence in options.defences
+        (method, attack, defence, seed) for attack in options.attacks for method, seed in pairs for defence in options.defences
     ]
 
 

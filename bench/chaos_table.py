@@ -1,7 +1,7 @@
 """The table of chaos runs in docs/benchmarks.md, from lines that `shoal chaos --json` printed.
 
-    shoal chaos --peers 8 --minutes 5 --kills-per-minute 2 --json >> bench/results/chaos.jsonl
-    python bench/chaos_table.py --into docs/benchmarks.md
+shoal chaos --peers 8 --minutes 5 --kills-per-minute 2 --json >> bench/results/chaos.jsonl
+python bench/chaos_table.py --into docs/benchmarks.md
 """
 
 from __future__ import annotations

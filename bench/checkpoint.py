@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.writer import Saver
+from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import resolve_device
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 # About 1 and 25 million parameters; batch and context are small, so that steps are short and a stall shows.
 SIZES: dict[str, dict[str, int]] = {
@@ -92,7 +92,7 @@ def measure(size: str, device: torch.device, saves: int, steps: int, folder: Pat
     nbytes = sum(file.stat().st_size for file in path.iterdir())
 
     said: list[str] = []
-    saver = Saver(folder / "after", keep=1, state=trainer.state, say=said.append)
+    saver = CheckpointWriter(folder / "after", keep=1, state=trainer.state, say=said.append)
     stalls, lost, behind = [], [], 0
     for _ in range(saves + 1):
         saver.due = True

@@ -169,8 +169,8 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     )
     for axes, name, column, legend, label in labels:
         rows = found[name]
-        for place, cell in enumerate(rows[0]["cells"]):
-            ratios = [row["cells"][place]["ratio"] for row in rows]
+        for network, cell in enumerate(rows[0]["cells"]):
+            ratios = [row["cells"][network]["ratio"] for row in rows]
             axes.plot([row["peers"] for row in rows], ratios, marker="o", markersize=3, label=f"{cell[column]:g}")
         axes.set(xscale="log", xlabel="peers", ylabel=label)
         axes.legend(title=legend, fontsize="small")

@@ -165,7 +165,7 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     found = []
     for method in options.methods:
         recipe = METHODS[method]
-        for codec in (options.codecs if recipe.make is not None and options.codecs else [recipe.codec]):
+        for codec in options.codecs if recipe.make is not None and options.codecs else [recipe.codec]:
             if recipe.weights and codec_named(codec).displacement:
                 print(f"skipped: {method} with {codec}, which is for pseudo-gradients only", file=sys.stderr)
                 continue

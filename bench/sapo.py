@@ -69,7 +69,7 @@ class Linear:
         return tuple(Completion(str(int(number)), (float(known[number]),)) for number in drawn)
 
     def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
-        written = [(place, group.question, one) for place, group in enumerate(groups) for one in group.completions]
+        written = [(network, group.question, one) for network, group in enumerate(groups) for one in group.completions]
         places, questions = (torch.tensor([entry[part] for entry in written]) for part in (0, 1))
         tokens = torch.tensor([int(one.text) for _, _, one in written])
         behaviour = torch.tensor([one.log_probs for _, _, one in written], dtype=torch.float64)
@@ -138,8 +138,8 @@ def train(
                 for (author, group), rewards in zip(pool, judged, strict=True)
             ]
             picked = select(candidates, foreign, seed=seed * len(nodes) + node, round=round, max_age=0).places
-            groups = [*written[node], *(pool[place][1] for place in picked)]
-            rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[place] for place in picked]
+            groups = [*written[node], *(pool[network][1] for network in picked)]
+            rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[network] for network in picked]
             world.policies[node].learn(groups, rewards)
     return history, accuracy(last=True)
 

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from shoal import swarm
+import shoal
 from shoal.node.integrations.transformers import SwarmCallback
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
@@ -54,11 +54,11 @@ def main() -> None:
     arguments = TrainingArguments(
         chosen.out, max_steps=chosen.steps, learning_rate=1e-3, save_strategy="no", report_to="none", logging_steps=chosen.every
     )
-    place = swarm.Place(listen=[chosen.listen])
+    network = shoal.NetworkOptions(listen=[chosen.listen])
     if chosen.link:
-        session = swarm.join(chosen.link, state=model, place=place)
+        session = shoal.join(chosen.link, state=model, network=network)
     else:
-        session = swarm.create(state=model, every=chosen.every, place=place, finish="average")
+        session = shoal.create(state=model, every=chosen.every, network=network, finish="average")
         print(session.link, flush=True)
     with session as s:
         Trainer(model, arguments, train_dataset=rows, callbacks=[SwarmCallback(s)]).train()

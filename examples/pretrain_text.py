@@ -12,7 +12,7 @@ import argparse
 
 import torch
 
-from shoal import swarm
+import shoal
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.optim import RoundInfo
@@ -40,11 +40,11 @@ def main() -> None:
     text = TextTask(data=chosen.data, width=chosen.width)
     model = text.model()
     inner = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.99))
-    place = swarm.Place(listen=[chosen.listen])
+    network = shoal.NetworkOptions(listen=[chosen.listen])
     if chosen.link:
-        session = swarm.join(chosen.link, state=model, place=place)
+        session = shoal.join(chosen.link, state=model, network=network)
     else:
-        session = swarm.create(state=model, every=chosen.every, start_when=chosen.peers, place=place, finish="average")
+        session = shoal.create(state=model, every=chosen.every, start_when=chosen.peers, network=network, finish="average")
         print(session.link, flush=True)
     with session as s:
         opt = s.optimizer(inner, on_round=show)

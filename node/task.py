@@ -91,9 +91,7 @@ class Task:
         """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""
         return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.99))
 
-    def lr_scheduler(
-        self, optimizer: torch.optim.Optimizer, steps: int
-    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end). Default: none."""
         return None
 

@@ -1,20 +1,19 @@
 """Outer optimizers for low-communication training, as pure mathematics on tensors: no clock, no socket, no global random numbers.
 
-    inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    opt = NoLoCo(inner, exchange, every=50)          # exchange: Alone(), a Simulation's, or swarm.exchange.SwarmExchange
-    for batch in batches:
-        loss(model, batch).backward()
-        opt.step()                                   # every 50th step also exchanges weights with a random peer
-        opt.zero_grad()
-    with opt.averaged():                             # evaluate with the slow weights
-        evaluate(model)
+inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+opt = NoLoCo(inner, exchange, every=50)          # exchange: Alone(), a Simulation's, or swarm.exchange.SwarmExchange
+for batch in batches:
+    loss(model, batch).backward()
+    opt.step()                                   # every 50th step also exchanges weights with a random peer
+    opt.zero_grad()
+with opt.averaged():                             # evaluate with the slow weights
+    evaluate(model)
 """
 
 from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.codecs.tail import float_buffers
 from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from shoal.optim.exchange.distributed import Distributed
 from shoal.optim.exchange.pairing import candidates, groups, mate, order
@@ -33,13 +32,14 @@ from shoal.optim.methods.factories import (
     StreamingDiLoCo,
 )
 from shoal.optim.methods.registry import METHODS, Method, method_named, methods_with
-from shoal.optim.outer.config_diff import difference
+from shoal.optim.outer.buffers import float_buffers
+from shoal.optim.outer.config_diff import config_diff
 from shoal.optim.outer.external_step import Stepped
 from shoal.optim.outer.fragments import strided
-from shoal.optim.outer.migrate import carry_over
+from shoal.optim.outer.migrate import migrate_state
 from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
 from shoal.optim.outer.weighting import by_rate, by_steps, by_tokens, equal
-from shoal.optim.rules.base import RoundFacts, Rule
+from shoal.optim.rules.base import RoundContext, Rule
 from shoal.optim.rules.delayed import CO2Rule, EagerRule
 from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule, rda
 from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
@@ -86,7 +86,7 @@ __all__ = [
     "NoLoCoRule",
     "Options",
     "OuterOptimizer",
-    "RoundFacts",
+    "RoundContext",
     "RoundInfo",
     "RoundKey",
     "RoundLength",
@@ -106,15 +106,15 @@ __all__ = [
     "by_steps",
     "by_tokens",
     "candidates",
-    "carry_over",
     "codec_named",
-    "difference",
+    "config_diff",
     "equal",
     "float_buffers",
     "groups",
     "mate",
     "method_named",
     "methods_with",
+    "migrate_state",
     "order",
     "rda",
     "strided",

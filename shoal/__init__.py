@@ -16,3 +16,188 @@ All public names are here; each is imported when it is first asked for, so ``imp
 * `create`, `join`, `Session`, `NetworkOptions`: a swarm in a loop of one's own;
 * `Task`, `Shard`: a task for ``shoal up --hooks FILE:CLASS``.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.node.task import Shard, Task
+    from shoal.optim import (
+        BFLOAT16,
+        CO2,
+        E3M0,
+        FLOAT16,
+        FLOAT32,
+        INT8,
+        METHODS,
+        SIGN,
+        SPARTA,
+        TOPK2,
+        Alone,
+        Apply,
+        AutoCodec,
+        CO2Rule,
+        Codec,
+        DecoupledDiLoCo,
+        DecoupledRule,
+        Delayed,
+        DiLoCo,
+        DiLoCoRule,
+        Distributed,
+        Eager,
+        EagerRule,
+        ErrorFeedback,
+        Every,
+        Exchange,
+        Faults,
+        GASLoC,
+        GASLoCRule,
+        Handle,
+        LocalSGD,
+        LocalSGDRule,
+        Mean,
+        Method,
+        NoLoCo,
+        NoLoCoRule,
+        Options,
+        OuterOptimizer,
+        RoundContext,
+        RoundInfo,
+        RoundKey,
+        RoundLength,
+        Rule,
+        Schedule,
+        Seconds,
+        Send,
+        Simulation,
+        SparseLoCo,
+        SpartaRule,
+        Stepped,
+        Steps,
+        Streaming,
+        StreamingDiLoCo,
+        Tokens,
+        by_rate,
+        by_steps,
+        by_tokens,
+        candidates,
+        codec_named,
+        config_diff,
+        equal,
+        float_buffers,
+        groups,
+        mate,
+        method_named,
+        methods_with,
+        migrate_state,
+        order,
+        rda,
+        strided,
+        weighted_mean,
+    )
+    from shoal.swarm.membership.membership import NetworkOptions
+    from shoal.swarm.training.session import Session, create, join
+
+_PACKAGES = ("node", "optim", "swarm", "verification")
+_HOMES = {  # where those names are that are not in shoal.optim
+    "shoal.node.task": ("Shard", "Task"),
+    "shoal.swarm.membership.membership": ("NetworkOptions",),
+    "shoal.swarm.training.session": ("Session", "create", "join"),
+}
+
+__all__ = [
+    "BFLOAT16",
+    "CO2",
+    "E3M0",
+    "FLOAT16",
+    "FLOAT32",
+    "INT8",
+    "METHODS",
+    "SIGN",
+    "SPARTA",
+    "TOPK2",
+    "Alone",
+    "Apply",
+    "AutoCodec",
+    "CO2Rule",
+    "Codec",
+    "DecoupledDiLoCo",
+    "DecoupledRule",
+    "Delayed",
+    "DiLoCo",
+    "DiLoCoRule",
+    "Distributed",
+    "Eager",
+    "EagerRule",
+    "ErrorFeedback",
+    "Every",
+    "Exchange",
+    "Faults",
+    "GASLoC",
+    "GASLoCRule",
+    "Handle",
+    "LocalSGD",
+    "LocalSGDRule",
+    "Mean",
+    "Method",
+    "NetworkOptions",
+    "NoLoCo",
+    "NoLoCoRule",
+    "Options",
+    "OuterOptimizer",
+    "RoundContext",
+    "RoundInfo",
+    "RoundKey",
+    "RoundLength",
+    "Rule",
+    "Schedule",
+    "Seconds",
+    "Send",
+    "Session",
+    "Shard",
+    "Simulation",
+    "SparseLoCo",
+    "SpartaRule",
+    "Stepped",
+    "Steps",
+    "Streaming",
+    "StreamingDiLoCo",
+    "Task",
+    "Tokens",
+    "by_rate",
+    "by_steps",
+    "by_tokens",
+    "candidates",
+    "codec_named",
+    "config_diff",
+    "create",
+    "equal",
+    "float_buffers",
+    "groups",
+    "join",
+    "mate",
+    "method_named",
+    "methods_with",
+    "migrate_state",
+    "order",
+    "rda",
+    "strided",
+    "weighted_mean",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a public name, or one of the four packages."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"shoal.{name}")
+    if name in __all__:
+        home = next((module for module, names in _HOMES.items() if name in names), "shoal.optim")
+        return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Name all that ``__getattr__`` finds, for completion in a shell."""
+    return sorted([*__all__, *_PACKAGES])

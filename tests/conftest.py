@@ -9,7 +9,6 @@ import torch
 torch.set_num_threads(1)
 
 
-
 def pytest_runtest_teardown():
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("shoal").setLevel(logging.NOTSET)

@@ -16,7 +16,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"

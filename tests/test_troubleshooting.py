@@ -28,7 +28,6 @@ REMEDY = re.compile(
 """How a sentence goes on after what happened."""
 
 
-
 def test_every_exit_code_has_a_section_in_order():
     assert [int(code) for code in re.findall(r"^## Exit code (\d+): ", PAGE, re.M)] == [int(code) for code in ExitCode]
 

@@ -14,12 +14,13 @@ from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.body_store import BODY_PROTOCOL
-from shoal.swarm.gossip.envelope import Notice
-from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
+from shoal.swarm.gossip.envelope import BodyAnnouncement
+from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.dht_index import CAP
 from shoal.swarm.membership.directory import MAX_ADDRESSES
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.p2p.reachability import ALL as DIALS
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
 from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
@@ -39,13 +40,14 @@ from shoal.swarm.topics.log_sync import QUOTA as LOGS
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
 from shoal.swarm.wire.group import GroupDecision, GroupReady
-from shoal.swarm.wire.member import ENVELOPE, Member, Message, Offer
+from shoal.swarm.wire.member import ENVELOPE, Member, Message
+from shoal.swarm.wire.pair import Offer
 from shoal.swarm.wire.seed import SEED_PROTOCOL, TOLD
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 SEALED = {
     kind.KIND
-    for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, Notice, Rollout, Attestation, Invitation, Status)
+    for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, BodyAnnouncement, Rollout, Attestation, Invitation, Status)
 }
 
 
@@ -92,7 +94,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
     assert "at most two snapshots, none two minutes after the last question" in PAGE
     assert "four chunks of both" in PAGE
-    assert f"{Quota().messages} messages and {Quota().nbytes >> 20} MiB a minute" in PAGE
+    assert f"{RateLimit().messages} messages and {RateLimit().nbytes >> 20} MiB a minute" in PAGE
     assert f"its newest {ROUNDS} rounds" in PAGE
     assert f"at most {PARTNERS} partners" in PAGE
     assert f"about {PER_SECOND:g} a second" in PAGE

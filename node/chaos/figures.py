@@ -83,11 +83,7 @@ def pace(lives: Sequence[Life], until: float, *, with_starts: bool = False) -> f
 
 def steps_lost(lives: Iterable[Life]) -> int:
     """Inner steps that nodes did and then had not done any more, while they lived."""
-    return sum(
-        max(before + 1 - after, 0)
-        for life in lives
-        for (_, before), (_, after) in pairwise(life.steps)
-    )
+    return sum(max(before + 1 - after, 0) for life in lives for (_, before), (_, after) in pairwise(life.steps))
 
 
 def steps_lost_by_kills(lives: Sequence[Life]) -> int:

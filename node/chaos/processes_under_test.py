@@ -56,7 +56,7 @@ class Running:
         return self.life.ended is None
 
 
-class Fleet(Nodes):
+class ProcessesUnderTest(Nodes):
     """Nodes with numbers from 0, of which each is one process at a time, with the same key, folder and port every time.
 
     ``lies``: what the hostile ones send, by number. ``pace``: seconds that an inner step takes at least.
@@ -190,7 +190,7 @@ class Fleet(Nodes):
                 found += map(str, (base / f"shoal-{os.getuid()}").glob(f"{running.process.pid}-*"))
         return found
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> ProcessesUnderTest:
         super().__enter__()
         return self
 

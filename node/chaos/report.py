@@ -73,9 +73,7 @@ def run_chaos(
         raise ChaosError("Nobody would be honest: choose a smaller --byzantine.")
     lies = dict.fromkeys(range(peers - hostile, peers), lie)
     seconds, began, busy = 60 * minutes, time.monotonic(), os.getloadavg()[0]
-    plan = draw_plan(
-        peers=peers, seconds=seconds, kills_per_minute=kills_per_minute, stops_per_minute=stops_per_minute, seed=seed
-    )
+    plan = draw_plan(peers=peers, seconds=seconds, kills_per_minute=kills_per_minute, stops_per_minute=stops_per_minute, seed=seed)
     usual: dict[str, Any] = {
         "seconds": seconds, "pace": step_seconds, "device": device, "checkpoint_every": checkpoint_every, "verbose": verbose,
     }  # fmt: skip

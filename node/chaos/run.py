@@ -14,7 +14,7 @@ from typing import Any
 from shoal.node.chaos import processes
 from shoal.node.chaos.figures import Life
 from shoal.node.chaos.plan import Hit
-from shoal.node.chaos.processes_under_test import ChaosError, Fleet, Running
+from shoal.node.chaos.processes_under_test import ChaosError, ProcessesUnderTest, Running
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
@@ -72,7 +72,7 @@ class Seen:
 
 
 class _Run:
-    def __init__(self, fleet: Fleet, settings: Settings, display: Display, node_flags: Sequence[str]) -> None:
+    def __init__(self, fleet: ProcessesUnderTest, settings: Settings, display: Display, node_flags: Sequence[str]) -> None:
         self.fleet, self.settings, self.display = fleet, settings, display
         self.peers = settings.swarm.start_when
         self.flags = list(node_flags)
@@ -242,7 +242,7 @@ def run_swarm(
     """
     folder.mkdir()
     flags = ["--device", device, "--set", f"node.checkpoint_every_rounds={checkpoint_every}", *(["--verbose"] if verbose else [])]
-    with Fleet(folder, peers=settings.swarm.start_when, pace=pace, lies=lies) as fleet:
+    with ProcessesUnderTest(folder, peers=settings.swarm.start_when, pace=pace, lies=lies) as fleet:
         run = _Run(fleet, settings, display, flags)
         run.begin()
         run.live(plan, seconds)

@@ -17,12 +17,13 @@ from torch import Tensor
 from shoal.swarm.errors import MessageError
 from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import StateHeader, pack, unpack
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.state import StateHeader
 
 HEADER, CHUNKS = "header", "chunks"
 
 
-class Partial:
+class ResumableDownload:
     """A ``swarm.download.Sink`` for the first ``wanted`` bytes of a snapshot (rounded up to whole chunks), in ``folder``.
 
     Raises OSError where the disk does.

@@ -76,7 +76,7 @@ class Snapshots:
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
 
-class Saver:
+class CheckpointWriter:
     """Saves checkpoints of one run; all calls come from its training thread.
 
     A save that fails costs nothing but the checkpoint: training goes on, the older ones stay, and ``say`` is told once, and once

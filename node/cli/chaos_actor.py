@@ -24,7 +24,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Handle, Mean, RoundKey
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"
 
@@ -54,7 +54,7 @@ class Deaf:
         return None
 
 
-def lie(how: Lie, kinds: Sequence[type] = (SwarmExchange, GroupExchange)) -> None:
+def lie(how: Lie, kinds: Sequence[type] = (PairExchange, GroupExchange)) -> None:
     """From now on every exchange of this process sends what ``how`` makes of the contribution."""
     for kind in kinds:
         setattr(kind, "start", _lying(getattr(kind, "start"), how))  # noqa: B009, B010 (mypy allows no assignment)
@@ -63,9 +63,7 @@ def lie(how: Lie, kinds: Sequence[type] = (SwarmExchange, GroupExchange)) -> Non
 def _lying(start: Callable[..., Handle], how: Lie) -> Callable[..., Deaf]:
     first: dict[int, list[Tensor]] = {}
 
-    def lying(
-        self: object, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
-    ) -> Deaf:
+    def lying(self: object, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Deaf:
         own = [tensor.detach().clone() for tensor in tensors]
         return Deaf(start(self, key, how(own, first.setdefault(key.fragment, own)), weight, codec))
 

@@ -18,10 +18,18 @@ from shoal.node.cli.chaos import chaos
 from shoal.node.cli.doctor import doctor
 from shoal.node.cli.init import init
 from shoal.node.cli.invite import invite
-from shoal.node.cli.limit_options import limit_options, limit_overrides
 from shoal.node.cli.merge import merge
-from shoal.node.cli.metrics_options import METRICS_OPTIONS, metrics_options, metrics_overrides
-from shoal.node.cli.options import data_options, data_overrides, option_option, task_option
+from shoal.node.cli.options import (
+    METRICS_OPTIONS,
+    data_options,
+    data_overrides,
+    limit_options,
+    limit_overrides,
+    metrics_options,
+    metrics_overrides,
+    option_option,
+    task_option,
+)
 from shoal.node.cli.pull import pull
 from shoal.node.cli.seed import seed
 from shoal.node.cli.sim import sim
@@ -277,10 +285,10 @@ def _print_identity(found: Any, as_json: bool) -> int:
 
 def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
     from shoal.node.config.settings import load
-    from shoal.node.runtime.signals import Stopper, end_with_parent
+    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
 
-    stopper = Stopper()
-    stopper.install()
+    shutdown = ShutdownSignals()
+    shutdown.install()
     if flags["with_parent"]:
         end_with_parent(flags["with_parent"])
     settings = load(file, _overrides(flags))
@@ -298,7 +306,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         settings,
         parsed,
         make_display(),
-        stopper,
+        shutdown,
         on_link=lambda made: click.echo(str(made), err=as_json) if link is None else None,
         baseline=flags["baseline"],
         keep_rounds=flags["keep_rounds"],

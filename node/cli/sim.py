@@ -16,9 +16,7 @@ from shoal.node.exit_codes import ExitCode
 @click.option("--peers", type=click.IntRange(2, 65_536), default=16, show_default=True, help="Peers to simulate.")
 @click.option("--net", metavar="lan|wan|home|MS:MBIT", default="wan", show_default=True, help="What lies between them.")
 @click.option("--churn", metavar="K/min", default="0/min", show_default=True, help="Peers killed and replaced in a minute.")
-@click.option(
-    "--minutes", type=click.FloatRange(0, 10_000, min_open=True), default=2.0, show_default=True, help="Virtual minutes."
-)
+@click.option("--minutes", type=click.FloatRange(0, 10_000, min_open=True), default=2.0, show_default=True, help="Virtual minutes.")
 @click.option("--seed", type=click.IntRange(0), help="Of all that is drawn.  [default: train.seed]")
 @click.option("--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]")
 @click.option("--codec", metavar="CODEC", help="Numbers on the wire.  [default: the method's]")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.node.checkpoint import resumable_download as partial
 from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered, fill
-from shoal.node.checkpoint.resumable_download import Partial
+from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.config.settings import Settings, load
 from shoal.node.data.errors import DataError
 from shoal.node.runtime.join import RL, swarm_settings
@@ -30,7 +30,7 @@ from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.optim import method_named
 from shoal.optim.codecs.base import FLOAT32, Shape
-from shoal.optim.codecs.tail import float_buffers
+from shoal.optim.outer.buffers import float_buffers
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import finite, shapes_differ
@@ -42,8 +42,10 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer, download, fetch_digests
 from shoal.swarm.state.selection import NobodyVouchesError
 from shoal.swarm.state.snapshot import chunks_in, snapshot_id
-from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, Wish, settle
-from shoal.swarm.wire.member import MAX_EXTRA, Member, StateHeader, StateRequest
+from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQuery, settle
+from shoal.swarm.wire.fields import MAX_EXTRA
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.state import StateHeader, StateRequest
 
 MAX_BYTES = 64 << 30
 ASKED = 8  # members that are asked for what they hold
@@ -94,7 +96,7 @@ def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MA
             raise PullError("No peer of this swarm has finished a round yet, so there is nothing to pull: try again later.")
         check = _Check(manifest, None if made is None else [tuple(p.shape) for p in made.parameters], cap)
         request = StateRequest(swarm=link.swarm, model=manifest.model)
-        wish = Wish(request, check.shapes or (), equal=method_named(manifest.outer.method).group == "everyone")
+        wish = StateQuery(request, check.shapes or (), equal=method_named(manifest.outer.method).group == "everyone")
         before = host.traffic.received
         try:
             taken = host.call(_take(host, wish, givers, check, out / ASIDE), FETCH_S)
@@ -197,8 +199,8 @@ def _digest(dtype: torch.dtype, shapes: Sequence[Shape]) -> str:
 
 
 async def _take(
-    host: Host, wish: Wish, givers: Sequence[Peer], check: Callable[[str, StateHeader], None], folder: Path
-) -> tuple[StateHeader, Partial]:
+    host: Host, wish: StateQuery, givers: Sequence[Peer], check: Callable[[str, StateHeader], None], folder: Path
+) -> tuple[StateHeader, ResumableDownload]:
     """The header of what was taken, and where it lies. NetworkError, PullError, ModelDiffersError; OSError of the disk."""
     loop, swarm = asyncio.get_running_loop(), wish.request.swarm
     problem = NetworkError("none of the peers that were asked hands out weights: try again.")
@@ -221,7 +223,7 @@ async def _take(
                 header = None
                 continue
         need = FLOAT32.nbytes(header.shapes)
-        kept = await loop.run_in_executor(None, Partial, folder, header, digests, need)
+        kept = await loop.run_in_executor(None, ResumableDownload, folder, header, digests, need)
         log.info("%d of %d chunks were here before", len(kept.have), chunks_in(need))
         holders = [*stating, *(to for to in asked if to not in stating)]
         try:

@@ -19,8 +19,6 @@ COLUMNS = ("name", "peer", "state", "round", "step", "loss", "s/step", "exchange
 NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
 
 
-
-
 def read_status(link: Link) -> dict[str, Any]:
     """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
     with visited(link) as (_, manifest, members):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.swarm.access.policy import Lists
+from shoal.swarm.access.policy import PeerLists
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import is_peer_id
 
@@ -36,9 +36,9 @@ class PeersSettings(BaseModel):
     )  # fmt: skip
 
 
-def lists(settings: PeersSettings) -> Lists:
+def lists(settings: PeersSettings) -> PeerLists:
     """Who is allowed and denied. PeerListError, with one sentence, for what is neither a peer id nor a file of them."""
-    return Lists(_ids(settings.allow, "allow"), _ids(settings.deny, "deny"))
+    return PeerLists(_ids(settings.allow, "allow"), _ids(settings.deny, "deny"))
 
 
 def _ids(entries: list[str], name: str) -> frozenset[str]:

@@ -24,7 +24,7 @@ from shoal.node.config.peers import PeersSettings
 from shoal.node.config.rl import RLSettings
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.manifest.verify import VerifySettings
 
 if sys.version_info >= (3, 11):
@@ -96,9 +96,7 @@ def host_name() -> str:
 class NodeSettings(_Table):
     """This machine's part: nothing of it is told to the swarm but the name and the addresses."""
 
-    name: Name = Field(
-        default_factory=host_name, description="Name that other peers see; by default the machine's."
-    )
+    name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
     device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, or mps.")
     listen: list[str] = Field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
@@ -364,8 +362,7 @@ def resolve_device(text: str) -> torch.device:
     if text.startswith("cuda"):
         if not count:
             raise ConfigError(
-                f"The device {text!r} is not available here: install a CUDA build of PyTorch and a driver, "
-                "or choose cpu or auto."
+                f"The device {text!r} is not available here: install a CUDA build of PyTorch and a driver, or choose cpu or auto."
             )
         index = int(found[1] or 0)
         if index >= count:

@@ -13,7 +13,7 @@ from shoal.node.doctor.checkup import Check, Finding, Note, Skip, Tell, many
 from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, Outcome, Seen, ask, doorbell
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, Outcome, Seen, ask, listen_for_dial_back
 from shoal.swarm.p2p.seed_client import addresses_of
 from shoal.swarm.p2p.seed_client import ask as ask_seed
 from shoal.swarm.p2p.stream import Stream, short
@@ -148,7 +148,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
             continue
 
         async def rung(peer: str = seen.peer) -> tuple[int, Outcome | None]:
-            async with doorbell(visit.port) as (number, token):
+            async with listen_for_dial_back(visit.port) as (number, token):
                 stream = await host.open(peer, DIAL_PROTOCOL, timeout=10.0)
                 try:
                     return number, (await ask(stream, number, token))[1]

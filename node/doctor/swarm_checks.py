@@ -12,7 +12,7 @@ from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.wire.member import StateRequest
+from shoal.swarm.wire.state import StateRequest
 
 COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte numbers
 
@@ -20,8 +20,8 @@ COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte num
 def swarm(visit: Visit, tell: Tell) -> str:
     """The manifest is handed out, and has the hash that is in the link."""
     from shoal.swarm.access.invitation import admission
-    from shoal.swarm.access.policy import Door
-    from shoal.swarm.membership.admission import Introductions
+    from shoal.swarm.access.policy import AccessPolicy
+    from shoal.swarm.membership.admission import AdmissionHandshake
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.membership.manifest_exchange import fetch_manifest
 
@@ -29,15 +29,15 @@ def swarm(visit: Visit, tell: Tell) -> str:
     host = visit.running()
     known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
     _, visit.manifest = fetch_manifest(host, known)
-    door = Door(visit.identity.peer_id)
+    access_policy = AccessPolicy(visit.identity.peer_id)
     if visit.manifest.invite_only:  # the peers answer nothing else to who shows no invitation
         if not visit.link.invite:
             raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
         ticket = admission(visit.link.invite, visit.identity)
-        door = Door(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
-        host.introduce = Introductions(host, door).before
+        access_policy = AccessPolicy(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
+        host.introduce = AdmissionHandshake(host, access_policy).before
     host.call(host.meet(visit.reached), 15.0)
-    visit.directory = Directory(host, visit.identity, visit.link.swarm, door=door)
+    visit.directory = Directory(host, visit.identity, visit.link.swarm, access_policy=access_policy)
     visit.directory.refresh(15.0)
     found = visit.manifest
     named = found.outer.resolved()
@@ -72,7 +72,7 @@ def model(visit: Visit, tell: Tell) -> str:
     from shoal.swarm.exchange.pair.exchange import model_digest
     from shoal.swarm.membership.membership import OWN_LOOP
     from shoal.swarm.state.selection import ask
-    from shoal.swarm.state.sync import Wish
+    from shoal.swarm.state.sync import StateQuery
 
     manifest = visit.agreed()
     if manifest.task == OWN_LOOP:
@@ -95,7 +95,7 @@ def model(visit: Visit, tell: Tell) -> str:
     if digest != manifest.model:
         givers = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
         assert visit.link is not None
-        wish = Wish(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
+        wish = StateQuery(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
         for giver in givers:
             with contextlib.suppress(NetworkError):
                 wish.check(giver[0], visit.running().call(ask(visit.running(), giver, wish.request), 15.0))  # names the difference
@@ -119,4 +119,3 @@ def checks(visit: Visit) -> list[Check]:
         Check("version", differs, partial(version, visit), ("swarm",), 10.0),
         Check("model", differs, partial(model, visit), ("swarm",), 300.0),
     ]
-

@@ -14,7 +14,7 @@ from prometheus_client.exposition import MetricsHandler
 
 from shoal.node.config.endpoint import Address
 from shoal.node.metrics.catalogue import Fields
-from shoal.node.metrics.gauges import Board
+from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
 
 MOST_CALLERS = 8  # at a time; whoever is more is hung up on
@@ -60,9 +60,7 @@ class _Server(ThreadingHTTPServer):
 def bind(address: Address, handler: type[MetricsHandler] = _Handler) -> _Server:
     """A server that holds the port. MetricsError: it is taken, or this machine has no such address."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return _Server(family, place, handler)
     except (OSError, UnicodeError) as error:
         raise MetricsError(f"Cannot serve metrics on {address}: {_problem(error)}.") from error
@@ -86,7 +84,7 @@ class Endpoint:
 
     def __init__(self, address: Address) -> None:
         registry = CollectorRegistry()
-        self._board = Board()
+        self._board = Gauges()
         registry.register(self._board)
         self._server = bind(address, type("Handler", (_Handler,), {"registry": registry}))
         self.address = Address(address.host, self._server.server_port)

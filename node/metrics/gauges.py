@@ -27,7 +27,7 @@ class _Histogram:
         return list(zip((*map(str, WAITS), "+Inf"), accumulate(self.counts), strict=True))
 
 
-class Board(Collector):
+class Gauges(Collector):
     """Events come in from one thread, and any other may ask. Before the first event there is nothing to see."""
 
     def __init__(self) -> None:

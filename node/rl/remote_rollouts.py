@@ -13,7 +13,7 @@ from shoal.node.rl.environment import Env
 from shoal.node.rl.groups import Group
 from shoal.node.rl.policy import Policy
 from shoal.optim.rl.selection import REASONS, Candidate, select
-from shoal.swarm.gossip.lru_set import Seen
+from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.topics.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
     return [came[place] for place in sorted(-minus for _, minus in turns[:room])]
 
 
-class Foreign:
+class RemoteRollouts:
     """Keeps what was drained until it is learnt from or too old.
 
     ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`optim.rollouts.select`).
@@ -60,7 +60,7 @@ class Foreign:
         self._seed, self._age, self._per_sender = seed, age, per_sender or None
         self._group, self._max_tokens = group, max_tokens
         self._kept: list[_Kept] = []
-        self._seen = Seen(REMEMBERED)
+        self._seen = LRUSet(REMEMBERED)
         self.used = 0
         """Groups that were learnt from."""
         self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
@@ -126,6 +126,5 @@ class Foreign:
         if not told:
             return (None,) * len(tokens)
         return tuple(
-            tuple(one.logps.tolist()) if tuple(one.tokens.tolist()) == row else None
-            for one, row in zip(told, tokens, strict=False)
+            tuple(one.logps.tolist()) if tuple(one.tokens.tolist()) == row else None for one, row in zip(told, tokens, strict=False)
         )

@@ -13,7 +13,7 @@ from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.topics.rollout_pool import Limits, RolloutPool
+from shoal.swarm.topics.rollout_pool import PoolLimits, RolloutPool
 from shoal.swarm.wire.member import pack
 
 ANY_ROUND = 2**53  # nodes count rounds of their own: how old a record is follows from when it came, in this node's rounds
@@ -49,13 +49,13 @@ class Metered:
         return came
 
 
-class Session:
+class RolloutSharing:
     """Rollouts of ``task`` are shared with the swarm from now on. ``write(event, **fields)`` is told each round, ``say`` some."""
 
     def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None], ram: float = 0.0) -> None:
         self._task, self._write, self._say, self._quiet = task, write, say, time.monotonic()
         env: Env = task.env
-        limits = Limits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
+        limits = PoolLimits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
         self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
         self._metered = Metered(self._pool)
         task.connect(self._metered, membership.host.peer_id, self._on_round)

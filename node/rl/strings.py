@@ -1,7 +1,7 @@
 """The built-in environment: small rules on short strings, which a small model can learn to follow for all strings.
 
-    reverse: dbca    acbd          largest: dbca    d           count: abca    2      (how often the first letter comes)
-    last: dbca       a             sorted: dbca     abcd
+reverse: dbca    acbd          largest: dbca    d           count: abca    2      (how often the first letter comes)
+last: dbca       a             sorted: dbca     abcd
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
 from shoal.node.rl.groups import Group, Update, loss_of, make_update
 from shoal.node.rl.policy import Completion, Policy
-from shoal.node.rl.remote_rollouts import Foreign
+from shoal.node.rl.remote_rollouts import RemoteRollouts
 from shoal.node.task import Shard, Task
 from shoal.optim.rl.losses import LOSSES
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
@@ -92,7 +92,7 @@ class RLTask(Task):
         self._on_round: Callable[[RLRound], None] = lambda round: None
         self.rounds, self.cumulative, self._worths = 0, 0.0, 0.0
         self._measured = 0
-        self.foreign: Foreign
+        self.foreign: RemoteRollouts
         self._pending: tuple[int, float | None, int, int] | None = None
 
     def connect(self, sharing: Sharing | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
@@ -121,7 +121,7 @@ class RLTask(Task):
     def batches_from(self, shard: Shard, step: int) -> Iterator[Update | None]:
         """The rounds from number ``step`` on. None: nothing to learn from in that round."""
         del shard  # questions are made, not dealt: all nodes may ask whatever they like
-        self.foreign = Foreign(
+        self.foreign = RemoteRollouts(
             self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=self.settings.age,
             per_sender=self.settings.per_sender, group=self.settings.group, max_tokens=self.max_tokens,
         )  # fmt: skip

@@ -98,9 +98,7 @@ class LiveDisplay:
             TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
             # A ratio takes what the others leave, so a narrow terminal cuts this column alone.
             # No markup, because the partner's name is a stranger's.
-            TextColumn(
-                "{task.fields[round]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
-            ),
+            TextColumn("{task.fields[round]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=console,
             expand=True,
         )

@@ -18,7 +18,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership import membership
-from shoal.swarm.membership.membership import OWN_LOOP, Membership, Place, least_used
+from shoal.swarm.membership.membership import OWN_LOOP, Membership, NetworkOptions
+from shoal.swarm.training.session_setup import least_used
 from shoal.swarm.wire.member import Member, seal
 
 KNOWN_PEERS = "peers.json"
@@ -69,12 +70,12 @@ def new_manifest(
 
 def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
     """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another's."""
-    return membership.create(identity, sealed, place(settings))
+    return membership.create(identity, sealed, network(settings))
 
 
 def join(settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None) -> Membership:
     """Start a node in the swarm of ``link``, alone if need be where it has been before (``sealed``: the manifest). A ShoalError."""
-    return membership.join(identity, link, place(settings), sealed)
+    return membership.join(identity, link, network(settings), sealed)
 
 
 def await_others(membership: Membership, say: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
@@ -87,10 +88,10 @@ def await_others(membership: Membership, say: Callable[[str], None], should_stop
         say(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
 
 
-def place(settings: Settings) -> Place:
+def network(settings: Settings) -> NetworkOptions:
     """Where this node is on the network, and whom it meets; it also tries the peers it met in an earlier run."""
     node, who = settings.node, lists(settings.peers)
-    return Place(
+    return NetworkOptions(
         listen=tuple(node.listen),
         announce=tuple(node.announce),
         bootstrap=tuple(node.bootstrap),
@@ -100,7 +101,7 @@ def place(settings: Settings) -> Place:
         deny=tuple(sorted(who.deny)),
         upload=node.upload,
         models_per_hour=settings.peers.models_per_hour,
-        shelf=shares(node.ram)[1],
+        body_store=shares(node.ram)[1],
     )
 
 
@@ -127,9 +128,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     if hooks == RL:
         rl = rl.model_copy(update={"env": _agreed_env(rl, str(options.pop("env", "")))})
         if isinstance(terms := manifest.terms, Terms):
-            rl = rl.model_copy(
-                update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
-            )
+            rl = rl.model_copy(update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens})
     task = settings.task.model_copy(update={"hooks": hooks, "options": options})
     swarm = settings.swarm.model_copy(
         update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}

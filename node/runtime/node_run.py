@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.disk_budget import room_maker
-from shoal.node.checkpoint.writer import Saver
+from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import Settings, resolve_device, use_threads
 from shoal.node.metrics import Metrics, RoundRecord
 from shoal.node.metrics.factory import about, open_sinks
-from shoal.node.rl.rollout_sharing import Session, make_task
+from shoal.node.rl.rollout_sharing import RolloutSharing, make_task
 from shoal.node.rl.task import RLTask
 from shoal.node.runtime import resume as beginning
 from shoal.node.runtime.display import Display
@@ -29,10 +29,10 @@ from shoal.node.runtime.join import (
     own_data,
     swarm_settings,
 )
-from shoal.node.runtime.refusal_log import Refusals
+from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import RESULT, Result, write_json
-from shoal.node.runtime.resume import Saved
-from shoal.node.runtime.signals import Stopper
+from shoal.node.runtime.resume import SavedRun
+from shoal.node.runtime.signals import ShutdownSignals
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import load_task
 from shoal.node.training import resources as memory
@@ -41,17 +41,17 @@ from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
 from shoal.optim import FLOAT32, Alone, RoundInfo
 from shoal.swarm.access.link import Link
-from shoal.swarm.exchange.factory import make_exchange, make_watch
 from shoal.swarm.exchange.pair.exchange import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import OuterSettings
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.topics.status_reporter import Reporter
-from shoal.swarm.training.outer_sync import Follower
+from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.wire.digest import digest
 
 HURRY_S = 3.0  # seconds that a round under way may still take once the node was told to stop
@@ -69,17 +69,17 @@ class NodeRun:
         settings: Settings,
         link: Link | None,
         display: Display,
-        stopper: Stopper,
+        shutdown: ShutdownSignals,
         *,
         on_link: Callable[[Link], None] = lambda link: None,
         baseline: bool = False,
         keep_rounds: bool = False,
     ) -> None:
-        self.settings, self.link, self.display, self.stopper = settings, link, display, stopper
+        self.settings, self.link, self.display, self.shutdown = settings, link, display, shutdown
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
         keep, room = settings.node.keep_checkpoints, room_maker(self.folder, settings.node.disk)
-        self.saver = Saver(self.folder, keep=keep, state=self._state, say=display.message, room=room)
+        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, say=display.message, room=room)
 
     def run(self) -> Result:
         """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""
@@ -99,7 +99,7 @@ class NodeRun:
             finally:
                 membership.close()
 
-    def _create(self, identity: Identity, saved: Saved | None) -> Membership:
+    def _create(self, identity: Identity, saved: SavedRun | None) -> Membership:
         if saved is not None and self.settings.node.resume:
             beginning.check_same_outer(self.settings.outer, saved)
             self.settings, sealed = swarm_settings(self.settings, saved.manifest), saved.sealed
@@ -134,7 +134,7 @@ class NodeRun:
         """Inner steps a second of all members, as they say."""
         return [member.steps_per_s for member in self.directory.members().values()]
 
-    def _in_swarm(self, saved: Saved | None) -> Result:
+    def _in_swarm(self, saved: SavedRun | None) -> Result:
         membership = self.membership
         if self.link is not None:
             self.settings = swarm_settings(self.settings, membership.manifest)
@@ -147,7 +147,7 @@ class NodeRun:
             self.directory.refresh(10.0)
         own = beginning.own_run(saved, swarm, settings.node)
         if self.link is not None and own is not None:
-            await_others(membership, self.display.message, lambda: self.stopper.requested)
+            await_others(membership, self.display.message, lambda: self.shutdown.requested)
         if own is not None and settings.node.shard is None:
             shard = own.shard
         else:
@@ -160,19 +160,19 @@ class NodeRun:
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
                 "begins from the checkpoint (shoal up --resume-from), or join this one later."
             )
-        self.watch = make_watch(settings.outer)
+        self.watch = make_screen(settings.outer)
         self.exchange = make_exchange(
             membership, settings.outer, self.watch, seed=settings.train.seed, model=model, fragments=trainer.opt.fragments
         )
-        self.follower = Follower(membership, model, trainer.opt, self.exchange, self.watch)
-        self.condition = self.follower.condition
-        self.session: Session | None = None
+        self.outer_sync = OuterSync(membership, model, trainer.opt, self.exchange, self.watch)
+        self.self_report = self.outer_sync.self_report
+        self.session: RolloutSharing | None = None
         if isinstance(trainer.task, RLTask):
-            self.session = Session(trainer.task, membership, self._note, self.display.message, settings.node.ram)
+            self.session = RolloutSharing(trainer.task, membership, self._note, self.display.message, settings.node.ram)
         self.verification = start_verification(settings, membership, trainer, shard, self._task)
         trainer.connect(self.exchange, swarm, shard)
         self._begin_from(state, saved)
-        self.follower.begin()
+        self.outer_sync.begin()
         self.result = Result(
             name=settings.node.name,
             peer=self.host.peer_id,
@@ -183,20 +183,20 @@ class NodeRun:
             params=sum(parameter.numel() for parameter in trainer.params),
         )
         self.metrics = Metrics(self.folder / METRICS, self.display.message, self.sinks)
-        self.refusals = Refusals(membership.refused, self.metrics.write, self.display.message)
-        self.reporter = Reporter(membership, settings.node.name)
+        self.refusals = RefusalLog(membership.refused, self.metrics.write, self.display.message)
+        self.status_reporter = StatusReporter(membership, settings.node.name)
         try:
             return self._train(shard)
         finally:
             self.display.close()
-            self.reporter.close()
+            self.status_reporter.close()
             if self.verification is not None:
                 self.verification.close()
             if self.session is not None:
                 self.session.close()
             self.metrics.close()
 
-    def _begin_from(self, state: State | None, saved: Saved | None) -> None:
+    def _begin_from(self, state: State | None, saved: SavedRun | None) -> None:
         opt = self.trainer.opt
         if saved is not None:
             for line in beginning.restore(self.trainer, saved, self.membership.swarm):
@@ -204,12 +204,12 @@ class NodeRun:
             if saved.swarm == self.membership.swarm and state is not None and not beginning.is_newer(state, opt):
                 state = None
         if state is not None:
-            self.follower.begin_from(state)
+            self.outer_sync.begin_from(state)
             self.display.message(f"took over the swarm's weights at round {state.round}")
 
     def _announce(self, state: DirectoryState, speed: float = 0.0, loss: float | None = None) -> None:
         shard = self.trainer.shard
-        self.reporter.progress(state, self.trainer.opt.round, self.trainer.opt.steps, loss, speed)
+        self.status_reporter.progress(state, self.trainer.opt.round, self.trainer.opt.steps, loss, speed)
         self.directory.announce(
             name=self.settings.node.name,
             round=self.trainer.opt.round,
@@ -221,12 +221,12 @@ class NodeRun:
             model=self.model,
             state=state,
             version=SHOAL_VERSION,
-            details=self.condition.details(),
+            details=self.self_report.details(),
         )
 
     def _train(self, shard: Shard) -> Result:
         result, trainer = self.result, self.trainer
-        self.stopper.orderly(lambda: self.exchange.hurry(HURRY_S))
+        self.shutdown.orderly(lambda: self.exchange.hurry(HURRY_S))
         self._announce("waiting")
         self.on_link(self.membership.link())
         self._wait_for_peers()
@@ -238,11 +238,11 @@ class NodeRun:
         self.display.start(self.settings.train.steps)
         try:
             result.wall_s = trainer.run(
-                stop=lambda: self.stopper.requested, on_progress=self._on_progress, after_step=self._after_step
+                stop=lambda: self.shutdown.requested, on_progress=self._on_progress, after_step=self._after_step
             )
         finally:
             self._leave()
-        result.interrupted = self.stopper.requested
+        result.interrupted = self.shutdown.requested
         result.steps, result.restarts = trainer.opt.steps, self.host.restarts
         result.wait_s = self.exchange.waited
         result.bytes_sent, result.bytes_received = self.host.traffic.sent, self.host.traffic.received
@@ -255,7 +255,7 @@ class NodeRun:
             result.task = trainer.task.extra_results(result.loss_last)
             if self.baseline:
                 result.loss_local = self._train_alone(shard)
-                result.interrupted = self.stopper.requested
+                result.interrupted = self.shutdown.requested
         if self.session is not None:
             result.rl = self.session.report(result.loss_first, result.loss_last)
         if self.verification is not None:
@@ -270,8 +270,8 @@ class NodeRun:
     def _wait_for_peers(self) -> None:
         """Until as many peers are there as the swarm wants at its start. Not for one that is under way already."""
         wanted = self.membership.manifest.start_when
-        while self.trainer.opt.round == 0 and not self.stopper.requested:
-            if self.directory.wait_for(wanted, WAITING_S, lambda: self.stopper.requested):
+        while self.trainer.opt.round == 0 and not self.shutdown.requested:
+            if self.directory.wait_for(wanted, WAITING_S, lambda: self.shutdown.requested):
                 return
             if any(member.state == "training" and member.round > 0 for member in self.directory.members().values()):
                 return
@@ -280,9 +280,9 @@ class NodeRun:
     def _on_progress(self, progress: Progress) -> None:
         self._speed, self._loss = progress.steps_per_s, progress.loss
         self.display.update(progress.step, progress.loss, progress.steps_per_s)
-        for sentence in self.condition.news():
+        for sentence in self.self_report.news():
             self.display.message(sentence)
-            suspicion = self.condition.absence.suspicion
+            suspicion = self.self_report.absence.suspicion
             self.metrics.write("partition", said=sentence, missing=list(suspicion.names) if suspicion is not None else [])
         self._announce("training", self._speed, self._loss)
         self.metrics.live(
@@ -293,7 +293,7 @@ class NodeRun:
 
     def _after_step(self) -> None:
         opt, every = self.trainer.opt, self.settings.train.eval_every
-        if self.follower.after_step():
+        if self.outer_sync.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         if self.verification is not None:
             self.verification.tell(self.display.message, self._note)
@@ -305,7 +305,7 @@ class NodeRun:
 
     def _on_round(self, info: RoundInfo) -> None:
         traffic, result = self.host.traffic, self.result
-        self.follower.saw(info)
+        self.outer_sync.saw(info)
         partner = next((peer for peer in info.members if peer != self.host.peer_id), None)
         member = self.directory.members().get(partner) if partner else None
         result.rounds += 1
@@ -326,15 +326,15 @@ class NodeRun:
             weights=self._digest(info.key.fragment),
             suspicious=suspicious,
         )
-        self.condition.waited(record.wait_s)
+        self.self_report.waited(record.wait_s)
         self._sent, self._received, self._waited = traffic.sent, traffic.received, self.exchange.waited
         self.metrics.round(record)
-        self.reporter.round(
+        self.status_reporter.round(
             info.members, round=record.round, step=record.step, loss=record.loss, sent=record.bytes_sent,
             received=record.bytes_received, wait_s=record.wait_s, suspicious=suspicious,
         )  # fmt: skip
         if self.verification is not None:
-            self.reporter.verified(counted := self.verification.counted())
+            self.status_reporter.verified(counted := self.verification.counted())
             self.metrics.live("checks", **counted)
         if self.session is None or partner is not None:  # nobody to average with is no news where rollouts are shared
             self.display.round(record)
@@ -349,7 +349,7 @@ class NodeRun:
     def _note(self, event: str, **fields: Any) -> None:
         """Into the metrics, and to those who watch."""
         self.metrics.write(event, **fields)
-        self.reporter.event(event, **fields)
+        self.status_reporter.event(event, **fields)
 
     def _say_whom_it_suspects(self) -> int:
         members, found = self.directory.members(), self.watch.suspicions()
@@ -385,5 +385,5 @@ class NodeRun:
         self.display.message("training the same once more without any exchange, to compare")
         alone = Trainer(self._task(), OuterSettings(method="none"), self.settings.train, device=self.device)
         alone.connect(Alone(), "alone", shard)
-        alone.run(stop=lambda: self.stopper.requested)
-        return None if self.stopper.requested else alone.evaluate()
+        alone.run(stop=lambda: self.shutdown.requested)
+        return None if self.shutdown.requested else alone.evaluate()

@@ -21,7 +21,7 @@ class RefusalsError(ShoalError):
     """The folder holds no metrics of a node."""
 
 
-class Refusals:
+class RefusalLog:
     """Of one run. ``count``: reason -> how often so far; ``write``: into the metrics; ``say``: tells the user in a line."""
 
     def __init__(

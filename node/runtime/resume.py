@@ -21,10 +21,11 @@ from shoal.node.runtime.join import BUILT_IN_TASKS, RL
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer, TrainingError, plain
 from shoal.optim import OuterOptimizer, method_named
-from shoal.optim import carry_over as carry_over_outer
+from shoal.optim import migrate_state as carry_over_outer
 from shoal.optim.rules.base import kind_of
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest.manifest import Manifest, OuterSettings, open_manifest
+from shoal.swarm.manifest.manifest import Manifest, open_manifest
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
 
 PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
@@ -32,7 +33,7 @@ PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur",
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRun:
     """A checkpoint of a node."""
 
     path: Path
@@ -49,7 +50,7 @@ class Saved:
         return Shard(*self.trainer["shard"])
 
 
-def find(node: NodeSettings) -> Saved | None:
+def find(node: NodeSettings) -> SavedRun | None:
     """The checkpoint that the settings ask for; None to begin from nothing.
 
     Raises:
@@ -73,18 +74,18 @@ def find(node: NodeSettings) -> Saved | None:
     return None if other is None else _read(other)
 
 
-def _read(path: Path) -> Saved:
+def _read(path: Path) -> SavedRun:
     _, state = checkpoint.load(path)
     try:
         sealed = bytes.fromhex(state["manifest"])
         trainer = dict(state["trainer"])
         Shard(*trainer["shard"])
-        return Saved(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer)
+        return SavedRun(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer)
     except (KeyError, TypeError, ValueError, MessageError) as error:
         raise CheckpointError(f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved.") from error
 
 
-def check_same_outer(asked: OuterSettings, saved: Saved) -> None:
+def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
     """CheckpointError if the user asks for other outer settings than the swarm has: those of a swarm never change."""
     for name in sorted(asked.model_fields_set):
         wanted, fixed = getattr(asked, name), getattr(saved.manifest.outer, name)
@@ -95,7 +96,7 @@ def check_same_outer(asked: OuterSettings, saved: Saved) -> None:
             )
 
 
-def with_its_task(settings: Settings, saved: Saved) -> Settings:
+def with_its_task(settings: Settings, saved: SavedRun) -> Settings:
     """``settings`` of a new swarm, with the task and its options from the checkpoint where the user says nothing of them."""
     task, manifest = settings.task, saved.manifest
     if task.model_fields_set or manifest.task not in BUILT_IN_TASKS:
@@ -108,7 +109,7 @@ def with_its_task(settings: Settings, saved: Saved) -> Settings:
     return settings.model_copy(update={"task": TaskSettings(hooks=manifest.task, options=options), "rl": rl})
 
 
-def own_run(saved: Saved | None, swarm: str, node: NodeSettings) -> Saved | None:
+def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun | None:
     """``saved`` if it is of this very swarm; None if the node begins anew or comes from another one, as the user said.
 
     Raises:
@@ -124,7 +125,7 @@ def own_run(saved: Saved | None, swarm: str, node: NodeSettings) -> Saved | None
     return None
 
 
-def restore(trainer: Trainer, saved: Saved, swarm: str) -> list[str]:
+def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     """Put what was saved into ``trainer``; returns what to tell the user, one sentence each.
 
     In another swarm the weights come over too: the caller replaces them if that swarm has weights of its own.
@@ -141,12 +142,12 @@ def restore(trainer: Trainer, saved: Saved, swarm: str) -> list[str]:
             f"The checkpoint in {str(saved.path)!r} has {steps} steps, and this run ends after {trainer.train.steps}: "
             f"say --steps with more than {steps}, or 0 for no end."
         )
-    dropped = carry_over(trainer, saved.trainer, saved.manifest.outer)
+    dropped = migrate_state(trainer, saved.trainer, saved.manifest.outer)
     told = [f"goes on from step {steps} of the checkpoint in {str(saved.path)!r}, of another swarm"]
     return [*told, f"not carried over: {'; '.join(dropped)}"] if dropped else told
 
 
-def carry_over(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings) -> list[str]:
+def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings) -> list[str]:
     """Go on from the ``state`` of a trainer with other settings; returns what could not be used, a phrase each.
 
     Model, slow weights, the inner optimizer's state, steps and random numbers always come over; the learning-rate schedule, the

@@ -11,7 +11,7 @@ from types import FrameType
 from shoal.node.exit_codes import ExitCode
 
 
-class Stopper:
+class ShutdownSignals:
     """Answers "has anybody asked us to stop?".
 
     Until ``orderly`` is called nothing needs to be drained, and the first signal interrupts at once (KeyboardInterrupt).

@@ -17,16 +17,15 @@ from shoal.node.sim.plan import Surroundings
 from shoal.node.sim.toy_task import BATCH, LR, Lesson, ToyModel
 from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.factory import make_exchange, make_watch
-from shoal.swarm.exchange.handle import SwarmHandle
+from shoal.swarm.exchange.handle import ExchangeHandle
 from shoal.swarm.exchange.pair.exchange import model_digest
-from shoal.swarm.membership.membership import Membership, Place
+from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.sim.directory import EPOCH, SimDirectory
-from shoal.swarm.state.catch_up import givers_of, wish_of
+from shoal.swarm.state.catch_up import query_for, sources_for
 from shoal.swarm.state.sync import begin_fetch
-from shoal.swarm.training.outer_factory import make_outer
-from shoal.swarm.training.outer_sync import Follower
-from shoal.swarm.training.round_length import round_length
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.outer_factory import make_outer, round_length
+from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.wire.member import Member
 
 NAP_S = 1.0  # virtual seconds at most that inner steps are counted together
@@ -58,25 +57,32 @@ class SimPeer:
         """Exchanges that others were in."""
         self._waited, self._told = 0.0, -1
         self.directory = SimDirectory(world.board, self.host, self._record, self.chance)
-        self.follower: Follower | None = None
+        self.outer_sync: OuterSync | None = None
         self._membership = self._make_membership()
         if outer.method != "none":
-            watch = make_watch(outer)
+            watch = make_screen(outer)
             self.exchange = make_exchange(
                 self._membership, outer, watch, seed=plan.seed, model=self.model, fragments=self.opt.fragments
             )
-            self.follower = Follower(self._membership, self.model, self.opt, self.exchange, watch, world.network.loop.time)
+            self.outer_sync = OuterSync(self._membership, self.model, self.opt, self.exchange, watch, world.network.loop.time)
             self.opt.exchange, self.opt.run = self.exchange, self.swarm
 
     def _make_membership(self) -> Membership:
         world, nothing = self.world, cast(Any, None)
         return Membership(
-            self.identity, cast(Any, self.host), cast(Any, self.directory), self.swarm, b"", world.manifest, nothing, Place()
+            self.identity,
+            cast(Any, self.host),
+            cast(Any, self.directory),
+            self.swarm,
+            b"",
+            world.manifest,
+            nothing,
+            NetworkOptions(),
         )
 
     def start(self) -> None:
         """Begin its tasks."""
-        if self.follower is not None:
+        if self.outer_sync is not None:
             self.host.start(self.directory.run())
         self.host.start(self._live())
 
@@ -88,7 +94,7 @@ class SimPeer:
         return [member.steps_per_s for member in self.directory.members().values()]
 
     def _record(self) -> Member:
-        details = {} if self.follower is None else self.follower.condition.details()
+        details = {} if self.outer_sync is None else self.outer_sync.self_report.details()
         return Member.model_validate({
             "swarm": self.swarm, "peer": self.identity.peer_id, "name": self.name, "addresses": (), "round": self.opt.round,
             "step": self.opt.steps, "loss": None, "steps_per_s": 1 / self.pace, "shard": 0, "shards": 1, "model": self.model,
@@ -99,27 +105,27 @@ class SimPeer:
 
     async def _live(self) -> None:
         await asyncio.sleep(self.chance.uniform(0.0, START_S))
-        if self.follower is not None:
+        if self.outer_sync is not None:
             if self.newcomer:
-                await self._join(self.follower)
-            self.follower.begin()
+                await self._join(self.outer_sync)
+            self.outer_sync.begin()
         self._enter("training")
         await self._train()
 
-    async def _join(self, follower: Follower) -> None:
+    async def _join(self, outer_sync: OuterSync) -> None:
         """Take over the swarm's weights, unless nobody has finished a round yet."""
         while True:
             await self.directory.read()
-            givers = givers_of(self._membership, self.model)
+            givers = sources_for(self._membership, self.model)
             if not givers:
                 return
-            wish = wish_of(self._membership, self.model, self.opt)
+            wish = query_for(self._membership, self.model, self.opt)
             try:
                 state = await asyncio.wrap_future(begin_fetch(cast(Any, self.host), wish, givers))
             except NetworkError:
                 state = None
             if state is not None:
-                follower.begin_from(state)
+                outer_sync.begin_from(state)
                 return
             await asyncio.sleep(AGAIN_S)
 
@@ -133,14 +139,14 @@ class SimPeer:
                 opt.count(BATCH)
                 for handle in opt.after_inner():
                     await self._settled(handle)
-            if self.follower is not None:
-                self._between_steps(self.follower)
+            if self.outer_sync is not None:
+                self._between_steps(self.outer_sync)
         self._enter("done")
         self.world.ended()
 
     def _enter(self, state: str) -> None:
         self.state = state
-        if self.follower is not None:
+        if self.outer_sync is not None:
             self.directory.announce()
 
     def _at_once(self) -> int:
@@ -151,13 +157,13 @@ class SimPeer:
         return min(many, left) if left > 0 else many
 
     async def _settled(self, handle: Handle) -> None:
-        if isinstance(handle, SwarmHandle):
+        if isinstance(handle, ExchangeHandle):
             began = self.world.network.loop.time()
             await handle.settled()
             self._waited += self.world.network.loop.time() - began
 
-    def _between_steps(self, follower: Follower) -> None:
-        follower.after_step()
+    def _between_steps(self, outer_sync: OuterSync) -> None:
+        outer_sync.after_step()
         if self.opt.round != self._told:
             self._told = self.opt.round
             self.directory.announce()
@@ -167,6 +173,6 @@ class SimPeer:
         others = len(info.members) >= 2
         self.together += others
         self.world.saw(waited, others)
-        if self.follower is not None:
-            self.follower.saw(info)
-            self.follower.condition.waited(waited)
+        if self.outer_sync is not None:
+            self.outer_sync.saw(info)
+            self.outer_sync.self_report.waited(waited)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.node.sim.toy_task import Toy
-from shoal.swarm.manifest.manifest import Manifest, OuterSettings
+from shoal.node.sim.toy_task import ToyTask
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.sim.directory import Board
 from shoal.swarm.sim.network import Links, Network
 
@@ -32,7 +33,7 @@ class Surroundings(Protocol):
     """Of all peers of one simulation."""
 
     plan: Plan
-    toy: Toy
+    toy: ToyTask
     network: Network
     board: Board
     manifest: Manifest

@@ -209,4 +209,3 @@ ROWS = {
     "real seconds, of a processor": "{wall_s:.1f}, {cpu_s:.1f}",
 }
 """What the table shows, in its order."""
-

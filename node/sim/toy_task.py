@@ -22,7 +22,7 @@ BATCH = 16  # tokens that a step counts as
 
 
 @dataclass(frozen=True)
-class Toy:
+class ToyTask:
     """The bowl: ``curvature`` and ``minimum``, float32 ``[parameters]``."""
 
     curvature: Tensor
@@ -45,14 +45,14 @@ class Toy:
         return float((self.curvature * (weights - self.minimum).square()).mean() / 2)
 
 
-def make_toy(parameters: int, seed: int) -> Toy:
+def make_toy(parameters: int, seed: int) -> ToyTask:
     """The bowl of a seed; ValueError below ``LAYERS`` parameters."""
     if parameters < LAYERS:
         raise ValueError(f"a toy model has at least {LAYERS} parameters, got {parameters}")
     generator = torch.Generator().manual_seed(seed)
     # In the order of a random permutation, so that all layers are alike.
     spread = torch.linspace(0, 1, parameters)[torch.randperm(parameters, generator=generator)]
-    return Toy(FLAT * (STEEP / FLAT) ** spread, torch.randn(parameters, generator=generator))
+    return ToyTask(FLAT * (STEEP / FLAT) ** spread, torch.randn(parameters, generator=generator))
 
 
 class ToyModel(nn.Module):
@@ -67,7 +67,7 @@ class ToyModel(nn.Module):
 class Lesson:
     """One peer's data and inner steps, which follow from ``seed`` and from how they are bundled."""
 
-    def __init__(self, toy: Toy, model: ToyModel, seed: int) -> None:
+    def __init__(self, toy: ToyTask, model: ToyModel, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._toy, self._flat = toy, model.flat
         self._own = toy.minimum + APART * torch.randn(toy.minimum.shape, generator=self._generator)

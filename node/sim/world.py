@@ -15,7 +15,8 @@ from shoal.node.sim.peer import SimPeer
 from shoal.node.sim.plan import Plan
 from shoal.node.sim.toy_task import ToyModel, make_toy
 from shoal.swarm.exchange.pair.exchange import model_digest
-from shoal.swarm.manifest.manifest import Manifest, TrainSettings, swarm_id
+from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.sim.clock import VirtualLoop
@@ -167,7 +168,7 @@ class World:
         peer = SimPeer(self, self._born, newcomer=newcomer)
         self._born += 1
         self.live.append(peer)
-        if not newcomer and peer.follower is not None:
+        if not newcomer and peer.outer_sync is not None:
             peer.directory.settle()
         peer.start()
 
@@ -210,8 +211,8 @@ class World:
         counts.directory_bytes = sum(peer.directory.nbytes for peer in everyone)
         counts.directory_calls = sum(peer.directory.calls for peer in everyone)
         for peer in self.live:
-            if peer.follower is not None:
-                counts.failures.update(dict(peer.exchange.health.report()["failures"]))
+            if peer.outer_sync is not None:
+                counts.failures.update(dict(peer.exchange.stats.report()["failures"]))
         newcomers = sum(peer.newcomer and peer.together > 0 for peer in self.live)
         wall, cpu, trace = time.monotonic() - began[0], time.process_time() - began[1], self.network.trace
         return Seen(counts, self._samples, self.loop.time(), wall, cpu, trace.hexdigest(), trace.events, newcomers)

@@ -110,9 +110,7 @@ def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -
                 raise HookError(f"The task {spec_text!r} has no option {option!r}: {takes}.")
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in options:
-            raise HookError(
-                f"The task {spec_text!r} needs the option {parameter.name!r}: set it under [task.options]."
-            )
+            raise HookError(f"The task {spec_text!r} needs the option {parameter.name!r}: set it under [task.options].")
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:

@@ -230,9 +230,7 @@ class TextTask(Task):
         fused = True if all(p.device.type == "cpu" for p in params) else None
         return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
 
-    def lr_scheduler(
-        self, optimizer: torch.optim.Optimizer, steps: int
-    ) -> torch.optim.lr_scheduler.LRScheduler:
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
         """Return warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
         warmup = min(self.warmup, steps // 2) if steps else self.warmup
 

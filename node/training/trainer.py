@@ -17,9 +17,8 @@ import torch
 from shoal.node.task import Batches, Shard, Task, tokens_in
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import make_outer
-from shoal.swarm.training.round_length import Speed, round_length
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.training.outer_factory import Speed, make_outer, round_length
 
 REPORT_S = 0.5  # seconds between two reports of progress
 

@@ -14,7 +14,7 @@ from shoal.verification.consensus.reputation import Table
 MOST_NEWS = 256  # sentences, and events, that wait to be told
 
 
-class News:
+class Feed:
     """Gathered by the thread of verification, told by another. ``name``: what a peer is called."""
 
     def __init__(self, me: str, name: Callable[[str], str], round_s: float) -> None:

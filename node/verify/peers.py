@@ -28,7 +28,7 @@ from shoal.swarm.topics.log_sync import fetch_log
 from shoal.swarm.wire.member import Member
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log, decode_log
-from shoal.verification.consensus.reputation import Prices, Standing, Table, reckon
+from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED
 
@@ -37,7 +37,7 @@ LOG_S = 10.0
 
 
 def rules_of(verify: VerifySettings) -> Rules:
-    """What all peers of a swarm with these settings reckon by."""
+    """What all peers of a swarm with these settings compute_scores by."""
     return Rules(verifiers=verify.verifiers, audit=verify.audit_rate, planted=verify.planted, claims=verify.claims)
 
 
@@ -50,7 +50,7 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
         and getattr(signed.record, "run", swarm) == swarm
     ]
     electorates = {electorate.round: electorate for electorate in log.electorates}
-    return reckon(Ledger(records), electorates, rules, Prices(), max(round, log.base.round), log.base)
+    return compute_scores(Ledger(records), electorates, rules, ScoreRules(), max(round, log.base.round), log.base)
 
 
 def read_peers(link: Link) -> dict[str, Any]:

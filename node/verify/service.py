@@ -19,17 +19,17 @@ import torch
 from shoal.node.config.settings import Settings
 from shoal.node.verify.audit.auditing import Audit, Auditor
 from shoal.node.verify.audit.budget import Budget
-from shoal.node.verify.audit.claim_kind import Kind, Made
+from shoal.node.verify.audit.claim_kind import ClaimKind, Made
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import Network
-from shoal.node.verify.feed import News, standings
+from shoal.node.verify.feed import Feed, standings
 from shoal.node.verify.peers import rules_of
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.log import decode_log
 from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.participant import Participant
 from shoal.verification.consensus.records import Claim, Signed, decode
-from shoal.verification.consensus.reputation import Prices, Table
+from shoal.verification.consensus.reputation import ScoreRules, Table
 from shoal.verification.consensus.types import Refused
 from shoal.verification.consensus.voter import Checked
 
@@ -48,17 +48,17 @@ class Verification:
     """
 
     def __init__(
-        self, settings: Settings, kind: Kind, network: Network, *, clock: Callable[[], float] = time.time,
+        self, settings: Settings, kind: ClaimKind, network: Network, *, clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
     ) -> None:  # fmt: skip
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
         self._round_s = settings.verify.round_s
         self._budget = Budget(settings.node.verify_seconds, timer)
-        self._news = News(network.me, network.name, self._round_s)
+        self._news = Feed(network.me, network.name, self._round_s)
         self._participant = Participant(
             network.me, network.swarm, operator=settings.node.operator or network.me, sign=network.sign, verify=network.verify,
             publish=lambda signed: network.publish(signed.record.encoded, signed.signature), check=self._check, clock=clock,
-            salt=salt, rules=rules_of(settings.verify), prices=Prices(), round_s=self._round_s,
+            salt=salt, rules=rules_of(settings.verify), prices=ScoreRules(), round_s=self._round_s,
         )  # fmt: skip
         self._auditor: Auditor | None = None
         self._lock = threading.Lock()  # guards the participant, but while a claim is checked: nothing else changes it then

@@ -8,7 +8,7 @@ from shoal.node.config.settings import Settings
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.audit.claim_kind import Kind
+from shoal.node.verify.audit.claim_kind import ClaimKind
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import SwarmNetwork
 from shoal.node.verify.completions.kind import Completions
@@ -31,7 +31,7 @@ def start_verification(
     if terms is None:
         return None
     network = SwarmNetwork(membership, membership.gossip)
-    kind: Kind
+    kind: ClaimKind
     if isinstance(terms, Terms) and isinstance(task, RLTask):
         check_terms(terms, settings, task)
         kind = Completions(settings, terms, task, network)

@@ -24,8 +24,8 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
-from shoal.node.watch.peer_addresses import Book
-from shoal.node.watch.record_filter import Gate
+from shoal.node.watch.peer_addresses import PeerAddresses
+from shoal.node.watch.record_filter import RecordFilter
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import topic_of
@@ -33,7 +33,8 @@ from shoal.swarm.identity import b58encode
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE
-from shoal.swarm.wire.member import ManifestReply, ManifestRequest, Member, pack, unpack, unseal
+from shoal.swarm.wire.join import ManifestReply, ManifestRequest
+from shoal.swarm.wire.member import Member, pack, unpack, unseal
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class LightClient:
 
     def __init__(self, link: Link, tell: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
         self._link, self._tell, self._clock = link, tell, clock
-        self._gate = Gate(link.swarm, clock)
-        self._book = Book()
+        self._gate = RecordFilter(link.swarm, clock)
+        self._book = PeerAddresses()
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
             self._book.learn(peer, (*self._book.addresses(peer), address))
@@ -69,7 +70,7 @@ class LightClient:
             degree_low=4,
             degree_high=12,
             heartbeat_interval=1,
-            spam_protection_enabled=False,  # it counts by forwarder, who brings everybody's; `Gate` counts by publisher
+            spam_protection_enabled=False,  # it counts by forwarder, who brings everybody's; `RecordFilter` counts by publisher
         )
         topic = topic_of(self._link.swarm, Status)
         pubsub = Pubsub(self._host, router, max_inbound_rpc_size=MAX_RPC, allowed_topics={topic})
@@ -158,9 +159,7 @@ class LightClient:
         return True
 
     async def _ask_seed(self, peer: str) -> None:
-        reply = unpack(
-            await self._ask(peer, SEED_PROTOCOL, pack(SeedRequest(swarm=self._link.swarm)), SeedReply.LIMIT), SeedReply
-        )
+        reply = unpack(await self._ask(peer, SEED_PROTOCOL, pack(SeedRequest(swarm=self._link.swarm)), SeedReply.LIMIT), SeedReply)
         for sealed in reply.members:
             _, member = unseal(sealed, Member)
             if member.swarm == self._link.swarm:

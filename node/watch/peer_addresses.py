@@ -19,7 +19,7 @@ def dialable(address: str) -> bool:
     return address_problem(address) is None and "/tcp/" in address and "/p2p-circuit" not in address
 
 
-class Book:
+class PeerAddresses:
     """Whom to dial: addresses by peer, bounded, and when each may be tried again."""
 
     def __init__(self) -> None:

@@ -11,25 +11,25 @@ from collections.abc import Callable
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip import envelope as parcels
-from shoal.swarm.p2p.counters import Tally
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE
 
-QUOTA = Quota(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
+QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
 MAX_PEERS = 4096  # whose last status is known
 OLD_S = 600.0  # a status may be dated so far before or after our clock: clocks differ, but nobody shows last week's swarm
 
 
-class Gate:
+class RecordFilter:
     """Opens what was published on the topic of statuses of ``swarm``. Not for several threads at once."""
 
     def __init__(self, swarm: str, clock: Callable[[], float] = time.time) -> None:
         self._swarm, self._clock = swarm, clock
-        self._quotas = Quotas(QUOTA, clock)
+        self._quotas = TokenBuckets(QUOTA, clock)
         self._issued: OrderedDict[str, float] = OrderedDict()
         self._room = parcels.room_for(Status)
-        self.tally = Tally()
+        self.tally = Counters()
 
     def open(self, publisher: str, data: bytes) -> Status:
         """The status in ``data``. Raises MessageError, whose reason was counted."""

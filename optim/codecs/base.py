@@ -177,6 +177,7 @@ class FloatCodec(Stateless):
         parts = torch.split(flat, sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
+
 FLOAT32 = FloatCodec("float32", torch.float32)
 FLOAT16 = FloatCodec("float16", torch.float16)
 BFLOAT16 = FloatCodec("bfloat16", torch.bfloat16)

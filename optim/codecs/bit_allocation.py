@@ -50,8 +50,7 @@ def greedy(errors: Table, sizes: Table, budget: float) -> list[int]:
 
     def at(price: float) -> list[int]:
         return [
-            min(range(len(row)), key=lambda c: (row[c] + price * size[c], size[c]))
-            for row, size in zip(errors, sizes, strict=True)
+            min(range(len(row)), key=lambda c: (row[c] + price * size[c], size[c])) for row, size in zip(errors, sizes, strict=True)
         ]
 
     low, high = -300.0, 300.0  # decimal logarithm of the price

@@ -137,4 +137,3 @@ class ErrorFeedback:
                 f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} values, got {len(given)} of "
                 f"{sum(map(math.prod, given))}: use fresh() for each fragment or model"
             )
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
@@ -60,19 +59,3 @@ def codec_state(codec: Codec, unsent: Sequence[Tensor] | None) -> dict[str, Any]
 def fresh(codec: Codec) -> Codec:
     """The same codec with an empty memory, for another fragment or a new start; itself if it has none."""
     return codec.fresh() if isinstance(codec, Stateful) else codec
-
-
-def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
-    """ValueError, naming the first difference."""
-    if len(theirs) != len(mine):
-        raise ValueError(f"{what} has {len(theirs)} tensors, this model has {len(mine)}")
-    for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
-        if their.shape != own.shape:
-            raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
-
-
-@torch.no_grad()
-def in_place(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Copy their values into mine, wherever they live."""
-    for own, their in zip(mine, theirs, strict=True):
-        own.copy_(their)

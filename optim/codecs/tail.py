@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
 from shoal.optim.codecs.state import Stateful, fresh
 
 
-def float_buffers(model: nn.Module) -> list[Tensor]:
-    """The model's floating-point buffers that are part of its state_dict, each once. Counters and masks are not among them."""
-    saved = model.state_dict(keep_vars=True)
-    return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
-
-
 @dataclass(frozen=True)
-class WithTail:
+class BufferTailCodec:
     """``codec`` for all tensors but the last ``count``, which travel as float32: a lossy codec would ruin running statistics."""
 
     codec: Codec
@@ -56,9 +50,9 @@ class WithTail:
         parts = self.codec.decode(payload[: self.codec.nbytes(head)], head)
         return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
-    def fresh(self) -> WithTail:
+    def fresh(self) -> BufferTailCodec:
         """With a fresh codec for the head."""
-        return WithTail(fresh(self.codec), self.count)
+        return BufferTailCodec(fresh(self.codec), self.count)
 
     def state_dict(self) -> dict[str, Any]:
         """The head's."""

@@ -107,10 +107,10 @@ class Alone:
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
         """Begin and end at once."""
-        return Nobody()
+        return NoPartner()
 
 
-class Nobody:
+class NoPartner:
     """The handle of an exchange that is over without a partner."""
 
     def done(self) -> bool:
@@ -118,5 +118,5 @@ class Nobody:
         return True
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Nobody answered."""
+        """NoPartner answered."""
         return None

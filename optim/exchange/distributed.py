@@ -42,10 +42,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.exchange.base import Handle, Mean, Nobody, RoundKey
-from shoal.optim.exchange.gloo_groups import GIVEN_UP, Load, Wires
+from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey
+from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
 from shoal.optim.exchange.pairing import groups
-from shoal.optim.exchange.store_agreement import Agreement, Offer, Place, Seat
+from shoal.optim.exchange.store_agreement import Offer, ProcessCoordinates, RoundTicket, StoreConsensus
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,9 +63,9 @@ class _Round:
     """An exchange in flight; also its handle."""
 
     key: RoundKey
-    seat: Seat
+    seat: RoundTicket
     offer: Offer | None
-    load: Load | None
+    load: Payload | None
     limit: float
     finished: threading.Event = field(default_factory=threading.Event)
     mean: Mean | None = None
@@ -127,13 +127,13 @@ class Distributed:
             store = store.clone()  # a connection of its own: whoever waits in the other one would hold us up
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
         self._peers, self._size, self._seed = [str(number) for number in range(len(ranks) // shards)], size, seed
-        self._place = Place(peer, shard, shards)
+        self._place = ProcessCoordinates(peer, shard, shards)
         self._timeout, self._limit = exchange_timeout, wait + 3 * exchange_timeout
         store = PrefixStore(f"shoal/{'-'.join(map(str, ranks))}/{next(_instances[ranks])}", store)
-        self._agreement = Agreement(store, self._place, wait)
-        self._wires = Wires(store, self._place, exchange_timeout)
+        self._agreement = StoreConsensus(store, self._place, wait)
+        self._wires = GlooGroups(store, self._place, exchange_timeout)
         self._uses: Counter[RoundKey] = Counter()
-        self._old: deque[tuple[RoundKey, Seat]] = deque()
+        self._old: deque[tuple[RoundKey, RoundTicket]] = deque()
         self._broken = False
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._pending: deque[_Round] = deque()
@@ -168,7 +168,7 @@ class Distributed:
             raise
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
         what = f"{len(shapes)} tensors of shapes {digest}, {payload.numel()} bytes of {codec.name}"
-        return self._begin(key, Offer(what, float(weight)), Load(payload, shapes, codec))
+        return self._begin(key, Offer(what, float(weight)), Payload(payload, shapes, codec))
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and tell the others, so that they do not wait."""
@@ -178,16 +178,16 @@ class Distributed:
         """End the exchanges in flight, without a mean, and tell the others not to wait any more."""
         self._closing()
 
-    def _begin(self, key: RoundKey, offer: Offer | None, load: Load | None) -> Handle:
+    def _begin(self, key: RoundKey, offer: Offer | None, load: Payload | None) -> Handle:
         if self._broken or not self._closing.alive:
-            return Nobody()
+            return NoPartner()
         expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
         peers = tuple(sorted(map(int, expected)))
         # The same key may come again, after a load_state_dict: that is another round.
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
         name = f"round {key.round}, fragment {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
         self._uses[key] += 1
-        round = _Round(key, Seat(name, peers), offer, load, self._limit * (1 + len(self._pending)))
+        round = _Round(key, RoundTicket(name, peers), offer, load, self._limit * (1 + len(self._pending)))
         self._pending.append(round)
         self._queue.put(round)
         return round

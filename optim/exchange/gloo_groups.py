@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape, check_finite
-from shoal.optim.codecs.tail import WithTail
+from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import Mean, weighted_mean
-from shoal.optim.exchange.store_agreement import Pause, Place, Seat
+from shoal.optim.exchange.store_agreement import Pause, ProcessCoordinates, RoundTicket
 
 CONNECT_S = 10.0
 GIVEN_UP = "another rank has given it up"
@@ -24,7 +24,7 @@ Gloo = Any
 
 
 @dataclass(frozen=True)
-class Load:
+class Payload:
     """What a process brings into a round."""
 
     payload: Tensor
@@ -34,23 +34,23 @@ class Load:
     @property
     def plain(self) -> bool:
         """True if the payload is nothing but the values as float32."""
-        return self.codec == FLOAT32 or (isinstance(self.codec, WithTail) and self.codec.codec == FLOAT32)
+        return self.codec == FLOAT32 or (isinstance(self.codec, BufferTailCodec) and self.codec.codec == FLOAT32)
 
 
-class Wires:
+class GlooGroups:
     """A gloo group for each set of peers that has met, between processes of the same shard.
 
     Groups are made here and not by ``dist.new_group``, which all ranks of the job would have to call, dead ones too.
     All members keep a group, or all make a new one: whoever is among them calls ``drop`` when a round did not count.
     """
 
-    def __init__(self, store: Store, place: Place, timeout: float) -> None:
+    def __init__(self, store: Store, place: ProcessCoordinates, timeout: float) -> None:
         self._store, self._place, self._timeout = store, place, timedelta(seconds=timeout)
         self._groups: dict[tuple[int, ...], Gloo] = {}
         self._abandoned: list[tuple[Work, Gloo]] = []
 
     def mean(
-        self, seat: Seat, members: tuple[int, ...], weights: Sequence[float], load: Load, over: Callable[[], bool]
+        self, seat: RoundTicket, members: tuple[int, ...], weights: Sequence[float], load: Payload, over: Callable[[], bool]
     ) -> Mean | str:
         """The weighted mean of what the members' payloads stand for, the same bits on all; or why it cannot be had.
 
@@ -88,7 +88,7 @@ class Wires:
         """Use this group no more."""
         self._groups.pop(members, None)
 
-    def _group(self, seat: Seat, members: tuple[int, ...]) -> Gloo:
+    def _group(self, seat: RoundTicket, members: tuple[int, ...]) -> Gloo:
         if members not in self._groups:
             store = PrefixStore(f"gloo/{seat.name}/{self._place.shard}", self._store)
             timeout = min(timedelta(seconds=CONNECT_S), self._timeout)
@@ -102,7 +102,7 @@ class Wires:
         payloads = [torch.empty_like(payload) for _ in range(count)]
         return payloads if self._finish(group, group.allgather([payloads], [payload], options), over) else []
 
-    def _decoded(self, load: Load, payload: Tensor) -> Iterable[Tensor]:
+    def _decoded(self, load: Payload, payload: Tensor) -> Iterable[Tensor]:
         """Decoded when its turn has come, so that not all are in memory at once."""
         yield from load.codec.decode(payload, load.shapes)
 

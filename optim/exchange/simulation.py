@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.pairing import common, groups
-from shoal.optim.exchange.robust import TRUSTING, Defence
+from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Simulation(Generic[T]):
         size: int = 2,
         wait: float = 10.0,
         faults: Faults | None = None,
-        defences: Mapping[str, Defence] | None = None,
+        defences: Mapping[str, UpdateScreen] | None = None,
     ) -> None:
         self.peers, self.seed, self.size, self.wait = list(peers), seed, size, wait
         self.faults, self.defences = faults or Faults(), dict(defences or {})
@@ -101,8 +101,7 @@ class Simulation(Generic[T]):
         if any(p.over for p in self._peers.values()):
             raise RuntimeError("this simulation has run: make a new one")
         threads = [
-            threading.Thread(target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True)
-            for p in self._peers.values()
+            threading.Thread(target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True) for p in self._peers.values()
         ]
         for thread in threads:
             thread.start()

@@ -25,7 +25,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessCoordinates:
     """Which process this is: shard ``shard`` of peer ``peer``."""
 
     peer: int
@@ -43,7 +43,7 @@ class Offer:
 
 
 @dataclass
-class Seat:
+class RoundTicket:
     """This process's part in one round."""
 
     name: str
@@ -61,7 +61,7 @@ class Seat:
         return self.name.split(" of ")[0]
 
 
-class Agreement:
+class StoreConsensus:
     """The rounds of one exchange.
 
     Args:
@@ -70,11 +70,11 @@ class Agreement:
         wait: seconds that a peer is waited for, in all, until it comes to some round again. A dead one costs that much once.
     """
 
-    def __init__(self, store: Store, place: Place, wait: float) -> None:
+    def __init__(self, store: Store, place: ProcessCoordinates, wait: float) -> None:
         self.store, self.place, self.wait = store, place, wait
         self._silent: dict[int, tuple[int, float]] = {}  # peer: the rounds it had come to, and the seconds it was waited for since
 
-    def come(self, seat: Seat, offer: Offer | None) -> None:
+    def come(self, seat: RoundTicket, offer: Offer | None) -> None:
         """Say that this process is there; None: that it takes no part, so that nobody waits for it."""
         text = ABSENT if offer is None else json.dumps([offer.what, offer.weight])
         self.store.set(self._offer(seat, self.place.peer, self.place.shard), text)
@@ -85,7 +85,7 @@ class Agreement:
         """Nobody has to wait for this peer any more."""
         self.store.set(f"gone/{self.place.peer}", ABSENT)
 
-    def members(self, seat: Seat) -> tuple[int, ...]:
+    def members(self, seat: RoundTicket) -> tuple[int, ...]:
         """Wait for the expected peers; whom the round is between. Less than two or without this one: there is nothing to do."""
         if self.place.peer not in seat.expected or len(seat.expected) < 2:
             return ()
@@ -108,16 +108,16 @@ class Agreement:
         text = self.store.get(f"{seat.name}/members").decode()
         return tuple(int(peer) for peer in text.split(",") if peer)
 
-    def offers(self, seat: Seat, members: Sequence[int]) -> list[Offer]:
+    def offers(self, seat: RoundTicket, members: Sequence[int]) -> list[Offer]:
         """What the members' processes of the own shard said."""
         texts = [self.store.get(self._offer(seat, peer, self.place.shard)) for peer in members]
         return [Offer(str(what), float(weight)) for what, weight in map(json.loads, texts)]
 
-    def over(self, seat: Seat) -> bool:
+    def over(self, seat: RoundTicket) -> bool:
         """The outcome is decided, or this process gives up: as long as it has not voted, the mean will not count."""
         return seat.closed.is_set() or self.store.check([f"{seat.name}/outcome"])
 
-    def agree(self, seat: Seat, members: Sequence[int], whole: bool, limit: float) -> bool:
+    def agree(self, seat: RoundTicket, members: Sequence[int], whole: bool, limit: float) -> bool:
         """True if the mean counts: all processes of all members have it ``whole``, and nobody gave up within ``limit`` seconds."""
         with seat.lock:
             seat.voted = whole and not seat.closed.is_set()
@@ -131,23 +131,23 @@ class Agreement:
             pause()
         return self._decide(seat, VOID)
 
-    def forget_offer(self, seat: Seat) -> None:
+    def forget_offer(self, seat: RoundTicket) -> None:
         """Delete what this process said about a round that is long over."""
         self.store.delete_key(self._offer(seat, self.place.peer, self.place.shard))
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, seat: RoundTicket) -> None:
         """Delete the rest, once nobody can come to that round any more."""
         if (self.place.peer, self.place.shard) == (min(seat.expected), 0):
             for what in ("come", "members", "votes", "outcome"):
                 self.store.delete_key(f"{seat.name}/{what}")
 
-    def _offer(self, seat: Seat, peer: int, shard: int) -> str:
+    def _offer(self, seat: RoundTicket, peer: int, shard: int) -> str:
         return f"{seat.name}/{peer}/{shard}"
 
-    def _there(self, seat: Seat, peer: int) -> bool:
+    def _there(self, seat: RoundTicket, peer: int) -> bool:
         return self.store.check([self._offer(seat, peer, shard) for shard in range(self.place.shards)])
 
-    def _patience(self, seat: Seat, waited: float) -> float:
+    def _patience(self, seat: RoundTicket, waited: float) -> float:
         """Seconds that are left to wait for those who are missing; ``waited`` is noted down."""
         left = 0.0
         for peer in seat.expected:
@@ -167,7 +167,7 @@ class Agreement:
                 left = max(left, self.wait - used)
         return left
 
-    def _propose(self, seat: Seat) -> None:
+    def _propose(self, seat: RoundTicket) -> None:
         there = [peer for peer in seat.expected if self._there(seat, peer)]
         willing = [
             peer
@@ -177,7 +177,7 @@ class Agreement:
         ]
         self.store.compare_set(f"{seat.name}/members", "", ",".join(map(str, willing)) if len(willing) > 1 else ",")
 
-    def _decide(self, seat: Seat, outcome: str) -> bool:
+    def _decide(self, seat: RoundTicket, outcome: str) -> bool:
         return self.store.compare_set(f"{seat.name}/outcome", "", outcome).decode() == MEAN
 
 

@@ -94,9 +94,7 @@ def NoLoCo(
     return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="NoLoCo")
 
 
-def LocalSGD(
-    inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]
-) -> OuterOptimizer:
+def LocalSGD(inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]) -> OuterOptimizer:
     """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group.
 
     With different weights (``weight`` given) what each has learnt is weighted, not where each began, so that the mean over all

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.optim.outer.optimizer import OuterOptimizer
 
 
-def difference(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
+def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
     """The first thing in which ``mine`` averages otherwise than ``other``, such as "every is 20 and not 50"; None if nothing.
 
     ``other`` may be on the device "meta": tensors are not looked at.

@@ -9,15 +9,15 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.state import Rejectable
 from shoal.optim.exchange.base import Handle, Mean
-from shoal.optim.rules.base import RoundFacts
+from shoal.optim.rules.base import RoundContext
 
 
 @dataclass
-class Flight:
+class PendingExchange:
     """What ``OuterOptimizer`` remembers of an exchange."""
 
     handle: Handle
-    facts: RoundFacts
+    context: RoundContext
     contribution: list[Tensor]
     step: int
     position: int

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
-from shoal.optim.codecs.state import Stateful, check_shapes, fresh
+from shoal.optim.codecs.state import Stateful, fresh
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.outer.state import OuterState
-from shoal.optim.rules.base import START, RoundFacts, State, kind_of, same_memory
+from shoal.optim.outer.state import OuterState, check_shapes
+from shoal.optim.rules.base import START, RoundContext, State, kind_of, same_memory
 
 NAMES = {
     "momentum": "the outer momentum",
@@ -28,7 +28,7 @@ NAMES = {
 """What the rules' memories are, for people. (Without ``START`` what is sent is measured from the slow weights: nothing is lost.)"""
 
 
-def carry_over(
+def migrate_state(
     opt: OuterState,
     saved: Mapping[str, Any],
     *,
@@ -95,9 +95,7 @@ def _plain(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "initial_lr"} for group in groups]
 
 
-def _rule(
-    opt: OuterState, saved: Mapping[str, Any], was: str | None, methods: tuple[str, str] | None, dropped: list[str]
-) -> State:
+def _rule(opt: OuterState, saved: Mapping[str, Any], was: str | None, methods: tuple[str, str] | None, dropped: list[str]) -> State:
     now, own = kind_of(opt.rule), opt.rule.initial(opt.slow)
     kept: State = {}
     lost = []
@@ -161,5 +159,5 @@ def _sent(opt: OuterState, fragment: int) -> list[torch.Size]:
     """The shapes of what the rule sends of a fragment: it alone knows."""
     slow = [tensor.clone() for tensor in opt.slow_of(fragment)]
     state = opt.rule.initial(slow)
-    facts = RoundFacts(RoundKey("", 0, fragment))
-    return [tensor.shape for tensor in opt.rule.contribution(slow, [tensor.clone() for tensor in slow], state, facts)]
+    context = RoundContext(RoundKey("", 0, fragment))
+    return [tensor.shape for tensor in opt.rule.contribution(slow, [tensor.clone() for tensor in slow], state, context)]

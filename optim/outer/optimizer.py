@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.state import fresh
-from shoal.optim.codecs.tail import WithTail, float_buffers
-from shoal.optim.exchange.base import Exchange, Handle, KnowsOptimizer, Mean, Nobody, RoundKey, TellsAbsence
+from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.exchange.base import Exchange, Handle, KnowsOptimizer, Mean, NoPartner, RoundKey, TellsAbsence
+from shoal.optim.outer.buffers import float_buffers
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.fsdp import check_whole, local
-from shoal.optim.outer.in_flight import Flight
+from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
-from shoal.optim.rules.base import START, RoundFacts, Rule, State, assign
+from shoal.optim.rules.base import START, RoundContext, Rule, State, assign
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedule import Schedule, Send
 
@@ -122,7 +123,7 @@ class OuterOptimizer(OuterState):
         """Steps and tokens when each fragment was sent last."""
         self.applied = [-1] * len(self._parts)
         """The round whose outcome each fragment was given last; -1: none yet."""
-        self._in_flight: dict[int, list[Flight]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._in_flight: dict[int, list[PendingExchange]] = {fragment: [] for fragment in range(len(self._parts))}
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
         if isinstance(exchange, KnowsOptimizer):
@@ -155,7 +156,7 @@ class OuterOptimizer(OuterState):
             self.position = position
             for action in self.schedule.at(position):
                 if isinstance(action, Send):
-                    yield from [flight.handle for flight in self._in_flight.get(action.fragment, ()) if not flight.landed]
+                    yield from [in_flight.handle for in_flight in self._in_flight.get(action.fragment, ()) if not in_flight.landed]
                     self._send(action.fragment)
                 else:
                     due = self._flight_due(action.fragment, action.after)
@@ -208,32 +209,34 @@ class OuterOptimizer(OuterState):
     def _send(self, fragment: int) -> None:
         if fragment >= len(self._parts):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
-        for flight in self._in_flight[fragment]:
-            flight.land(self._codecs[fragment])  # a fragment is in one exchange at a time
+        for in_flight in self._in_flight[fragment]:
+            in_flight.land(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
         self._listening.discard(fragment)
         stated = 1.0 if listening or not weight else weight
-        facts = RoundFacts(RoundKey(self.run, self.round, fragment), stated, stated)
-        contribution = self.rule.contribution(slow, fast, state, facts)
+        context = RoundContext(RoundKey(self.run, self.round, fragment), stated, stated)
+        contribution = self.rule.contribution(slow, fast, state, context)
         codec = self._codecs[fragment]
         tail = self._buffers if fragment == 0 else []
         if weight > 0:
-            wire = WithTail(codec, len(tail)) if tail else codec
+            wire = BufferTailCodec(codec, len(tail)) if tail else codec
             sent = 0.0 if listening else weight
-            handle: Handle = self.exchange.start(facts.key, [*contribution, *tail], sent, wire)
+            handle: Handle = self.exchange.start(context.key, [*contribution, *tail], sent, wire)
         else:
-            handle = Nobody()
+            handle = NoPartner()
             if isinstance(self.exchange, TellsAbsence):
-                self.exchange.absent(facts.key)
-        flight = Flight(handle, facts, contribution, self.steps, self.position, landed=weight == 0, listening=listening)
-        self._in_flight[fragment].append(flight)
+                self.exchange.absent(context.key)
+        in_flight = PendingExchange(
+            handle, context, contribution, self.steps, self.position, landed=weight == 0, listening=listening
+        )
+        self._in_flight[fragment].append(in_flight)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
-    def _flight_due(self, fragment: int, after: int | None) -> Flight | None:
+    def _flight_due(self, fragment: int, after: int | None) -> PendingExchange | None:
         return next((f for f in self._in_flight[fragment] if after is None or f.position == self.position - after), None)
 
     def _due(self, fragment: int, after: int | None) -> None:
@@ -244,40 +247,40 @@ class OuterOptimizer(OuterState):
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
-                self.rule.apply(slow, fast, [], state, RoundFacts(flights[-1].facts.key, members=0))
+                self.rule.apply(slow, fast, [], state, RoundContext(flights[-1].context.key, members=0))
             self._restart(self._parts[fragment])
 
     def _detach(self) -> None:
         """Copy what this step's contributions share with the staging buffers or the slow weights, before those change."""
-        just_sent = [flight for flights in self._in_flight.values() for flight in flights if flight.step == self.steps]
+        just_sent = [in_flight for flights in self._in_flight.values() for in_flight in flights if in_flight.step == self.steps]
         ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
-        for flight in just_sent:
-            flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in flight.contribution]
+        for in_flight in just_sent:
+            in_flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in in_flight.contribution]
 
     @torch.no_grad()
-    def _apply(self, fragment: int, flight: Flight) -> None:
-        flight.land(self._codecs[fragment])
-        lag, mean, part = self.steps - flight.step, flight.mean, self._parts[fragment]
+    def _apply(self, fragment: int, in_flight: PendingExchange) -> None:
+        in_flight.land(self._codecs[fragment])
+        lag, mean, part = self.steps - in_flight.step, in_flight.mean, self._parts[fragment]
         if lag > 0:
             self._detach()
             self._read_fast(part)
         slow, fast, state = self._of(fragment)
-        count, weight = len(flight.contribution), flight.facts.weight
+        count, weight = len(in_flight.contribution), in_flight.context.weight
         total, members = weight, 1
         if mean is not None:
             total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
-            if flight.listening and members < len(mean.members):  # where nobody has weight all count
+            if in_flight.listening and members < len(mean.members):  # where nobody has weight all count
                 weight = 0.0
-        facts = RoundFacts(flight.facts.key, weight, total, members, lag, flight.contribution)
-        tensors = flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
-        self.rule.apply(slow, fast, tensors, state, facts)
+        context = RoundContext(in_flight.context.key, weight, total, members, lag, in_flight.contribution)
+        tensors = in_flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
+        self.rule.apply(slow, fast, tensors, state, context)
         self._restart(part)
         if mean is not None and fragment == 0:
             assign(self._buffers, mean.tensors[count:])
         # Only now: had anything above raised, a second call would find the exchange still there.
-        self._in_flight[fragment].remove(flight)
-        self.applied[fragment] = facts.key.round
-        self._report(facts.key, mean, lag)
+        self._in_flight[fragment].remove(in_flight)
+        self.applied[fragment] = context.key.round
+        self._report(context.key, mean, lag)
 
     def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:
         if self.on_round is not None:
@@ -303,8 +306,8 @@ class OuterOptimizer(OuterState):
         and leave it in the model too. Gossip leaves the peers an ensemble; this makes the group equal. All must do it.
         """
         for fragment, flights in self._in_flight.items():
-            for flight in list(flights):
-                self._apply(fragment, flight)
+            for in_flight in list(flights):
+                self._apply(fragment, in_flight)
         if not average:
             return
         key = RoundKey(self.run, self.round, len(self._parts))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Codec, Shape
-from shoal.optim.codecs.state import Stateful, check_shapes, codec_state, fresh, in_place
+from shoal.optim.codecs.state import Stateful, codec_state, fresh
 from shoal.optim.outer.fsdp import local, reshard
-from shoal.optim.outer.in_flight import Flight
+from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.rules.base import START, Anchored, Rule, State, assign, kind_of, same_memory
 from shoal.optim.schedule.round_length import RoundLength
 from shoal.optim.schedule.schedule import Schedule
@@ -39,7 +39,7 @@ class OuterState(torch.optim.Optimizer):
     _rounding: dict[int, Tensor]
     _codecs: list[Codec]
     _sent_at: list[tuple[int, int]]
-    _in_flight: dict[int, list[Flight]]
+    _in_flight: dict[int, list[PendingExchange]]
     _model: nn.Module | None
 
     def _read_fast(self, part: Sequence[int]) -> None:
@@ -85,8 +85,8 @@ class OuterState(torch.optim.Optimizer):
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
         for fragment, flights in self._in_flight.items() if START in rule else ():
-            for flight in flights:
-                for index, motion in zip(self._parts[fragment], flight.contribution, strict=True):
+            for in_flight in flights:
+                for index, motion in zip(self._parts[fragment], in_flight.contribution, strict=True):
                     rule[START][index].add_(motion)
         return {
             "inner": self.inner.state_dict(),
@@ -154,7 +154,7 @@ class OuterState(torch.optim.Optimizer):
 
     def in_flight(self, fragment: int) -> list[int]:
         """The rounds in which a fragment was sent and not applied yet."""
-        return [flight.facts.key.round for flight in self._in_flight[fragment]]
+        return [in_flight.context.key.round for in_flight in self._in_flight[fragment]]
 
     @property
     def anchored(self) -> bool:
@@ -239,15 +239,31 @@ class OuterState(torch.optim.Optimizer):
 
     def _unsent(self, fragment: int) -> list[Tensor] | None:
         """The contribution whose exchange is under way."""
-        return next((flight.contribution for flight in self._in_flight[fragment] if not flight.landed), None)
+        return next((in_flight.contribution for in_flight in self._in_flight[fragment] if not in_flight.landed), None)
 
     def _drop(self, fragment: int, until: float = math.inf) -> None:
         """Forget what is in flight of a fragment from rounds up to ``until``."""
         flights = self._in_flight[fragment]
-        for flight in [flight for flight in flights if flight.facts.key.round <= until]:
-            flight.drop(self._codecs[fragment])
-            flights.remove(flight)
+        for in_flight in [in_flight for in_flight in flights if in_flight.context.key.round <= until]:
+            in_flight.drop(self._codecs[fragment])
+            flights.remove(in_flight)
 
 
 def _copied(tensor: Tensor, copy: bool) -> Tensor:
     return tensor.clone() if copy else tensor
+
+
+def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
+    """ValueError, naming the first difference."""
+    if len(theirs) != len(mine):
+        raise ValueError(f"{what} has {len(theirs)} tensors, this model has {len(mine)}")
+    for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
+        if their.shape != own.shape:
+            raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
+
+
+@torch.no_grad()
+def in_place(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Copy their values into mine, wherever they live."""
+    for own, their in zip(mine, theirs, strict=True):
+        own.copy_(their)

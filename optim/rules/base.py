@@ -25,7 +25,7 @@ again with the next one."""
 
 
 @dataclass(frozen=True)
-class RoundFacts:
+class RoundContext:
     """What a rule may know about the exchange that it prepares or applies."""
 
     key: RoundKey
@@ -54,12 +54,12 @@ class Rule(Protocol):
         """The state before the first round, for all parameters."""
         ...
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """The tensors whose mean the rule needs: some of those handed in, or fresh ones. Their shapes follow from the model's."""
         ...
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Advance ``slow`` and ``state``, and set ``fast`` to the weights that training goes on with.
 

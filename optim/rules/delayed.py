@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.optim.rules.base import START, RoundFacts, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.rules.base import START, RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 from shoal.optim.rules.diloco import outer_step
 from shoal.optim.rules.stability import warn_if_unstable
 
@@ -64,17 +64,17 @@ class CO2Rule:
             state["usual"] = [tensor.new_zeros(()) for tensor in slow]
         return state
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """The motion since the last contribution."""
         motion = pseudo_gradient(state[START], fast)
         assign(state[START], fast)
         return motion
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """One outer step; none as long as there is no mean."""
-        if facts.members == 0:
+        if context.members == 0:
             return
         gap = self._gap(mean, state)
         for index, (m, start, s, f, g) in enumerate(zip(state["momentum"], state[START], slow, fast, mean, strict=True)):
@@ -83,7 +83,7 @@ class CO2Rule:
                 m.clamp_(-self.clip, self.clip)
             s.sub_(m, alpha=self.lr)
             if self.keep:
-                correction = facts.sent[index] - self.lr * m
+                correction = context.sent[index] - self.lr * m
                 f.add_(correction)
                 start.add_(correction)
             else:
@@ -139,28 +139,28 @@ class EagerRule:
         state["share"] = [tensor.new_ones(()) for tensor in slow]
         return state | ({"momentum": zeros(slow)} if self.momentum else {})
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """The motion since the last outer step."""
         return pseudo_gradient(state[START], fast)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """One outer step. When the mean is not late, all motion is in it and nothing is applied in advance."""
-        if facts.members > 0:
+        if context.members > 0:
             for share in state["share"]:
-                share.fill_(facts.share)
-            if facts.lag > 0:
-                warn_if_unstable(self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(facts.share, 2))
+                share.fill_(context.share)
+            if context.lag > 0:
+                warn_if_unstable(self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(context.share, 2))
         gradients = []
         for index, (e, share) in enumerate(zip(state["eager"], state["share"], strict=True)):
             g = -e
-            if facts.members == 0 or facts.lag > 0:
+            if context.members == 0 or context.lag > 0:
                 e.copy_((state[START][index] - fast[index]) * share)
                 g.add_(e)
             else:
                 e.zero_()
-            gradients.append(g if facts.members == 0 else g.add_(mean[index]))
+            gradients.append(g if context.members == 0 else g.add_(mean[index]))
         outer_step(slow, gradients, state, self.lr, self.momentum, self.nesterov)
         assign(fast, slow)
         assign(state[START], slow)

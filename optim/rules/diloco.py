@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.optim.rules.base import RoundFacts, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class DiLoCoRule:
         """Momentum 0; no buffer without momentum."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """The pseudo-gradients."""
         return pseudo_gradient(slow, fast)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """One outer step."""
         outer_step(slow, mean, state, self.lr, self.momentum, self.nesterov)
@@ -113,23 +113,23 @@ class DecoupledRule:
         """As DiLoCo's."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """Unit vectors (the pseudo-gradient itself where plain), then one scalar length for each."""
         gradients = pseudo_gradient(slow, fast)
         lengths = [torch.linalg.vector_norm(g) for g in gradients]
         for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
-            if (facts.key.fragment, position) not in self.plain and length > 0:
+            if (context.key.fragment, position) not in self.plain and length > 0:
                 g.div_(length)
         return gradients + lengths
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """One outer step."""
         count = len(slow)
         merged = rda(mean[:count], mean[count:])
         for position in range(count):
-            if (facts.key.fragment, position) in self.plain:
+            if (context.key.fragment, position) in self.plain:
                 merged[position] = mean[position]
         outer_step(slow, merged, state, self.lr, self.momentum, nesterov=True)
         assign(fast, slow)

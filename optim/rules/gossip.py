@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.optim.rules.base import RoundFacts, Rule, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.rules.base import RoundContext, Rule, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 
 __all__ = ["GASLoCRule", "LocalSGDRule", "NoLoCoRule", "Rule", "State"]
 
@@ -21,8 +21,8 @@ def _divided(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
     return list(tensors) if weight == 1.0 else [tensor / weight for tensor in tensors]
 
 
-def _mean_weight(facts: RoundFacts) -> float:
-    return facts.total / max(facts.members, 1)
+def _mean_weight(context: RoundContext) -> float:
+    return context.total / max(context.members, 1)
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class NoLoCoRule:
         """Momentum 0."""
         return {"momentum": zeros(slow)}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """``fast`` in the one-tensor form, else the pseudo-gradients followed by ``slow`` (divided by the own weight)."""
         if self.sends_weights_only:
             return list(fast)
-        return pseudo_gradient(slow, fast) + _divided(slow, facts.weight)
+        return pseudo_gradient(slow, fast) + _divided(slow, context.weight)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """One outer step."""
         velocity = state["momentum"]
@@ -92,10 +92,10 @@ class NoLoCoRule:
                 v.mul_(self.momentum).add_(s - mean_fast, alpha=self.lr)
                 s.sub_(v)
         else:
-            count, scale = len(slow), _mean_weight(facts)
+            count, scale = len(slow), _mean_weight(context)
             for v, s, g, mean_slow in zip(velocity, slow, mean[:count], mean[count:], strict=True):
                 v.mul_(self.momentum).add_(g, alpha=self.lr)
-                if facts.members > 1 or facts.weight == 0:  # alone nothing pulls, and rounding must not either
+                if context.members > 1 or context.weight == 0:  # alone nothing pulls, and rounding must not either
                     v.add_(s - mean_slow * scale, alpha=self.gamma)
                 s.sub_(v)
         assign(fast, slow)
@@ -109,12 +109,12 @@ class LocalSGDRule:
         """Nothing to remember."""
         return {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """The fast weights."""
         return list(fast)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Replace slow and fast by the mean."""
         assign(slow, mean)
@@ -148,15 +148,15 @@ class GASLoCRule:
         """``offset``: slow minus the last u."""
         return {"offset": zeros(slow)}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """u, divided by the own weight."""
-        return _divided([s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)], facts.weight)
+        return _divided([s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)], context.weight)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """One outer step."""
-        scale = _mean_weight(facts)
+        scale = _mean_weight(context)
         for offset, s, f, mean_u in zip(state["offset"], slow, fast, mean, strict=True):
             u = s.lerp(f, self.lr)
             offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.rules.base import RoundFacts, State, assign
+from shoal.optim.rules.base import RoundContext, State, assign
 
 MASK_32 = 0xFFFFFFFF
 
@@ -63,20 +63,20 @@ class SpartaRule:
         """Nothing to remember."""
         return {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, facts: RoundFacts) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """One flat tensor of the chosen values."""
-        return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, facts.key), strict=True)])]
+        return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context.key), strict=True)])]
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, facts: RoundFacts
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Replace (or, when late, shift) the chosen values."""
-        places = self._places(fast, facts.key)
+        places = self._places(fast, context.key)
         sizes = [at.numel() for at in places]
-        sent = torch.split(facts.sent[0], sizes)
+        sent = torch.split(context.sent[0], sizes)
         for f, at, theirs, own in zip(fast, places, torch.split(mean[0], sizes), sent, strict=True):
             flat = f.view(-1)
-            flat[at] = theirs if facts.lag == 0 else flat[at] + (theirs - own)
+            flat[at] = theirs if context.lag == 0 else flat[at] + (theirs - own)
         assign(slow, fast)
 
     def _places(self, tensors: Sequence[Tensor], key: RoundKey) -> list[Tensor]:

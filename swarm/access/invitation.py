@@ -75,7 +75,7 @@ class Admission(Message):
 
 
 @dataclass(frozen=True)
-class Entry:
+class AdmittedBy:
     """An admission that was found right, but for its date and for others who came by the same invitation."""
 
     id: bytes
@@ -84,9 +84,7 @@ class Entry:
     uses: int
 
 
-def issue(
-    identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: str | None = None, now: float | None = None
-) -> str:
+def issue(identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: str | None = None, now: float | None = None) -> str:
     """The text of an invitation by ``identity``, for a link; good for ``lives`` seconds.
 
     ``uses``: how many peers may be in by it at a time. ``peer``: the only one who may. Raises ValueError for what makes no sense.
@@ -124,7 +122,7 @@ def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)  # every record of a member shows the same one
-def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> Entry | str:
+def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | str:
     """The entry that ``peer`` shows, or one sentence that says why it is none. Whether it is expired is `expiry`'s to say."""
     if not shown:
         return f"it has no invitation to this swarm, which is by invitation only: {ASK}."
@@ -140,15 +138,15 @@ def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> Entry | str:
     if invitation.key is None:
         if invitation.peer != peer:
             return f"its invitation is for peer {invitation.peer}, not for {peer}: use that one's key file (--identity), or {ASK}."
-        return Entry(invitation.id, 0.0, invitation.expires, 1)
+        return AdmittedBy(invitation.id, 0.0, invitation.expires, 1)
     if not verify(invitation.key, _CONTEXT, _entry(found.invitation, peer, found.since), found.signature):
         return f"its invitation was used by another peer, not by {peer}: {ASK}."
     if found.since < invitation.issued:
         return f"its invitation was used before it was made: set the clock by NTP, or {ASK}."
-    return Entry(invitation.id, found.since, invitation.expires, invitation.uses)
+    return AdmittedBy(invitation.id, found.since, invitation.expires, invitation.uses)
 
 
-def expiry(entry: Entry, now: float) -> str:
+def expiry(entry: AdmittedBy, now: float) -> str:
     """One sentence if the invitation has expired at ``now``, Unix seconds; else nothing."""
     if now <= entry.expires + CLOCK:
         return ""

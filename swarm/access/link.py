@@ -97,9 +97,7 @@ class Link:
         if not self.bootstrap:
             raise LinkError(f"The link names no peer to join through (?peer=…): {AGAIN}.")
         if len(self.bootstrap) > MAX_ADDRESSES:
-            raise LinkError(
-                f"The link holds {len(self.bootstrap)} addresses, at most {MAX_ADDRESSES} are allowed: remove some."
-            )
+            raise LinkError(f"The link holds {len(self.bootstrap)} addresses, at most {MAX_ADDRESSES} are allowed: remove some.")
         for address in self.bootstrap:
             if problem := address_problem(address):
                 raise LinkError(f"The address {_quoted(address)} in the link is malformed, {problem}: {AGAIN}.")

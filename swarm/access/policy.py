@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.swarm.access.invitation import ASK, Entry, entry_of, expiry
+from shoal.swarm.access.invitation import ASK, AdmittedBy, entry_of, expiry
 from shoal.swarm.errors import AdmissionError
 
 MAX_GUESTS = 4096  # peers of which is noted how they came in; who was heard of longest ago gives way
@@ -23,7 +23,7 @@ SOON_S = 3600.0  # seconds before the own invitation expires at which that is to
 
 
 @dataclass(frozen=True)
-class Lists:
+class PeerLists:
     """Peer ids of the node's own choice: ``deny`` is never met; if there is an ``allow``, nobody else is."""
 
     allow: frozenset[str] = frozenset()
@@ -31,13 +31,13 @@ class Lists:
 
 
 @dataclass
-class _Guest:
+class _PeerState:
     shown: bytes
-    entry: Entry
+    entry: AdmittedBy
     heard: float  # Unix seconds, or LEFT
 
 
-class Door:
+class AccessPolicy:
     """The door of the node ``me``. For any thread; touches no network.
 
     ``creator``: whose invitations count in ``swarm``; None: the swarm is open to all. ``ticket``: the packed admission that this
@@ -48,17 +48,17 @@ class Door:
         self,
         me: str = "",
         *,
-        lists: Lists | None = None,
+        lists: PeerLists | None = None,
         swarm: str = "",
         creator: str | None = None,
         ticket: bytes = b"",
         ttl: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.me, self.lists, self.ticket = me, lists or Lists(), ticket
+        self.me, self.lists, self.ticket = me, lists or PeerLists(), ticket
         self._swarm, self._creator, self._ttl, self._clock = swarm, creator, ttl, clock
         self._lock = threading.Lock()
-        self._guests: OrderedDict[str, _Guest] = OrderedDict()
+        self._guests: OrderedDict[str, _PeerState] = OrderedDict()
         self._by_invitation: dict[bytes, set[str]] = {}
         self._first: dict[bytes, tuple[float, list[tuple[float, str]]]] = {}  # invitation -> when counted, who is in
         self._told = ""
@@ -72,13 +72,13 @@ class Door:
         """Whether the node's user wants nothing to do with ``peer``."""
         return peer != self.me and peer in self.lists.deny
 
-    def bars(self, peer: str) -> bool:
+    def blocks(self, peer: str) -> bool:
         """As ``denies``, or there is a list of those allowed, and it is not on it."""
         return self.denies(peer) or (bool(self.lists.allow) and peer not in self.lists.allow and peer != self.me)
 
     def refusal(self, peer: str, shown: bytes) -> str:
         """Note that ``peer`` is here and shows this admission; why it may not come in, as one sentence, or nothing."""
-        if self.bars(peer):
+        if self.blocks(peer):
             return "this node's user does not want to meet it."
         return self._note(peer, shown, self._clock())
 
@@ -89,11 +89,11 @@ class Door:
         """
         return not self._note(peer, shown, issued if here else LEFT, judge=False)
 
-    def lets_in(self, peer: str) -> bool:
+    def admits(self, peer: str) -> bool:
         """Whether ``peer`` may come in, by all that is known of it now."""
         if peer == self.me:
             return True
-        if self.bars(peer):
+        if self.blocks(peer):
             return False
         if self._creator is None or peer == self._creator:
             return True
@@ -111,7 +111,7 @@ class Door:
         if self._creator in (None, self.me):
             return ""
         entry = entry_of(self.ticket, self.me, self._swarm, str(self._creator))
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, AdmittedBy):
             return ""
         now = self._clock()
         line = expiry(entry, now)
@@ -141,7 +141,7 @@ class Door:
             guest = self._guests.get(peer)
             if guest is None or guest.shown != shown:
                 self._forget(peer)
-                guest = self._guests[peer] = _Guest(shown, entry, heard)
+                guest = self._guests[peer] = _PeerState(shown, entry, heard)
                 self._by_invitation.setdefault(entry.id, set()).add(peer)
                 self._first.pop(entry.id, None)
             elif heard == LEFT or guest.heard < now - self._ttl:
@@ -153,7 +153,7 @@ class Door:
             ahead = self._ahead(peer, guest, now) if judge else ""
         return f"its invitation, for {entry.uses}, is used by peer {ahead} already: {ASK}." if ahead else ""
 
-    def _ahead(self, peer: str, guest: _Guest, now: float) -> str:
+    def _ahead(self, peer: str, guest: _PeerState, now: float) -> str:
         """The last of those who fill all places of the guest's invitation before it; nothing if one is left."""
         when, first = self._first.get(guest.entry.id, (0.0, []))
         if not first or not 0 <= now - when < FRESH_S:  # asked for every member each time: not counted anew each time

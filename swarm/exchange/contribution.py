@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.robust import TRUSTING, Defence
-from shoal.swarm.exchange.handle import Decision
-from shoal.swarm.exchange.stats import Health, Problem
+from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
+from shoal.swarm.exchange.handle import CommitState
+from shoal.swarm.exchange.stats import ExchangeStats, Problem
 from shoal.swarm.wire.digest import digest
-from shoal.swarm.wire.member import Offer
+from shoal.swarm.wire.pair import Offer
 
 BARRED = "this node has banned its caller for a while, for what it said in verification"
 
@@ -29,11 +29,11 @@ class Contribution:
     codec: Codec
     weight: float
     sha256: bytes
-    decision: Decision[Any] = field(default_factory=lambda: Decision())
+    decision: CommitState[Any] = field(default_factory=lambda: CommitState())
     """Kept when the contribution moves to another round: it is decided once."""
-    defence: Defence = TRUSTING
+    defence: UpdateScreen = TRUSTING
     """What this node makes of the others' contributions to the round."""
-    health: Health = field(default_factory=Health)
+    stats: ExchangeStats = field(default_factory=ExchangeStats)
     """Where this node counts how its exchanges go."""
 
     def view(self) -> memoryview:
@@ -73,8 +73,8 @@ def contribution(
     tensors: Sequence[Tensor],
     weight: float,
     codec: Codec,
-    defence: Defence = TRUSTING,
-    health: Health | None = None,
+    defence: UpdateScreen = TRUSTING,
+    stats: ExchangeStats | None = None,
 ) -> Contribution:
     """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
     if key.run != swarm:
@@ -82,7 +82,7 @@ def contribution(
     payload = codec.encode(tensors)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     sha256 = digest(payload.numpy().data)
-    return Contribution(key, payload, shapes, codec, float(weight), sha256, defence=defence, health=health or Health())
+    return Contribution(key, payload, shapes, codec, float(weight), sha256, defence=defence, stats=stats or ExchangeStats())
 
 
 def finite(tensors: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.stats import Health
+from shoal.swarm.exchange.stats import ExchangeStats
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 @dataclass
-class Decision(Generic[R]):
+class CommitState(Generic[R]):
     """What became of a contribution; written in the host's loop only, in one assignment, and never twice."""
 
     received: R | None = None
@@ -32,22 +32,22 @@ class Decision(Generic[R]):
     """The training thread has gone on alone: nothing may be committed any more."""
 
 
-class Counter(Protocol):
+class RoundCounter(Protocol):
     """Whatever knows the round that a node is in."""
 
     next_round: int
 
 
-class Waiter:
+class ExchangeBase:
     """What the rounds of one exchange share: which is next, how long the training thread may wait for them, and how long it did."""
 
-    def __init__(self, host: Host, counter: Counter, limit: float) -> None:
+    def __init__(self, host: Host, counter: RoundCounter, limit: float) -> None:
         self.host = host
         self._counter = counter
         self.limit = limit
         """Seconds that one round can take at most."""
         self.until = float("inf")
-        self.health = Health()
+        self.stats = ExchangeStats()
         """How its exchanges went."""
         self.waited = 0.0
         """Seconds that the calling thread was blocked here, in all."""
@@ -66,11 +66,11 @@ class Waiter:
         self.until = time.monotonic() + seconds
 
 
-class SwarmHandle(Generic[R]):
+class ExchangeHandle(Generic[R]):
     """One round in flight: ``work`` runs on the host's loop and leaves its outcome in ``decision``."""
 
     def __init__(
-        self, waiter: Waiter, decision: Decision[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
+        self, waiter: ExchangeBase, decision: CommitState[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
     ) -> None:
         self._waiter, self._decision, self._make = waiter, decision, mean
         self._future: concurrent.futures.Future[R | None] = waiter.host.submit(work)
@@ -126,6 +126,6 @@ class SwarmHandle(Generic[R]):
             self._decision.closed = True
 
 
-async def _close(decision: Decision[Any]) -> None:
+async def _close(decision: CommitState[Any]) -> None:
     """In the loop, so that it comes either before the commit, which then does not happen, or after it."""
     decision.closed = True

@@ -1,6 +1,6 @@
 """How a node defends itself against updates that are well formed and hostile: what lies too far away is refused, the rest clipped.
 
-**Suspicion** (``outer.suspect``, off unless it is given, because of newcomers, below). A contribution is refused if it lies more
+**Rejection** (``outer.suspect``, off unless it is given, because of newcomers, below). A contribution is refused if it lies more
 than ``suspect`` times as far from the own one as the last 8 did in the median. Refused means that the exchange does not count: a
 pair goes apart, each with its own step whole, and a group goes on without that member. What must not be refused is an honest peer:
 
@@ -44,8 +44,7 @@ from typing import Literal
 from torch import Tensor
 
 from shoal.optim.exchange.base import Mean, RoundKey, weighted_mean
-from shoal.optim.exchange.robust import Contributions
-from shoal.optim.exchange.robust_aggregation import GRID, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
 FIRST, LAST = 5, 16  # distances known before any contribution is clipped, and kept in mind for it
@@ -57,7 +56,7 @@ REMEMBERED = 1024  # radii and refusals
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class RejectedUpdate:
     """A contribution that was refused for its distance."""
 
     key: RoundKey
@@ -69,7 +68,7 @@ class Suspicion:
         return f"it is suspicious, {self.distance / self.bound:.3g} times as far from this node's as may be"
 
 
-class Watch:
+class UpdateScreen:
     """An ``optim.defence.Defence``.
 
     Args:
@@ -97,7 +96,7 @@ class Watch:
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
         self._radius: OrderedDict[tuple[int, str], tuple[float, float]] = OrderedDict()
-        self._suspicions: OrderedDict[tuple[RoundKey, str], Suspicion] = OrderedDict()
+        self._suspicions: OrderedDict[tuple[RoundKey, str], RejectedUpdate] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -116,7 +115,7 @@ class Watch:
             suspicion = self._judge(key, peer, distance, norm)
         return None if suspicion is None else str(suspicion)
 
-    def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> Suspicion | None:
+    def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> RejectedUpdate | None:
         seen = self._seen[key.fragment]
         usual = median(list(seen)[-RECENT:]) if len(seen) >= LEAST else math.inf
         bound = self._bound(usual, norm)
@@ -129,7 +128,7 @@ class Watch:
             seen.append(WIDER * usual if math.isfinite(usual) else norm)
         if not self.suspect or distance <= bound:
             return None
-        suspicion = self._suspicions[key, peer] = Suspicion(key, peer, distance, bound)
+        suspicion = self._suspicions[key, peer] = RejectedUpdate(key, peer, distance, bound)
         while len(self._suspicions) > REMEMBERED:
             self._suspicions.popitem(last=False)
         return suspicion
@@ -167,7 +166,7 @@ class Watch:
         with self._lock:
             self._seen.clear()
 
-    def suspicions(self) -> list[Suspicion]:
+    def suspicions(self) -> list[RejectedUpdate]:
         """Those since the last call."""
         with self._lock:
             found = list(self._suspicions.values())

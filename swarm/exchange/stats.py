@@ -49,7 +49,7 @@ def kind_of(error: NetworkError | MessageError) -> Failure:
     return "broken" if isinstance(error, NetworkError) else "damaged"
 
 
-class Health:
+class ExchangeStats:
     """Counts the exchanges of one node; for any thread."""
 
     def __init__(self) -> None:

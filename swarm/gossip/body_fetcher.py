@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip.body_store import Shelf
-from shoal.swarm.gossip.bounded_queue import Mailbox
-from shoal.swarm.gossip.envelope import Encoding, Notice
+from shoal.swarm.gossip.body_store import BodyStore
+from shoal.swarm.gossip.bounded_queue import BoundedQueue
+from shoal.swarm.gossip.envelope import BodyAnnouncement, Encoding
 from shoal.swarm.p2p.stream import short
 
 log = logging.getLogger(__name__)
@@ -28,21 +28,21 @@ Fetched = Callable[[str, Encoding, int, bytes], Awaitable[None]]
 
 @dataclass
 class _Wanted:
-    notice: Notice
+    notice: BodyAnnouncement
     publisher: str
     holders: list[str]
 
 
-class Fetching:
+class BodyFetcher:
     """``fetched`` gets each whole body, with its publisher; ``failed`` the reason why one was not had."""
 
-    def __init__(self, shelf: Shelf, fetched: Fetched, failed: Callable[[str], None], fetch_s: float = FETCH_S) -> None:
-        self._shelf, self._fetched, self._failed, self._fetch_s = shelf, fetched, failed, fetch_s
-        self._waiting: Mailbox[tuple[bytes, int, int, str]] = Mailbox(MAX_WAITING, MAX_WAITING)
+    def __init__(self, body_store: BodyStore, fetched: Fetched, failed: Callable[[str], None], fetch_s: float = FETCH_S) -> None:
+        self._shelf, self._fetched, self._failed, self._fetch_s = body_store, fetched, failed, fetch_s
+        self._waiting: BoundedQueue[tuple[bytes, int, int, str]] = BoundedQueue(MAX_WAITING, MAX_WAITING)
         self._wanted: dict[tuple[bytes, int, int, str], _Wanted] = {}
         self._of: Counter[str] = Counter()  # publisher -> its bodies in _wanted
 
-    def want(self, publisher: str, notice: Notice) -> None:
+    def want(self, publisher: str, notice: BodyAnnouncement) -> None:
         """Fetch what ``notice`` announces, one after the other in the order of arrival. Never waits.
 
         Raises MessageError if that is under way already (reason ``replayed``: the announcer becomes one more peer to ask) or if

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import BodyReply, BodyRequest
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import pack, unpack
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ CHUNK_S = 5.0  # seconds for one small message, or without a byte
 SERVE_S = 60.0  # seconds in which a body must be taken
 
 
-class Shelf:
+class BodyStore:
     """What this node can hand out: the newest ``bodies`` bodies, at most ``nbytes`` bytes. Coroutines are for the host's loop.
 
     ``addresses``: where a peer is reached, as far as known. ``protocol``: each shelf of a host has its own. ``quota``: what one
@@ -41,11 +41,11 @@ class Shelf:
         protocol: str = BODY_PROTOCOL,
         bodies: int = MAX_BODIES,
         nbytes: int = MAX_SHELF,
-        quota: Quota | None = None,
+        quota: RateLimit | None = None,
     ) -> None:
         self._host, self._swarm, self._addresses, self._protocol = host, swarm, addresses, protocol
         self._max_bodies, self._max_bytes = bodies, nbytes
-        self._quotas = None if quota is None else Quotas(quota)
+        self._quotas = None if quota is None else TokenBuckets(quota)
         self._lock = threading.Lock()
         self._bodies: OrderedDict[bytes, bytes] = OrderedDict()
         host.serve(protocol, self._answer)

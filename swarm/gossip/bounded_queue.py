@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
+class BoundedQueue(Generic[T]):
     """First in, first out, at most ``items`` items and ``nbytes`` bytes."""
 
     def __init__(self, items: int, nbytes: int) -> None:

@@ -20,7 +20,7 @@ Encoding = Literal["plain", "zlib"]
 LEVEL = 6  # of zlib: text of 256 KiB takes some 10 ms
 
 
-class Parcel(Message):
+class GossipEnvelope(Message):
     """One gossiped message: ``body`` is a sealed record of ``size`` bytes, or what zlib makes of it."""
 
     KIND, LIMIT = "parcel", MAX_MESSAGE
@@ -30,7 +30,7 @@ class Parcel(Message):
     body: bytes
 
 
-class Notice(Message):
+class BodyAnnouncement(Message):
     """Announces a record too large to be gossiped. ``peer`` hands out the ``nbytes`` bytes of its body; ``size`` as in a parcel."""
 
     KIND, AUTHOR = "notice", "peer"
@@ -94,13 +94,13 @@ def make_parcel(swarm: str, body: Body) -> bytes | None:
     """The bytes to gossip, or None if they would be too many."""
     if len(body.data) > MAX_MESSAGE - KIB // 2:
         return None
-    return pack(Parcel(swarm=swarm, encoding=body.encoding, size=body.size, body=body.data))
+    return pack(GossipEnvelope(swarm=swarm, encoding=body.encoding, size=body.size, body=body.data))
 
 
-def make_notice(swarm: str, body: Body, identity: Identity) -> tuple[Notice, bytes]:
+def make_notice(swarm: str, body: Body, identity: Identity) -> tuple[BodyAnnouncement, bytes]:
     """The notice of a body that has to be fetched, and the bytes to gossip."""
     digest = hashlib.sha256(body.data).digest()
-    notice = Notice(
+    notice = BodyAnnouncement(
         swarm=swarm,
         peer=identity.peer_id,
         encoding=body.encoding,
@@ -113,12 +113,12 @@ def make_notice(swarm: str, body: Body, identity: Identity) -> tuple[Notice, byt
     return notice, parcel
 
 
-def open_parcel(data: bytes, swarm: str, limit: int) -> Parcel:
+def open_parcel(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
     """The parcel in ``data``, whose record claims at most ``limit`` bytes. Cheap: nothing is decompressed or verified yet.
 
     Raises MessageError and nothing else.
     """
-    parcel = unpack(data, Parcel)
+    parcel = unpack(data, GossipEnvelope)
     if parcel.swarm != swarm:
         raise MessageError("A parcel of another swarm was refused.", "foreign-swarm")
     check_size(parcel.size, len(parcel.body), limit)
@@ -163,4 +163,4 @@ def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Op
 
 def room_for(kind: type[Message]) -> int:
     """Bytes that a sealed record of ``kind`` has at most."""
-    return max(kind.LIMIT, Notice.LIMIT) + ENVELOPE
+    return max(kind.LIMIT, BodyAnnouncement.LIMIT) + ENVELOPE

@@ -36,17 +36,17 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from blake3 import blake3
 
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope as parcels
-from shoal.swarm.gossip.body_fetcher import FETCH_S, Fetching
-from shoal.swarm.gossip.body_store import MAX_SHELF, Shelf
-from shoal.swarm.gossip.bounded_queue import Mailbox
-from shoal.swarm.gossip.envelope import Body, Encoding, Notice, Opened, Parcel, topic_of
-from shoal.swarm.gossip.lru_set import Seen
+from shoal.swarm.gossip.body_fetcher import FETCH_S, BodyFetcher
+from shoal.swarm.gossip.body_store import MAX_SHELF, BodyStore
+from shoal.swarm.gossip.bounded_queue import BoundedQueue
+from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, Encoding, GossipEnvelope, Opened, topic_of
+from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.counters import Tally
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
 
 if TYPE_CHECKING:
@@ -79,17 +79,17 @@ class Gossip:
         *,
         addresses: Callable[[str], Sequence[str]] = lambda peer: (),
         fetch_s: float = FETCH_S,
-        door: Door | None = None,
+        access_policy: AccessPolicy | None = None,
         look: Callable[[], None] = lambda: None,
-        shelf: int = MAX_SHELF,
+        body_store: int = MAX_SHELF,
     ) -> None:
-        self.door, self.look = door or Door(), look
+        self.access_policy, self.look = access_policy or AccessPolicy(), look
         self.host, self.identity, self.swarm, self.fetch_s = host, identity, swarm, fetch_s
-        self.shelf = Shelf(host, swarm, addresses, nbytes=shelf)
+        self.body_store = BodyStore(host, swarm, addresses, nbytes=body_store)
         self._topics: list[Topic[Any]] = []
 
     def join(
-        self, kind: type[M], handler: Handler[M] | None, quota: Quota | None = None, inbox: tuple[int, int] = INBOX
+        self, kind: type[M], handler: Handler[M] | None, quota: RateLimit | None = None, inbox: tuple[int, int] = INBOX
     ) -> Topic[M]:
         """Take part in the topic of ``kind`` from now on.
 
@@ -98,7 +98,7 @@ class Gossip:
         dropped unopened. ``quota`` bounds each publisher; ``inbox`` the messages, and their bytes, that wait to be opened: what
         comes beyond it costs the oldest of them.
         """
-        topic = Topic(self, kind, handler, quota or Quota(), inbox)
+        topic = Topic(self, kind, handler, quota or RateLimit(), inbox)
         self._topics.append(topic)
         return topic
 
@@ -118,19 +118,19 @@ class Gossip:
 class Topic(Generic[M]):
     """One kind of record; see `Gossip.join`. ``tally`` counts ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
 
-    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M] | None, quota: Quota, inbox: tuple[int, int]) -> None:
+    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M] | None, quota: RateLimit, inbox: tuple[int, int]) -> None:
         self.name = topic_of(gossip.swarm, kind)
-        self.tally = Tally()
+        self.tally = Counters()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
         self._kind, self._handler = kind, handler
-        self._door, self._look = gossip.door, gossip.look
+        self._access_policy, self._look = gossip.access_policy, gossip.look
         self._room = parcels.room_for(kind)
-        self._shelf = gossip.shelf
-        self._fetching = Fetching(gossip.shelf, self._fetched, self.tally.reject, gossip.fetch_s)
-        self._quotas = Quotas(quota)
-        self._seen = Seen(REMEMBERED)
-        self._inbox: Mailbox[tuple[str, Parcel]] = Mailbox(*inbox)
-        self._outbox: Mailbox[M] = Mailbox(*OUTBOX)
+        self._shelf = gossip.body_store
+        self._fetching = BodyFetcher(gossip.body_store, self._fetched, self.tally.reject, gossip.fetch_s)
+        self._quotas = TokenBuckets(quota)
+        self._seen = LRUSet(REMEMBERED)
+        self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
+        self._outbox: BoundedQueue[M] = BoundedQueue(*OUTBOX)
         self._up = asyncio.Event()  # while this node is subscribed
         self._running: Future[None] = self._host.submit(self._run())
 
@@ -206,7 +206,7 @@ class Topic(Generic[M]):
         self.tally.reject("overflow", len(self._inbox.put((publisher, parcel), len(data))))
 
     def _welcome(self, peer: str) -> None:
-        if not self._door.lets_in(peer):
+        if not self._access_policy.admits(peer):
             self._look()  # it may be a newcomer, whose record was not read yet
             raise MessageError("A message was refused: this node does not meet its publisher or author.", "unwelcome")
 
@@ -217,7 +217,7 @@ class Topic(Generic[M]):
     async def _open(self) -> None:
         while True:
             publisher, parcel = await self._inbox.get()
-            opened = await self._opened(parcel.encoding, parcel.size, parcel.body, self._kind, Notice)
+            opened = await self._opened(parcel.encoding, parcel.size, parcel.body, self._kind, BodyAnnouncement)
             if opened is not None:
                 self._guarded(self._deliver, publisher, opened)
 
@@ -240,7 +240,7 @@ class Topic(Generic[M]):
     def _deliver(self, publisher: str, opened: Opened) -> None:
         if opened.author == self._identity.peer_id or opened.content in self._seen:
             raise MessageError("A record was refused: it was there before.", "replayed")
-        if isinstance(opened.message, Notice):
+        if isinstance(opened.message, BodyAnnouncement):
             self._announced(publisher, opened.message)
             self._seen.add(opened.content)  # only now: one publisher's quota must not keep the next one's copy out
             return
@@ -250,7 +250,7 @@ class Topic(Generic[M]):
             self._handler(opened.author, cast(M, opened.message))
         self.tally.add("accepted")
 
-    def _announced(self, publisher: str, notice: Notice) -> None:
+    def _announced(self, publisher: str, notice: BodyAnnouncement) -> None:
         if notice.swarm != self._swarm:
             raise MessageError("A notice of another swarm was refused.", "foreign-swarm")
         parcels.check_size(notice.size, notice.nbytes, self._room)

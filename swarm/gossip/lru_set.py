@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 
-class Seen:
+class LRUSet:
     """The newest ``limit`` things; older ones are forgotten. Not for several threads at once."""
 
     def __init__(self, limit: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest.round_setting import RoundSetting
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.manifest.verify import StretchTerms, Terms, VerifySettings
 from shoal.swarm.wire.envelope import peek
 from shoal.swarm.wire.member import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unseal
@@ -17,7 +17,6 @@ from shoal.swarm.wire.member import KIB, MAX_COUNT, Digest, Label, Message, Peer
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
@@ -31,180 +30,6 @@ def _option(value: object) -> object:
 
 
 Option = Annotated[int | float | str | bool, BeforeValidator(_option)]
-
-
-class OuterSettings(BaseModel):
-    """The outer optimizer: how often peers exchange, and what they do with the mean.
-
-    A knob that is None has the method's own default (optim/methods.py, ``optim.METHODS``), which ``resolved`` writes down; one that
-    the method does not have is refused.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    method: Literal[
-        "noloco", "local", "gasloc", "none", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta"
-    ] = Field(
-        default="noloco",
-        description="Outer optimizer: noloco, local or gasloc (averages with one random partner), diloco, diloco-hb, streaming, "
-        "decoupled, eager, co2, sparseloco or sparta (averages over everyone), or none (trains alone).",
-    )
-    every: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="Inner steps in a round, between two exchanges of the same weights."
-    )
-    round: RoundSetting = Field(
-        default="steps",
-        description="Length of a round: steps (as many as every says), tokens:N, seconds:S, or seconds:auto (so that the slowest "
-        "useful peer makes 10 steps). Seconds need clocks that agree to much less than wait_s.",
-    )
-    lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
-    momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
-    pull: float | None = Field(
-        default=None, ge=0, le=10, description="noloco: pull towards the partner's slow weights; not given, it equals lr."
-    )
-    fragments: int | None = Field(
-        default=None, ge=1, le=1024, description="streaming, decoupled: parts of the model, by layer, sent one after another."
-    )
-    lag: int | None = Field(
-        default=None, ge=0, le=1_000_000, description="streaming, decoupled: inner steps between sending a part and applying it."
-    )
-    mix: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="streaming: how much of the fast weights stays when a mean comes; gasloc: how much of the mean is taken.",
-    )
-    penalty: float | None = Field(
-        default=None, ge=1, le=1e6, description="co2: what a stale mean is divided by; not given, it follows the gap."
-    )
-    clip: float | None = Field(default=None, gt=0, le=1e9, description="co2: largest absolute value in the outer momentum.")
-    part: float | None = Field(default=None, gt=0, le=1, description="sparta: part of the weights that is averaged each time.")
-    weights: Literal["equal", "tokens", "rate"] | None = Field(
-        default=None,
-        description="How much a peer counts in the mean: equal, tokens, or rate (tokens times tokens over steps).",
-    )
-    buffers: Literal["ignore", "average"] = Field(
-        default="ignore", description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average)."
-    )
-    codec: str | None = Field(
-        default=None,
-        max_length=64,
-        description="Number format on the wire: float32, float16, bfloat16, int8, and for methods that send pseudo-gradients e3m0, "
-        "topk2, sign or auto:BITS, each also with +ef or +ef:BETA (error feedback).",
-    )
-    finish: Literal["none", "average"] = Field(
-        default="none",
-        description="After the last step: none, or average (the mean of the slow weights once more, left in the model).",
-    )
-    wait_s: Seconds = Field(
-        default=10.0, description="Seconds that a node waits for a partner in one round before it goes on alone."
-    )
-    chunk_timeout_s: Seconds = Field(
-        default=5.0, description="Seconds without any byte after which an exchange is given up."
-    )
-    exchange_timeout_s: Seconds = Field(default=120.0, description="Seconds that one whole exchange may take.")
-    quorum: int = Field(
-        default=0, ge=0, le=65_536, description="Averages over everyone: peers that are enough to begin with; 0: all in view."
-    )
-    grace_s: Seconds = Field(
-        default=2.0, description="Averages over everyone: seconds that a group waits for the others once it has its quorum."
-    )
-    max_group: int = Field(
-        default=32, ge=2, le=1024, description="Averages over everyone: largest group; more peers are dealt into several."
-    )
-
-    suspect: float = Field(
-        default=0.0, ge=0, le=1e6,
-        description="Refuse a contribution that lies this many times as far away as usual, such as 3; 0: never. A newcomer's first "
-        "ones may be refused then.",
-    )  # fmt: skip
-    robust: Literal["none", "clipped-gossip", "centered-clip"] = Field(
-        default="none",
-        description="In place of the mean, what few hostile peers cannot move far: clipped-gossip (methods with one partner) or "
-        "centered-clip (over everyone; costs more bytes, for nothing is all-reduced). Every peer counts the same then.",
-    )
-    radius: float = Field(
-        default=1.0, gt=0, le=1e6, description="robust: a contribution counts no further than this many usual distances away."
-    )
-
-    @field_validator("suspect")
-    @classmethod
-    def _suspects_few(cls, value: float) -> float:
-        if 0 < value <= 1:
-            raise ValueError("it should be above 1, or 0 to refuse nobody, for half of all honest peers are farther than usual")
-        return value
-
-    @field_validator("codec")
-    @classmethod
-    def _codec(cls, value: str | None) -> str | None:
-        from shoal.optim import codec_named  # here, as below: torch takes a second to import, and not every command needs it
-
-        if value is not None:
-            codec_named(value)
-        return value
-
-    @model_validator(mode="after")
-    def _fits_the_method(self) -> OuterSettings:
-        from shoal.optim import codec_named, method_named, methods_with
-
-        method = method_named(self.method)
-        for knob in KNOBS:
-            if getattr(self, knob) is not None and knob not in method.knobs:
-                able = ", ".join(methods_with(knob))
-                raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
-        if self.codec is not None:
-            method.check_codec(codec_named(self.codec))
-        wanted = {"clipped-gossip": "pair", "centered-clip": "everyone"}.get(self.robust, method.group)
-        if wanted != method.group:
-            able = "clipped-gossip for one partner, centered-clip for everyone"
-            raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
-        if self.robust != "none" and self.weights not in (None, "equal"):
-            raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
-        return self
-
-    @property
-    def weighing(self) -> Literal["equal", "tokens", "rate"]:
-        """``weights``, or what is usual: tokens in rounds of seconds, where peers learn from unequally much, else the method's.
-
-        In rounds of steps or tokens all learn from as much, and weights would only cost noloco and local twice the bytes.
-        """
-        from shoal.optim import method_named
-
-        method = method_named(self.method)
-        if method.group == "nobody" or self.robust != "none":  # what a peer counts is a claim that nobody checks
-            return "equal"
-        uneven = self.round.startswith("seconds") and method.weights == "equal"
-        return self.weights or ("tokens" if uneven else method.weights)
-
-    def knobs(self) -> dict[str, int | float]:
-        """The method's knobs that are given."""
-        return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None}
-
-    def resolved(self) -> OuterSettings:
-        """The same with the method's defaults written out, as in a manifest: so all peers agree, whatever their version."""
-        from shoal.optim import method_named
-
-        method = method_named(self.method)
-        own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
-        return self.model_copy(
-            update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing}
-        )
-
-
-KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
-"""The settings that are arguments of the methods' factories."""
-
-
-class TrainSettings(BaseModel):
-    """The training run itself."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    steps: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped."
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the first weights, the shards and the pairing.")
-    eval_every: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="Inner steps between two evaluations; 0: only at the start and end."
-    )
 
 
 class Manifest(Message):
@@ -272,7 +97,5 @@ def open_manifest(sealed: bytes, expected_id: str | None = None) -> Manifest:
     _, manifest = unseal(sealed, Manifest)
     if manifest.protocol != PROTOCOL:
         where = "here" if manifest.protocol > PROTOCOL else "on its creator's node"
-        raise MessageError(
-            f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}."
-        )
+        raise MessageError(f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}.")
     return manifest

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.access.invitation import MAX_SHOWN
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.resource_manager import ADMISSION_PROTOCOL, FREE
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.member import AdmissionReply
+from shoal.swarm.wire.join import AdmissionReply
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -28,11 +28,11 @@ AGAIN_S = 300.0  # seconds after which a peer is shown the admission again: it m
 MAX_MET = 4096
 
 
-class Introductions:
+class AdmissionHandshake:
     """Shows this node's admission to whom it calls, and judges those of callers by ``door``. On the host's loop."""
 
-    def __init__(self, host: Host, door: Door) -> None:
-        self._host, self._door = host, door
+    def __init__(self, host: Host, access_policy: AccessPolicy) -> None:
+        self._host, self._access_policy = host, access_policy
         self._met: OrderedDict[str, float] = OrderedDict()  # peer -> when it saw our admission
         host.serve(ADMISSION_PROTOCOL, self._answer)
 
@@ -41,14 +41,14 @@ class Introductions:
 
         Raises NetworkError if either may not meet the other, with the reason in a sentence.
         """
-        if protocol in FREE or not self._door.by_invitation:
+        if protocol in FREE or not self._access_policy.by_invitation:
             return
         now = time.monotonic()
-        if now - self._met.get(peer, -AGAIN_S) < AGAIN_S and self._door.lets_in(peer):
+        if now - self._met.get(peer, -AGAIN_S) < AGAIN_S and self._access_policy.admits(peer):
             return
         stream = await self._host.open(peer, ADMISSION_PROTOCOL, addresses=addresses, timeout=timeout)
         try:
-            await stream.send(self._door.ticket, SMALL_S)
+            await stream.send(self._access_policy.ticket, SMALL_S)
             reply = unpack(await stream.receive(AdmissionReply.LIMIT, SMALL_S), AdmissionReply)
         except MessageError as error:
             raise NetworkError(f"peer {short(peer)} could not be shown this node's invitation ({error}).") from error
@@ -56,7 +56,7 @@ class Introductions:
             stream.close()
         if reply.reason:
             raise NetworkError(f"peer {short(peer)} does not let this node in: {reply.reason.rstrip('.')}.")
-        if problem := self._door.refusal(peer, reply.admission):
+        if problem := self._access_policy.refusal(peer, reply.admission):
             raise NetworkError(f"peer {short(peer)} is not met: {problem}")
         self._met[peer] = now
         self._met.move_to_end(peer)
@@ -64,5 +64,5 @@ class Introductions:
             self._met.popitem(last=False)
 
     async def _answer(self, stream: Stream) -> None:
-        reason = self._door.refusal(stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S))
-        await stream.send(pack(AdmissionReply(admission=self._door.ticket if not reason else b"", reason=reason)), SMALL_S)
+        reason = self._access_policy.refusal(stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S))
+        await stream.send(pack(AdmissionReply(admission=self._access_policy.ticket if not reason else b"", reason=reason)), SMALL_S)

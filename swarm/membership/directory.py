@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht_index as trie
@@ -37,7 +37,7 @@ MAX_ADDRESSES = 8
 HERE: tuple[State, ...] = ("waiting", "training")
 
 
-class Board(Protocol):
+class DHTClient(Protocol):
     """What a directory needs of a `shoal.swarm.p2p.host.Host`."""
 
     def addresses(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class Directory:
 
     def __init__(
         self,
-        host: Board,
+        host: DHTClient,
         identity: Identity,
         swarm: str,
         *,
@@ -80,7 +80,7 @@ class Directory:
         cap: int = trie.CAP,
         limit: int = LIMIT,
         barred: Callable[[str], bool] = lambda peer: False,
-        door: Door | None = None,
+        access_policy: AccessPolicy | None = None,
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
@@ -92,7 +92,7 @@ class Directory:
         self._cap = cap
         self._limit = limit
         self.barred = barred
-        self.door = door or Door()
+        self.access_policy = access_policy or AccessPolicy()
         self._changed = threading.Condition()  # guards the next four
         self._seen: dict[str, Member] = {}  # the newest live record of every peer, those that left included
         self._mine: dict[str, Any] | None = None
@@ -179,7 +179,7 @@ class Directory:
 
     def is_barred(self, peer: str) -> bool:
         """Whether this node has nothing to do with ``peer``; never itself."""
-        return peer != self._identity.peer_id and (self.door.bars(peer) or self.barred(peer))
+        return peer != self._identity.peer_id and (self.access_policy.blocks(peer) or self.barred(peer))
 
     def knows(self, peer: str) -> bool:
         """Whether a record of ``peer`` was read lately; quick, for any thread."""
@@ -242,7 +242,9 @@ class Directory:
     def _live(self) -> dict[str, Member]:
         oldest = time.time() - self._ttl
         with self._changed:
-            seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest and self.door.lets_in(peer)}
+            seen = {
+                peer: member for peer, member in self._seen.items() if member.issued >= oldest and self.access_policy.admits(peer)
+            }
             mine = self._mine
         if mine is not None:
             seen[self._identity.peer_id] = self._member(mine)
@@ -256,7 +258,7 @@ class Directory:
             peer=self._identity.peer_id,
             addresses=self._host.addresses()[:MAX_ADDRESSES],
             issued=time.time(),
-            admission=self.door.ticket,
+            admission=self.access_policy.ticket,
             **fields,
         )
 
@@ -335,7 +337,7 @@ class Directory:
                 self._warned.add(peer)
                 log.warning("peer %s is ignored: its clock, or ours, is wrong by more than %g s", short(peer), CLOCK)
             return False
-        return self.door.record(peer, member.admission, member.issued, member.state in HERE)
+        return self.access_policy.record(peer, member.admission, member.issued, member.state in HERE)
 
     async def _publish(self) -> bool:
         if self._publishing is None:

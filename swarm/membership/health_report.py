@@ -33,7 +33,7 @@ REMEDY: dict[Failure, str] = {
 }
 
 
-def findings(members: Mapping[str, Member], now: float) -> list[str]:
+def health_report(members: Mapping[str, Member], now: float) -> list[str]:
     """What there is to say about ``members`` (peer id -> record) at ``now`` (Unix seconds); empty if all is well."""
     there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
     return [*_partition(there), *_silent(there, now), *_slow(there), *_failing(there)]

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from shoal.swarm.access.invitation import admission
 from shoal.swarm.access.link import Link, address_problem
-from shoal.swarm.access.policy import Door, Lists
+from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.gossip.body_store import MAX_SHELF
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
-from shoal.swarm.membership.admission import Introductions
+from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import MAX_ADDRESSES, Directory
 from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
-from shoal.swarm.membership.seed_announcer import Presence
+from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBack
-from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, SpeedTest
-from shoal.swarm.wire.member import Member
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 
 SHOAL_VERSION = "0.1.0"
 OWN_LOOP = "own-loop"
@@ -37,7 +35,7 @@ BYTES_OF_MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
-class Place:
+class NetworkOptions:
     """Where a node is on the network, whom it meets there, and how much others may take up."""
 
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
@@ -55,7 +53,7 @@ class Place:
     """Megabits a second that this node sends at most; 0: no bound."""
     models_per_hour: float = 60.0
     """How many times the model's size one peer may download from this node in an hour."""
-    shelf: int = MAX_SHELF
+    body_store: int = MAX_SHELF
     """Bytes of own gossiped records that are kept to be fetched."""
 
 
@@ -69,25 +67,25 @@ class Membership:
     swarm: str
     sealed: bytes
     manifest: Manifest
-    presence: Presence
-    place: Place
+    announcer: SeedAnnouncer
+    network: NetworkOptions
 
     def refused(self) -> dict[str, int]:
         """Reason -> what of others' was refused since this node's start: streams and calls (swarm/entrance.py), and gossiped
         records (swarm/gossip.py). For any thread.
         """
-        found = Counter(self.host.entrance.refused())
+        found = Counter(self.host.resource_manager.refused())
         if "gossip" in self.__dict__:  # not made only to be asked
             found.update(self.gossip.refused())
         return dict(sorted(found.items()))
 
     def news(self) -> str:
         """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
-        return self.directory.door.news()
+        return self.directory.access_policy.news()
 
     def link(self) -> Link:
         """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
-        self.presence.report(SEED_S)
+        self.announcer.report(SEED_S)
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
         return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
@@ -97,18 +95,24 @@ class Membership:
         """The one gossip of this node: what is too large for it is handed out under one protocol name."""
         at = self.directory
         return Gossip(
-            self.host, self.identity, self.swarm, addresses=at.addresses, door=at.door, look=at.look, shelf=self.place.shelf
+            self.host,
+            self.identity,
+            self.swarm,
+            addresses=at.addresses,
+            access_policy=at.access_policy,
+            look=at.look,
+            body_store=self.network.body_store,
         )
 
     def close(self) -> None:
         """Leave the network."""
-        self.presence.report(1.0)  # after `Directory.leave` this says goodbye
-        self.presence.close()
+        self.announcer.report(1.0)  # after `Directory.leave` this says goodbye
+        self.announcer.close()
         self.directory.close()
         self.host.close()
 
 
-def create(identity: Identity, sealed: bytes, place: Place) -> Membership:
+def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Membership:
     """Start the first node of the swarm of ``sealed``.
 
     Raises:
@@ -121,82 +125,87 @@ def create(identity: Identity, sealed: bytes, place: Place) -> Membership:
             f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
             "join by a link with an invitation, or begin a new swarm with --resume-from."
         )
-    door = _door(identity, place)
-    host = _start(identity, swarm, place, place.bootstrap, door, must_join=False)
-    return _membership(identity, host, swarm, sealed, manifest, place, door)
+    access_policy = _access_policy(identity, network)
+    host = _start(identity, swarm, network, network.bootstrap, access_policy, must_join=False)
+    return _membership(identity, host, swarm, sealed, manifest, network, access_policy)
 
 
-def join(identity: Identity, link: Link, place: Place, sealed: bytes | None = None) -> Membership:
+def join(identity: Identity, link: Link, network: NetworkOptions, sealed: bytes | None = None) -> Membership:
     """Start a node in the swarm of ``link``. A ShoalError, and nothing left running.
 
     ``sealed``: the swarm's manifest, if this node was in it before. Nobody need answer then: it may be the first to come back.
     """
     ticket = admission(link.invite, identity) if link.invite else b""
-    door = _door(identity, place)
-    bootstrap = (*link.bootstrap, *place.bootstrap)
-    host = _start(identity, link.swarm, place, bootstrap, door, must_join=sealed is None)
+    access_policy = _access_policy(identity, network)
+    bootstrap = (*link.bootstrap, *network.bootstrap)
+    host = _start(identity, link.swarm, network, bootstrap, access_policy, must_join=sealed is None)
     try:
         if sealed is None:
             sealed, manifest = fetch_manifest(host, link)
         else:
             manifest = open_manifest(sealed, link.swarm)
-        membership = _membership(identity, host, link.swarm, sealed, manifest, place, door, ticket)
+        membership = _membership(identity, host, link.swarm, sealed, manifest, network, access_policy, ticket)
         if manifest.invite_only:
-            membership.directory.door.check_own()  # what the invitation itself says
+            membership.directory.access_policy.check_own()  # what the invitation itself says
             membership.directory.refresh(READ_S)
-            membership.directory.door.check_own()  # and whether others came by it
+            membership.directory.access_policy.check_own()  # and whether others came by it
         return membership
     except BaseException:
         host.close()
         raise
 
 
-def _door(identity: Identity, place: Place) -> Door:
+def _access_policy(identity: Identity, network: NetworkOptions) -> AccessPolicy:
     """The node's own lists; the swarm's manifest is not known yet."""
-    wrong = next((entry for entry in (*place.allow, *place.deny) if not is_peer_id(entry)), None)
+    wrong = next((entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None)
     if wrong is not None:
         raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of those who are allowed or denied.")
-    return Door(identity.peer_id, lists=Lists(frozenset(place.allow), frozenset(place.deny)))
+    return AccessPolicy(identity.peer_id, lists=PeerLists(frozenset(network.allow), frozenset(network.deny)))
 
 
 def _start(
-    identity: Identity, swarm: str, place: Place, bootstrap: Sequence[str], door: Door, *, must_join: bool = True
+    identity: Identity,
+    swarm: str,
+    network: NetworkOptions,
+    bootstrap: Sequence[str],
+    access_policy: AccessPolicy,
+    *,
+    must_join: bool = True,
 ) -> Host:
     return Host.start(
         identity,
-        listen=place.listen,
-        announce=place.announce,
+        listen=network.listen,
+        announce=network.announce,
         bootstrap=tuple(dict.fromkeys(bootstrap)),
         validator=MemberValidator(swarm),
-        relay=place.relay,
+        relay=network.relay,
         swarm=swarm,
-        known=place.known,
+        known=network.known,
         must_join=must_join,
-        door=door,
-        upload=place.upload * BYTES_OF_MBIT,
+        access_policy=access_policy,
+        upload=network.upload * BYTES_OF_MBIT,
     )
 
 
 def _membership(
-    identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest, place: Place, door: Door, ticket: bytes = b""
+    identity: Identity,
+    host: Host,
+    swarm: str,
+    sealed: bytes,
+    manifest: Manifest,
+    network: NetworkOptions,
+    access_policy: AccessPolicy,
+    ticket: bytes = b"",
 ) -> Membership:
     if manifest.invite_only:
-        door = Door(identity.peer_id, lists=door.lists, swarm=swarm, creator=manifest.creator, ticket=ticket)
-        host.entrance.door = door
-        host.introduce = Introductions(host, door).before
+        access_policy = AccessPolicy(
+            identity.peer_id, lists=access_policy.lists, swarm=swarm, creator=manifest.creator, ticket=ticket
+        )
+        host.resource_manager.access_policy = access_policy
+        host.introduce = AdmissionHandshake(host, access_policy).before
     serve_manifest(host, swarm, sealed)
-    host.serve(DIAL_PROTOCOL, DialBack().answer)
-    host.serve(SPEED_PROTOCOL, SpeedTest().answer)
-    directory = Directory(host, identity, swarm, door=door)
-    host.entrance.known = directory.knows
-    return Membership(identity, host, directory, swarm, sealed, manifest, Presence(host, directory, identity, swarm), place)
-
-
-def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
-    """The shard, of so many, that the fewest others hold; ties fall differently on each peer."""
-    held = Counter(m.shard for m in members.values() if m.shards == shards and m.peer != peer)
-
-    def preference(index: int) -> tuple[int, bytes]:
-        return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
-
-    return min(range(shards), key=preference)
+    host.serve(DIAL_PROTOCOL, ReachabilityProbe().answer)
+    host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
+    directory = Directory(host, identity, swarm, access_policy=access_policy)
+    host.resource_manager.known = directory.knows
+    return Membership(identity, host, directory, swarm, sealed, manifest, SeedAnnouncer(host, directory, identity, swarm), network)

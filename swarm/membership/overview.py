@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.health_report import findings
+from shoal.swarm.membership.health_report import health_report
 from shoal.swarm.wire.member import Member
 
 
@@ -53,5 +53,5 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
             }
             for peer, member in sorted(members.items(), key=lambda item: (item[1].name, item[0]))
         ],
-        "findings": findings(members, now),
+        "health_report": health_report(members, now),
     }

@@ -20,7 +20,7 @@ FORGET = 3600.0  # seconds after which who is missing is no news any more
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class SuspectedPartition:
     """Members ``names`` of ``of`` were heard of last within ``within_s`` seconds of each other."""
 
     names: tuple[str, ...]
@@ -52,13 +52,13 @@ class _Seen:
     missing_since: float | None = None
 
 
-class Absence:
+class PartitionDetector:
     """Follows who is there. ``me``: the own peer id. Seconds are of one clock of the caller's that never goes back."""
 
     def __init__(self, me: str) -> None:
         self._me = me
         self._seen: dict[str, _Seen] = {}
-        self.suspicion: Suspicion | None = None
+        self.suspicion: SuspectedPartition | None = None
 
     def look(self, members: Mapping[str, Member], left: Collection[str], now: float) -> list[str]:
         """Take note of who is there now, and who said goodbye; what there is to tell, in sentences."""
@@ -86,7 +86,7 @@ class Absence:
     def _confirmed(self, seen: _Seen, now: float) -> bool:
         return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
 
-    def _suspect(self, members: Mapping[str, Member], now: float) -> Suspicion | None:
+    def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
         missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
         together: list[_Seen] = []
         for first, earliest in enumerate(missing):
@@ -96,4 +96,4 @@ class Absence:
         if len(together) < 2 and not (together and alone):
             return None
         names = tuple(sorted(seen.name for seen in together))
-        return Suspicion(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)
+        return SuspectedPartition(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)

@@ -20,7 +20,7 @@ TRIED = 4  # peers dialled in one attempt
 FIRST, LONGEST = 10.0, 300.0  # seconds until a peer is dialled again
 
 
-class Reunion:
+class Reconnector:
     """Whom to dial, and when.
 
     ``known``: full multiaddrs of peers heard of; ``here``: those in view; ``left``: those that said goodbye of late; ``meet``:

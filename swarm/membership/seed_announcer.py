@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.membership.reconnector import Reunion
+from shoal.swarm.membership.reconnector import Reconnector
 from shoal.swarm.p2p.seed_client import addresses_of, ask
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import seal
@@ -29,7 +29,7 @@ LOOK = 1.0  # seconds between looks whether the own addresses have changed
 OPEN_S = 10.0
 
 
-class Presence:
+class SeedAnnouncer:
     """Reports from now on; `close` ends it."""
 
     def __init__(self, host: Host, directory: Directory, identity: Identity, swarm: str) -> None:
@@ -38,8 +38,8 @@ class Presence:
         self._identity = identity
         self._swarm = swarm
         self._running = host.submit(self._run())
-        reunion = Reunion(host.known, directory.everyone, directory.departed, host.meet)
-        self._looking = host.submit(reunion.run())
+        reconnector = Reconnector(host.known, directory.everyone, directory.departed, host.meet)
+        self._looking = host.submit(reconnector.run())
 
     def report(self, timeout: float) -> None:
         """Tell all seeds now, in at most ``timeout`` seconds; for any thread but the host's. No answer is no error."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from shoal.swarm.access.invitation import admission
 from shoal.swarm.access.link import Link
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.admission import Introductions
+from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.manifest_exchange import fetch_manifest
@@ -25,17 +25,15 @@ def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
     Of a swarm by invitation only an invitation in the link lets it fetch, too, from who does not know its holder as another peer.
     """
     identity = Identity.ephemeral()
-    host = Host.start(
-        identity, bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm
-    )
+    host = Host.start(identity, bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm)
     try:
         _, manifest = fetch_manifest(host, link)
-        door = Door(identity.peer_id)
+        access_policy = AccessPolicy(identity.peer_id)
         if manifest.invite_only:
             ticket = admission(link.invite, identity) if link.invite else b""
-            door = Door(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
-            host.introduce = Introductions(host, door).before
-        directory = Directory(host, identity, link.swarm, door=door)
+            access_policy = AccessPolicy(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
+            host.introduce = AdmissionHandshake(host, access_policy).before
+        directory = Directory(host, identity, link.swarm, access_policy=access_policy)
         try:
             directory.refresh(15.0)
             yield host, manifest, directory.members()

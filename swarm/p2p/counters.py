@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 
-class Tally:
+class Counters:
     """What came and went on one topic. A rejected message has a reason; ``received`` are all that others published."""
 
     def __init__(self) -> None:

@@ -30,7 +30,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity, b58decode
-from shoal.swarm.p2p.daemon_process import Relay, check_binary, daemon_path, follow, is_loopback, options, run_folder, start_guarded
+from shoal.swarm.p2p.daemon_process import Relay, check_binary, daemon_path, follow, options, run_folder, start_guarded
+from shoal.swarm.p2p.multiaddr import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -221,9 +222,7 @@ class Daemon(P2P):  # type: ignore[misc]
         Not those of the connections: one that the peer opened comes from a port on which it does not listen. Raises hivemind's
         P2PDaemonError or OSError, also when we are not connected and libp2p's own routing knows no such peer.
         """
-        ask = p2pd_pb2.DHTRequest(
-            type=p2pd_pb2.DHTRequest.FIND_PEER, peer=PeerID.from_base58(peer_id).to_bytes(), timeout=ASK_S
-        )
+        ask = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=PeerID.from_base58(peer_id).to_bytes(), timeout=ASK_S)
         _, writer, answer = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=ask))
         writer.close()
         return tuple(f"{Multiaddr(address)}/p2p/{peer_id}" for address in answer.dht.peer.addrs)

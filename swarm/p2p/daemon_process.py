@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
-import ipaddress
 import logging
 import os
 import platform
@@ -26,6 +25,7 @@ from typing import Literal
 
 from shoal.swarm.errors import StartupError
 from shoal.swarm.p2p import daemon_guard as guard
+from shoal.swarm.p2p.multiaddr import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +101,6 @@ def sweep(base: Path) -> None:
                 finally:
                     os.close(lock)
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a multiaddr reaches no further than this machine."""
-    parts = address.split("/")
-    with contextlib.suppress(IndexError, ValueError):
-        return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
-    return False
 
 
 def options(

@@ -20,12 +20,12 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial as boot
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.daemon import Daemon, join_dht, met
-from shoal.swarm.p2p.daemon_process import Relay, is_loopback
+from shoal.swarm.p2p.daemon_process import Relay
+from shoal.swarm.p2p.dial import answering
 from shoal.swarm.p2p.listen import as_before, check_free, fixed_ports
-from shoal.swarm.p2p.multiaddr import origin
-from shoal.swarm.p2p.peerstore import KnownPeers
-from shoal.swarm.p2p.relays import answering
-from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.p2p.multiaddr import is_loopback, origin
+from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is
 BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt to restart the daemon; the last repeats
 
 
-class Uplink:
+class DaemonSupervisor:
     """Call `begin` once; then ``daemon`` and ``dht`` are there, but for the moments of a restart."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Uplink:
         validator: Any,
         light: bool,
         relay: Relay = "auto",
-        known: KnownPeers | None = None,
+        known: Peerstore | None = None,
         swarm: str | None = None,
         must_join: bool = True,
         calls: Callable[[str, int], str] = lambda peer, nbytes: "",
@@ -65,7 +65,7 @@ class Uplink:
         self.dht: DHTNode | None = None
         self.addresses: tuple[str, ...] = ()
         self.restarts = 0
-        self.known = KnownPeers(identity.peer_id) if known is None else known
+        self.known = Peerstore(identity.peer_id) if known is None else known
         self.seeds: dict[str, tuple[str, ...]] = {}
         """Peer id -> addresses of the bootstrap peers that turned out to be seeds."""
         self._identity = identity
@@ -191,7 +191,7 @@ class Uplink:
 
         async def one(peer: str) -> list[str]:
             try:
-                stream = Stream(peer, *await daemon.open(peer, SEED_PROTOCOL), Traffic())
+                stream = Stream(peer, *await daemon.open(peer, SEED_PROTOCOL), TrafficMeter())
             except P2PDaemonError as error:
                 if "protocols not supported" in str(error):
                     self._classed.add(peer)

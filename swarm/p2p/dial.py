@@ -11,6 +11,7 @@ from hivemind.p2p import P2PDaemonError
 
 from shoal.swarm.errors import StartupError
 from shoal.swarm.p2p.daemon import Daemon
+from shoal.swarm.p2p.multiaddr import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -82,3 +83,41 @@ def unreachable(failed: dict[str, str], tried_besides: int = 0) -> StartupError:
     one = "; ".join(f"{address} {reason}" for address, reason in failed.items())
     besides = f"; nor does any of {tried_besides} addresses known from an earlier run answer" if tried_besides else ""
     return StartupError(f"no bootstrap peer can be reached: {one}{besides}.")
+
+
+log = logging.getLogger(__name__)
+
+
+MAX_RELAYS = 2
+
+
+PROBE_S = 2.0
+
+
+def candidates(bootstrap: Sequence[str]) -> list[str]:
+    """One address of each peer that may be reached directly, in the order given."""
+    relayed = {address.rpartition("/p2p/")[2] for address in bootstrap if "/p2p-circuit/" in address}
+    found: dict[str, str] = {}
+    for address in bootstrap:
+        peer = address.rpartition("/p2p/")[2]
+        if peer not in relayed and address.split("/")[3:4] == ["tcp"] and not is_loopback(address):
+            found.setdefault(peer, address)
+    return list(found.values())
+
+
+async def answering(bootstrap: Sequence[str]) -> list[str]:
+    """Those of `candidates` at which something takes a TCP connection, the first `MAX_RELAYS`. Takes 2 seconds at most."""
+
+    async def answers(address: str) -> bool:
+        _, _, host, _, port, *_ = address.split("/")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_S)
+        except (OSError, ValueError, asyncio.TimeoutError) as error:
+            log.debug("no relay at %s: %r", address, error)
+            return False
+        writer.close()
+        return True
+
+    found = candidates(bootstrap)
+    alive = await asyncio.gather(*map(answers, found))
+    return [address for address, well in zip(found, alive, strict=True) if well][:MAX_RELAYS]

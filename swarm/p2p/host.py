@@ -23,18 +23,18 @@ import uvloop
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial as boot
-from shoal.swarm.p2p.bandwidth import Pace
 from shoal.swarm.p2p.daemon_process import Relay
-from shoal.swarm.p2p.daemon_supervisor import DAEMON_GONE, Uplink
+from shoal.swarm.p2p.daemon_supervisor import DAEMON_GONE, DaemonSupervisor
 from shoal.swarm.p2p.listen import check_free, obtain_ports
-from shoal.swarm.p2p.peerstore import KnownPeers
+from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
-from shoal.swarm.p2p.resource_manager import Entrance
-from shoal.swarm.p2p.stream import Stream, Traffic, short
+from shoal.swarm.p2p.rate_limit import BandwidthLimiter
+from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +50,16 @@ DHT_TIMEOUT = 10.0  # seconds for one store or get
 class Host:
     """See `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
 
-    def __init__(self, peer_id: str, uplink: Uplink, entrance: Entrance, upload: Pace | None) -> None:
+    def __init__(
+        self, peer_id: str, supervisor: DaemonSupervisor, resource_manager: ResourceManager, upload: BandwidthLimiter | None
+    ) -> None:
         self.peer_id = peer_id
-        self.traffic = Traffic(upload)
-        self.entrance = entrance
+        self.traffic = TrafficMeter(upload)
+        self.resource_manager = resource_manager
         self.introduce: Introduce | None = None
         """Awaited before a stream is opened, with peer, protocol, addresses and timeout; NetworkError if it must not be."""
-        self.pubsub = PubSub(uplink, upload)
-        self._uplink = uplink
+        self.pubsub = PubSub(supervisor, upload)
+        self._supervisor = supervisor
         self._owner = os.getpid()
         self._closed = False
         self._loop = uvloop.new_event_loop()
@@ -79,7 +81,7 @@ class Host:
         swarm: str | None = None,
         known: Path | None = None,
         must_join: bool = True,
-        door: Door | None = None,
+        access_policy: AccessPolicy | None = None,
         upload: float = 0.0,
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
@@ -98,25 +100,25 @@ class Host:
         check_free(listen)
         if announce:  # the daemon tells only the announced addresses, never the port it obtained
             listen = obtain_ports(listen)
-        entrance = Entrance(door)
-        uplink = Uplink(
+        resource_manager = ResourceManager(access_policy)
+        supervisor = DaemonSupervisor(
             identity,
-            calls=entrance.calls,
+            calls=resource_manager.calls,
             listen=listen,
             announce=announce,
             bootstrap=bootstrap,
             validator=validator,
             light=light,
             relay=relay,
-            known=KnownPeers(identity.peer_id, known, swarm),
+            known=Peerstore(identity.peer_id, known, swarm),
             swarm=swarm,
             must_join=must_join,
         )
-        host = cls(identity.peer_id, uplink, entrance, Pace(upload) if upload else None)
+        host = cls(identity.peer_id, supervisor, resource_manager, BandwidthLimiter(upload) if upload else None)
         host._thread.start()
         atexit.register(host.close)
         try:
-            host.call(uplink.begin(timeout), timeout + 5.0)
+            host.call(supervisor.begin(timeout), timeout + 5.0)
         except BaseException as error:
             host.close()
             if isinstance(error, NetworkError):
@@ -129,16 +131,16 @@ class Host:
     @property
     def alive(self) -> bool:
         """Whether the daemon runs now."""
-        return self._uplink.daemon is not None and not self._closed
+        return self._supervisor.daemon is not None and not self._closed
 
     @property
     def restarts(self) -> int:
         """How often the daemon died and was started again."""
-        return self._uplink.restarts
+        return self._supervisor.restarts
 
     def addresses(self) -> tuple[str, ...]:
         """Full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first."""
-        return self._uplink.addresses
+        return self._supervisor.addresses
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine on the host's loop and wait for its result, at most ``timeout`` seconds.
@@ -174,29 +176,27 @@ class Host:
         2 s), so that nothing sent is lost.
         """
 
-        async def incoming(
-            peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-        ) -> None:
+        async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin))
 
         with contextlib.suppress(NetworkError, *DAEMON_GONE):  # then the restart registers it
-            self.call(self._uplink.serve(protocol, incoming), 5.0)
+            self.call(self._supervisor.serve(protocol, incoming), 5.0)
 
     def remember(self, addresses: Iterable[str]) -> None:
         """Addresses of peers by which to find the swarm again after the daemon has died."""
-        self._uplink.known.remember(addresses)
+        self._supervisor.known.remember(addresses)
 
     def known(self) -> list[str]:
         """Full multiaddrs of the peers heard of last, also those that cannot be reached now; newest first, 64 peers at most."""
-        return self._uplink.known.addresses()
+        return self._supervisor.known.addresses()
 
     def entry(self) -> tuple[str, ...]:
         """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
-        return self._uplink.entry[:16]
+        return self._supervisor.entry[:16]
 
     def seeds(self) -> dict[str, tuple[str, ...]]:
         """Peer id -> addresses of the bootstrap peers that are seeds."""
-        return dict(self._uplink.seeds)
+        return dict(self._supervisor.seeds)
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave the network and end the daemon, at most ``timeout`` seconds. May be called again."""
@@ -212,7 +212,7 @@ class Host:
             ending.result(timeout * 0.8)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             log.warning("the network did not close within %.3g s; its daemon is ended by force", timeout)
-        daemon = self._uplink.daemon
+        daemon = self._supervisor.daemon
         if daemon is not None:  # the loop hangs: the guard takes the daemon down
             daemon.end_by_force()
         with contextlib.suppress(RuntimeError):
@@ -239,8 +239,8 @@ class Host:
 
     async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
         """A stream to ``peer_id``, found by ``addresses`` if given, else by what the daemon knows. NetworkError."""
-        daemon = self._uplink.running()
-        if self.entrance.door.denies(peer_id):
+        daemon = self._supervisor.running()
+        if self.resource_manager.access_policy.denies(peer_id):
             raise NetworkError(f"peer {short(peer_id)} is on this node's list of those it does not meet.")
         if self.introduce is not None:
             await self.introduce(peer_id, protocol, addresses, timeout)
@@ -262,7 +262,7 @@ class Host:
             return Stream(peer_id, reader, writer, self.traffic)
 
         try:
-            return await self._uplink.unless_down(work(), timeout)
+            return await self._supervisor.unless_down(work(), timeout)
         except P2PDaemonError as error:
             text = str(error)
             if "protocols not supported" in text:
@@ -279,9 +279,9 @@ class Host:
 
     async def connect(self, address: str, timeout: float) -> None:
         """Connect to the peer of a full multiaddr, if we are not. NetworkError: why not, beginning with the address."""
-        daemon = self._uplink.running()
+        daemon = self._supervisor.running()
         try:
-            await self._uplink.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
+            await self._supervisor.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
         except asyncio.TimeoutError:
             raise NetworkError(f"{address} did not answer within {timeout:.3g} s.") from None
         except (*DAEMON_GONE, ValueError) as error:
@@ -289,22 +289,22 @@ class Host:
 
     async def find_seeds(self) -> None:
         """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""
-        await self._uplink.find_seeds()
+        await self._supervisor.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to those of these peers that answer, and let the DHT know them. NetworkError."""
-        await self._uplink.meet(addresses)
+        await self._supervisor.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
         """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False if nobody took it."""
         if len(value) > MAX_VALUE:
             raise ValueError(f"a DHT record of {len(value)} bytes: at most {MAX_VALUE} are allowed")
-        dht = self._uplink.running_dht()
+        dht = self._supervisor.running_dht()
         return bool(await self._dht_call(dht.store(key, value, get_dht_time() + ttl, subkey=subkey)))
 
     async def get(self, key: str) -> dict[str, bytes]:
         """The live values under ``key``: subkey -> value. They passed the validator, if the host has one."""
-        found = await self._dht_call(self._uplink.running_dht().get(key, latest=True))
+        found = await self._dht_call(self._supervisor.running_dht().get(key, latest=True))
         if found is None or not isinstance(found.value, dict):
             return {}
         return {
@@ -315,7 +315,7 @@ class Host:
 
     async def _dht_call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await self._uplink.unless_down(work, DHT_TIMEOUT)
+            return await self._supervisor.unless_down(work, DHT_TIMEOUT)
         except asyncio.TimeoutError:
             raise NetworkError(f"the DHT did not answer within {DHT_TIMEOUT:g} s.") from None
         except DAEMON_GONE as error:
@@ -323,7 +323,7 @@ class Host:
 
     async def _answer(self, protocol: str, handler: Handler, stream: Stream) -> None:
         peer = stream.peer_id
-        reason = "closed" if self._closed else self.entrance.opens(peer, protocol)
+        reason = "closed" if self._closed else self.resource_manager.acquire(peer, protocol)
         if reason:
             log.debug("refused a stream %s of peer %s: %s", protocol, short(peer), reason)
             stream.abort()
@@ -340,10 +340,10 @@ class Host:
             log.warning("answering %s of peer %s failed", protocol, short(peer), exc_info=True)
         finally:
             stream.close()
-            self.entrance.closes(peer, protocol, stream.sent)
+            self.resource_manager.release(peer, protocol, stream.sent)
 
     async def _end(self, timeout: float) -> None:
-        await self._uplink.end(timeout * 0.6)
+        await self._supervisor.end(timeout * 0.6)
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()

@@ -1,7 +1,7 @@
 """A stream that never leaves this process: two ends, each with the transport that asyncio's readers, writers and protocols expect.
 
-A node that leads its own group talks to itself over one; the simulator's hosts talk over those whose `Road` takes its time.
-What asyncio's socket transports do, an `End` does: flow control both ways, buffered protocols, end of file, a reset.
+A node that leads its own group talks to itself over one; the simulator's hosts talk over those whose `MemoryLink` takes its time.
+What asyncio's socket transports do, an `MemoryTransport` does: flow control both ways, buffered protocols, end of file, a reset.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WINDOW = 1 << 18  # bytes on their way or not read yet, at most: as many as the 
 NOTHING = contextvars.Context()  # in which no callback belongs to anybody
 
 
-class Road:
+class MemoryLink:
     """One direction of a pipe. This one takes no time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -29,14 +29,14 @@ class Road:
         self._loop.call_soon(deliver, context=NOTHING)
 
 
-class End(_FlowControlMixin):
+class MemoryTransport(_FlowControlMixin):
     """One end of a pipe. ``owner``: the context of the callbacks into its protocol."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, road: Road, owner: contextvars.Context) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, road: MemoryLink, owner: contextvars.Context) -> None:
         super().__init__(None, loop)
         self._loop, self._road, self._owner = loop, road, owner
         self._protocol: Any = None
-        self.other: End
+        self.other: MemoryTransport
         self._queue: deque[bytes] = deque()
         self._queued = self._away = 0
         self._inbox: deque[bytes | None] = deque()
@@ -100,7 +100,7 @@ class End(_FlowControlMixin):
                 self._loop.call_soon(self._lose, None)
 
     def abort(self) -> None:
-        """End at once."""
+        """MemoryTransport at once."""
         self._break(None)
 
     # -- what happens to it ----------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class End(_FlowControlMixin):
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def opened(end: End, loop: asyncio.AbstractEventLoop) -> Ends:
+def opened(end: MemoryTransport, loop: asyncio.AbstractEventLoop) -> Ends:
     """A reader and a writer on one end."""
     reader = asyncio.StreamReader(loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -216,6 +216,6 @@ def pipe() -> tuple[Ends, Ends]:
     """Both ends of a pipe on the running loop, for its caller's context."""
     loop = asyncio.get_running_loop()
     here = contextvars.copy_context()
-    one, two = End(loop, Road(loop), here), End(loop, Road(loop), here)
+    one, two = MemoryTransport(loop, MemoryLink(loop), here), MemoryTransport(loop, MemoryLink(loop), here)
     one.other, two.other = two, one
     return opened(one, loop), opened(two, loop)

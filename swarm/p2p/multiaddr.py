@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 
 # Codes of the parts of a binary multiaddr, as varints.
@@ -18,3 +19,11 @@ def origin(address: bytes) -> str:
             quic = rest[:2] == _UDP and rest[4:] == _QUIC
             return str(ipaddress.ip_address(host)) if tcp or quic else ""
     return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a multiaddr reaches no further than this machine."""
+    parts = address.split("/")
+    with contextlib.suppress(IndexError, ValueError):
+        return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
+    return False

@@ -23,7 +23,7 @@ MAX_LISTEN = 8  # own addresses
 MAX_BYTES = 256 * 1024  # of the file; 64 peers with 4 addresses of 512 characters fit in
 
 
-class KnownPeers:
+class Peerstore:
     """The peers heard of last, newest last, each with its newest addresses. For any thread.
 
     ``path``: the file in which those of ``swarm`` are kept from one run to the next. What is read there is held to the same

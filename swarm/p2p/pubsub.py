@@ -15,8 +15,8 @@ from hivemind.proto import p2pd_pb2
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import b58encode
-from shoal.swarm.p2p.bandwidth import Pace
-from shoal.swarm.p2p.daemon_supervisor import DAEMON_GONE, Uplink
+from shoal.swarm.p2p.daemon_supervisor import DAEMON_GONE, DaemonSupervisor
+from shoal.swarm.p2p.rate_limit import BandwidthLimiter
 from shoal.swarm.wire.envelope import MAX_MESSAGE
 
 MAX_FRAME = 2 << 20  # bytes of one message as the daemon hands it over; GossipSub itself stops at 1 MiB
@@ -61,8 +61,8 @@ class PubSub:
     ``upload``: the budget that messages use up; those that are forwarded for others are the daemon's affair, and do not.
     """
 
-    def __init__(self, uplink: Uplink, upload: Pace | None = None) -> None:
-        self._uplink, self._upload = uplink, upload
+    def __init__(self, supervisor: DaemonSupervisor, upload: BandwidthLimiter | None = None) -> None:
+        self._supervisor, self._upload = supervisor, upload
 
     async def subscribe(self, topic: str) -> Subscription:
         """Listen to ``topic`` from now on."""
@@ -88,11 +88,11 @@ class PubSub:
         return tuple(sorted(b58encode(peer[:MAX_ID]) for peer in answer.pubsub.peerIDs))
 
     async def _ask(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
-        daemon = self._uplink.running()
+        daemon = self._supervisor.running()
 
         work = daemon.request(p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=request))
         try:
-            return await self._uplink.unless_down(work, CALL_S)
+            return await self._supervisor.unless_down(work, CALL_S)
         except asyncio.TimeoutError:
             raise NetworkError(f"the daemon did not answer within {CALL_S:g} s.") from None
         except DAEMON_GONE as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,7 +12,7 @@ MINUTE, HOUR = 60.0, 3600.0
 
 
 @dataclass(frozen=True)
-class Quota:
+class RateLimit:
     """What one sender may send in ``period`` seconds, all at once if it likes; and how many senders are kept account of."""
 
     messages: int = 1200
@@ -27,7 +28,7 @@ class _Account:
     since: float
 
 
-class Quotas:
+class TokenBuckets:
     """The accounts of all senders. Not for several threads at once.
 
     A sender whose account is full again (it sent nothing for long enough) may be forgotten for a new one. As long as there is
@@ -35,7 +36,7 @@ class Quotas:
     whole never exceeds ``senders`` times the quota.
     """
 
-    def __init__(self, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, quota: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._quota = quota
         self._clock = clock
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the one that was used longest ago first
@@ -81,3 +82,49 @@ class Quotas:
         account.messages = min(account.messages + share * self._quota.messages, self._quota.messages)
         account.nbytes = min(account.nbytes + share * self._quota.nbytes, self._quota.nbytes)
         account.since = now
+
+
+PIECE_S = 0.1  # seconds of the budget that are sent at once
+
+
+BURST_S = 0.25  # seconds of it that may be saved up
+
+
+class BandwidthLimiter:
+    """``rate`` bytes in a second (above 0). What must not wait is spent, and owed; what can waits until nothing is owed.
+
+    On one loop only. Over any stretch of time no more than ``rate`` times it, a quarter of a second's burst, and one piece of each
+    stream that sends is let through, besides what is spent without waiting.
+    """
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if rate <= 0:
+            raise ValueError("a rate must be above 0 bytes in a second")
+        self._rate, self._clock = rate, clock
+        self._left, self._since = rate * BURST_S, clock()
+        self._lock: asyncio.Lock | None = None
+        self.piece = max(int(rate * PIECE_S), 1)
+        """Bytes that are sent at once."""
+
+    def spend(self, nbytes: int) -> None:
+        """Bytes that are sent now."""
+        self._refill()
+        self._left -= nbytes
+
+    async def wait(self) -> None:
+        """Until nothing is owed. Who waits longer goes first."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        async with self._lock:
+            while (owed := self.owed()) > 0:
+                await asyncio.sleep(max(owed / self._rate, 0.001))
+
+    def owed(self) -> float:
+        """Bytes by which the budget is overdrawn; 0 or less if it is not."""
+        self._refill()
+        return -self._left
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._left + (now - self._since) * self._rate, self._rate * BURST_S)
+        self._since = now

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.fields import Nonce
 from shoal.swarm.wire.member import Message, pack, unpack
@@ -73,13 +73,13 @@ class Seen:
     error: float
 
 
-class DialBack:
+class ReachabilityProbe:
     """Answers those who ask; ``clock`` is in Unix seconds. Use it on one loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._each = Quotas(Quota(messages=EACH, nbytes=EACH, senders=256))
-        self._all = Quotas(Quota(messages=ALL, nbytes=ALL, senders=1))
+        self._each = TokenBuckets(RateLimit(messages=EACH, nbytes=EACH, senders=256))
+        self._all = TokenBuckets(RateLimit(messages=ALL, nbytes=ALL, senders=1))
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `DIAL_PROTOCOL`. NetworkError or MessageError."""
@@ -133,7 +133,7 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tu
 
 
 @contextlib.asynccontextmanager
-async def doorbell(port: int = 0) -> AsyncIterator[tuple[int, bytes]]:
+async def listen_for_dial_back(port: int = 0) -> AsyncIterator[tuple[int, bytes]]:
     """Hand a token to whoever connects to ``port`` (0: any) on any address of this machine; gives port and token. OSError."""
     token = secrets.token_bytes(16)
 

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.swarm.access.policy import Door
-from shoal.swarm.p2p.counters import Tally
-from shoal.swarm.p2p.rate_limit import HOUR, Quota, Quotas
+from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.rate_limit import HOUR, RateLimit, TokenBuckets
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"
@@ -47,24 +47,24 @@ class Rates:
     """Bytes in those calls."""
 
 
-class Entrance:
+class ResourceManager:
     """Asked about every stream that a peer opens, and every call to the DHT node. On the host's loop; ``tally`` for any thread.
 
     ``door``: whom this node meets; it is changed once the swarm's manifest is known. ``known``: whether a peer is a member.
     """
 
     def __init__(
-        self, door: Door | None = None, rates: Rates | None = None, clock: Callable[[], float] = time.monotonic
+        self, access_policy: AccessPolicy | None = None, rates: Rates | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.door = door or Door()
+        self.access_policy = access_policy or AccessPolicy()
         self.known: Callable[[str], bool] = lambda peer: True
-        self.tally = Tally()
+        self.tally = Counters()
         rates = rates or Rates()
         self._clock = clock
-        self._streams = Quotas(Quota(messages=rates.streams, senders=4096), clock)
-        self._all = Quotas(Quota(messages=rates.streams_of_all, senders=1), clock)
-        self._calls = Quotas(Quota(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock)
-        self._meters: dict[str, Quotas] = {}
+        self._streams = TokenBuckets(RateLimit(messages=rates.streams, senders=4096), clock)
+        self._all = TokenBuckets(RateLimit(messages=rates.streams_of_all, senders=1), clock)
+        self._calls = TokenBuckets(RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock)
+        self._meters: dict[str, TokenBuckets] = {}
         self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
         self._strangers: Counter[str] = Counter()  # the same of peers that were no members when they came
 
@@ -73,9 +73,9 @@ class Entrance:
 
         What is under way is not cut off, so up to ``MAX_HANDLERS_PER_PEER`` answers more may go out.
         """
-        self._meters[protocol] = Quotas(Quota(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
+        self._meters[protocol] = TokenBuckets(RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
 
-    def opens(self, peer: str, protocol: str) -> str:
+    def acquire(self, peer: str, protocol: str) -> str:
         """Why the stream is refused; nothing if it is served, and then `closes` must be called at its end."""
         reason = self._refusal(peer, protocol)
         if reason:
@@ -86,7 +86,7 @@ class Entrance:
             self._strangers[peer] += 1
         return ""
 
-    def closes(self, peer: str, protocol: str, sent: int) -> None:
+    def release(self, peer: str, protocol: str, sent: int) -> None:
         """The stream is over; ``sent`` bytes went out on it."""
         for counts in (self._busy, self._strangers):
             if peer in counts:
@@ -105,15 +105,15 @@ class Entrance:
 
         Records in the DHT need no invitation, for each is signed, and read with the door in mind (`swarm.directory`).
         """
-        reason = "denied" if self.door.denies(peer) else "" if self._calls.take(peer, 1, nbytes) else "rate"
+        reason = "denied" if self.access_policy.denies(peer) else "" if self._calls.take(peer, 1, nbytes) else "rate"
         if reason:
             self.tally.reject(reason)
         return reason
 
     def _refusal(self, peer: str, protocol: str) -> str:
-        if self.door.denies(peer) or (protocol not in FREE and self.door.bars(peer)):
+        if self.access_policy.denies(peer) or (protocol not in FREE and self.access_policy.blocks(peer)):
             return "denied"
-        if protocol not in FREE and not self.door.lets_in(peer):
+        if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
         if self._busy.total() >= MAX_HANDLERS or self._busy[peer] >= MAX_HANDLERS_PER_PEER:
             return "crowded"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.bandwidth import Pace
+from shoal.swarm.p2p.rate_limit import BandwidthLimiter
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
 _HEAD = 4  # bytes of the length before each small message
@@ -20,7 +20,7 @@ _GONE = (ConnectionError, EOFError, BrokenPipeError)  # IncompleteReadError is a
 _T = TypeVar("_T")
 
 
-class Traffic:
+class TrafficMeter:
     """Bytes that went over the streams of one host, payload and our framing; written by its loop, readable from any thread.
 
     ``upload``: what is sent has to keep to it.
@@ -28,7 +28,7 @@ class Traffic:
 
     __slots__ = ("received", "sent", "upload")
 
-    def __init__(self, upload: Pace | None = None) -> None:
+    def __init__(self, upload: BandwidthLimiter | None = None) -> None:
         self.sent = 0
         self.received = 0
         self.upload = upload
@@ -46,7 +46,7 @@ class Stream:
     """
 
     def __init__(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic, origin: str = ""
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: TrafficMeter, origin: str = ""
     ) -> None:
         self.peer_id = peer_id
         self.origin = origin
@@ -198,7 +198,7 @@ class _Bulk(asyncio.BufferedProtocol):
         reader: Any,
         writer: Any,
         incoming: memoryview,
-        traffic: Traffic,
+        traffic: TrafficMeter,
         count: Callable[[int], None],
         on_progress: Callable[[int], None] | None,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.fields import Reason
 from shoal.swarm.wire.member import Message, pack, unpack
@@ -50,12 +50,12 @@ class Speed:
     whole: bool
 
 
-class SpeedTest:
+class ThroughputProbe:
     """Answers those who ask, few at a time. Use it on one loop."""
 
     def __init__(self) -> None:
-        self._each = Quotas(Quota(messages=EACH, nbytes=EACH * MAX_BYTES, senders=256))
-        self._all = Quotas(Quota(messages=ALL, nbytes=ALL * MAX_BYTES, senders=1))
+        self._each = TokenBuckets(RateLimit(messages=EACH, nbytes=EACH * MAX_BYTES, senders=256))
+        self._all = TokenBuckets(RateLimit(messages=ALL, nbytes=ALL * MAX_BYTES, senders=1))
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `SPEED_PROTOCOL`. NetworkError or MessageError."""

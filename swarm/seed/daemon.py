@@ -27,13 +27,12 @@ from shoal.swarm.p2p.daemon_process import (
     daemon_path,
     follow,
     hivemind_folder,
-    is_loopback,
     options,
     run_folder,
     start_guarded,
 )
-from shoal.swarm.p2p.multiaddr import origin
-from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.p2p.multiaddr import is_loopback, origin
+from shoal.swarm.p2p.stream import Stream, TrafficMeter
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class SeedDaemon:
     """A running p2pd that peers may take for sure to be reachable; make it with `launch`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.traffic = Traffic()
+        self.traffic = TrafficMeter()
         self.addresses: tuple[str, ...] = ()
         self._run_dir = run_dir
         self._said: deque[str] = deque(maxlen=200)

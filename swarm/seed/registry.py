@@ -26,7 +26,7 @@ TTL = 120.0  # seconds after which a silent member is forgotten
 GONE = ("leaving", "done")
 
 
-class SeedBook:
+class SeedRegistry:
     """Answers requests; not for several threads. ``clock`` in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.listen import check_free, fixed_ports, obtain_ports
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBack
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.seed.daemon import SeedDaemon
-from shoal.swarm.seed.registry import SeedBook
+from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.member import pack, unpack
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
 
@@ -41,14 +41,14 @@ class Seed:
         relay: bool = True,
         on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
     ) -> None:
-        self.book = SeedBook()
+        self.book = SeedRegistry()
         self._identity = identity
         self._listen = tuple(listen)
         self._announce = tuple(announce)
         self._relay = relay
         self._on_ready = on_ready
         self._busy: Counter[str] = Counter()
-        self._dial_back = DialBack()
+        self._dial_back = ReachabilityProbe()
 
     async def run(self) -> None:
         """Serve until cancelled. A daemon that ends is started again. StartupError if it does not start the first time."""

@@ -196,7 +196,11 @@ class SimDirectory:
     def _store(self, prefix: str) -> None:
         posted, links = self._posted(prefix), self._board.network.links
         self._board.network.loop.call_later(
-            links.latency + links.jitter / 2, self._board.put, prefix, posted, context=NOTHING  # it has left, whoever dies
+            links.latency + links.jitter / 2,
+            self._board.put,
+            prefix,
+            posted,
+            context=NOTHING,  # it has left, whoever dies
         )
 
     def _posted(self, prefix: str) -> Posted:

@@ -32,7 +32,7 @@ class Fault:
 
 
 @dataclass
-class Trouble:
+class FaultPlan:
     """A fault that came about: whom it touched, and when."""
 
     peers: frozenset[str]
@@ -52,12 +52,12 @@ def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind
     return sorted(found, key=lambda fault: fault.after)
 
 
-class Mischief:
+class FaultInjector:
     """Lets a plan come true, up to the time at which the swarm is left in peace."""
 
     def __init__(self, swarm: SimSwarm, faults: Sequence[Fault]) -> None:
         self._swarm, self._left = swarm, list(faults)
-        self.troubles: list[Trouble] = []
+        self.troubles: list[FaultPlan] = []
 
     def look(self, name: str) -> None:
         """Called with every event and the name of whose it is."""
@@ -76,13 +76,13 @@ class Mischief:
         if fault.kind in ("kill", "sleep", "slow") and not chosen:
             return
         seconds = min(fault.seconds, left)
-        trouble = Trouble(frozenset(peer.id for peer in chosen[:1]), loop.time(), loop.time() + seconds)
+        trouble = FaultPlan(frozenset(peer.id for peer in chosen[:1]), loop.time(), loop.time() + seconds)
         getattr(self, f"_{fault.kind}")(fault, seconds, chosen, trouble)
 
-    def _note(self, trouble: Trouble, peers: frozenset[str] | None = None) -> None:
-        self.troubles.append(trouble if peers is None else Trouble(peers, trouble.since, trouble.until))
+    def _note(self, trouble: FaultPlan, peers: frozenset[str] | None = None) -> None:
+        self.troubles.append(trouble if peers is None else FaultPlan(peers, trouble.since, trouble.until))
 
-    def _kill(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+    def _kill(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         victim, swarm = chosen[0], self._swarm
         for_good = fault.dice < 0.5
         if for_good and sum(not peer.gone for peer in swarm.peers) <= 2:
@@ -98,31 +98,31 @@ class Mischief:
         victim.begin()
         self._swarm.network.note(victim.name, "came back")
 
-    def _sleep(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+    def _sleep(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         network, victim = self._swarm.network, chosen[0]
         network.sleep(victim.id)
         victim.slept += seconds
         self._note(trouble)
         network.loop.call_later(seconds, network.wake, victim.id, context=NOTHING)
 
-    def _part(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+    def _part(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         network, peers = self._swarm.network, self._swarm.peers
         sides = random.Random(fault.dice)
         network.part({peer.id: sides.randrange(2) for peer in peers})
         self._note(trouble, frozenset(peer.id for peer in peers))
         network.loop.call_later(seconds, network.part, {}, context=NOTHING)
 
-    def _sever(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+    def _sever(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         number = self._stream(fault, trouble)
         if number is not None:
             self._swarm.network.sever(number, reset=fault.dice * 1000 % 1 < 0.5)
 
-    def _stall(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+    def _stall(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         number = self._stream(fault, trouble)
         if number is not None:
             self._swarm.network.stall(number)
 
-    def _stream(self, fault: Fault, trouble: Trouble) -> int | None:
+    def _stream(self, fault: Fault, trouble: FaultPlan) -> int | None:
         """One that is open now, if there is one; its ends are in trouble."""
         network = self._swarm.network
         open_now = sorted(network.wires)
@@ -132,7 +132,7 @@ class Mischief:
         self._note(trouble, frozenset(host.peer_id for host in network.wires[number].hosts))
         return number
 
-    def _slow(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: Trouble) -> None:
+    def _slow(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         victim = chosen[0]
         victim.host.slow = 0.1 + 1.5 * fault.dice
         self._swarm.network.note(victim.name, f"is slow by {victim.host.slow:.3f}")

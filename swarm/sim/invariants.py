@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shoal.optim.exchange.base import Mean, weighted_mean
-from shoal.swarm.sim.faults import Mischief
+from shoal.swarm.sim.faults import FaultInjector
 from shoal.swarm.sim.peers import Contribution, SimPeer, SimSwarm
 
 REMEMBERED = {
@@ -61,7 +61,7 @@ class Errors(logging.Handler):
 class Checks:
     """Looks on at one swarm."""
 
-    def __init__(self, swarm: SimSwarm, mischief: Mischief, errors: Errors) -> None:
+    def __init__(self, swarm: SimSwarm, mischief: FaultInjector, errors: Errors) -> None:
         self._swarm, self._mischief, self._errors = swarm, mischief, errors
         self._rounds: dict[int, int] = {}
         self._decided: dict[int, Any] = {}

@@ -28,9 +28,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.memory_stream import NOTHING, End, Road, opened
-from shoal.swarm.p2p.resource_manager import Entrance
-from shoal.swarm.p2p.stream import Stream, Traffic, short
+from shoal.swarm.p2p.memory_stream import NOTHING, MemoryLink, MemoryTransport, opened
+from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.sim.clock import Process, Stuck, VirtualLoop
 from shoal.swarm.wire.nonce import nonces_from
 
@@ -121,7 +121,7 @@ class Network:
         """Whether a partition lies between two peers."""
         return bool(self._sides) and self._sides.get(one) != self._sides.get(two)
 
-    def wire(self, one: SimHost, two: SimHost) -> tuple[End, End]:
+    def wire(self, one: SimHost, two: SimHost) -> tuple[MemoryTransport, MemoryTransport]:
         """A new stream's two ends."""
         number = self.born()
         self.note(one.name, f"opens {number} to {two.name}")
@@ -174,7 +174,6 @@ class Network:
             for end in wire.ends:
                 end.sever(ConnectionResetError("reset") if reset else None)
 
-
     def stall(self, number: int) -> None:
         """Let the stream of this number carry nothing any more, if there is one."""
         wire = self.wires.get(number)
@@ -207,7 +206,10 @@ class Wire:
         self.network, self.number, self.hosts = network, number, (one, two)
         self.roads = (_Delayed(self, one, two), _Delayed(self, two, one))
         loop = network.loop
-        self.ends = End(loop, self.roads[0], one.process.context), End(loop, self.roads[1], two.process.context)
+        self.ends = (
+            MemoryTransport(loop, self.roads[0], one.process.context),
+            MemoryTransport(loop, self.roads[1], two.process.context),
+        )
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
         self.ended, self.stalled = 0, False
 
@@ -229,7 +231,7 @@ class Wire:
             self.network.wires.pop(self.number, None)
 
 
-class _Delayed(Road):
+class _Delayed(MemoryLink):
     """Bytes take the link's latency, one after the other at its bandwidth, and wait at the border of a partition."""
 
     def __init__(self, wire: Wire, source: SimHost, target: SimHost) -> None:
@@ -272,8 +274,8 @@ class SimHost:
         self.network, self.name, self.identity, self.peer_id = network, name, identity, identity.peer_id
         self.process = Process(name)
         self.process.context.run(nonces_from, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes)
-        self.traffic = Traffic()
-        self.entrance = Entrance(clock=network.loop.time)
+        self.traffic = TrafficMeter()
+        self.resource_manager = ResourceManager(clock=network.loop.time)
         """Nobody is refused: it only takes what the protocols tell it."""
         self.free = 0.0
         """When all that it has sent will have left, where its streams share one link."""
@@ -338,7 +340,7 @@ class SimHost:
         other.process.context.copy().run(other._incoming, self.peer_id, theirs, handler)
         return stream
 
-    def _incoming(self, peer_id: str, end: End, handler: Callable[[Stream], Awaitable[None]]) -> None:
+    def _incoming(self, peer_id: str, end: MemoryTransport, handler: Callable[[Stream], Awaitable[None]]) -> None:
         stream = self.network.stream(peer_id, *opened(end, self.network.loop), self.traffic)
         self.network.loop.create_task(self._answer(handler, stream))
 

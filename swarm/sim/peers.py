@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.handle import SwarmHandle
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.handle import ExchangeHandle
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.sim.network import Network, SimHost
 from shoal.swarm.wire.member import Member
@@ -91,12 +92,12 @@ class SimPeer:
         """A new process: the first, or one after the last was killed."""
         self.host: SimHost = self.swarm.network.host(self.name, self.identity)
         self.seen: dict[str, Member] = {}
-        self.handle: SwarmHandle[Any] | None = None
+        self.handle: ExchangeHandle[Any] | None = None
         self.state: Literal["training", "leaving"] = "training"
         setting = self.swarm.setting
-        way = SwarmExchange if setting.kind == "pair" else GroupExchange
+        way = PairExchange if setting.kind == "pair" else GroupExchange
         options = dict(setting.options) | ({"departed": self.departed} if setting.kind == "pair" else {})
-        self.exchange: SwarmExchange | GroupExchange = way(
+        self.exchange: PairExchange | GroupExchange = way(
             cast("Host", self.host), self.identity, swarm=SWARM, model=MODEL, seed=self.swarm.seed, members=self.members,
             wait=setting.wait, chunk_timeout=setting.chunk_timeout, exchange_timeout=setting.exchange_timeout, **options,
         )  # fmt: skip
@@ -140,9 +141,7 @@ class SimPeer:
         for other in self.swarm.peers:
             if other is not self and not other.gone:
                 network = self.swarm.network
-                network.datagram(
-                    self.host, other.host, lambda other=other: other.hear(record), setting.lose, setting.again  # type: ignore[misc]
-                )
+                network.datagram(self.host, other.host, partial(other.hear, record), setting.lose, setting.again)
 
     async def _announce(self) -> None:
         while self.state == "training":

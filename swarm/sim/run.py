@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.faults import Fault, Mischief, plan
+from shoal.swarm.sim.faults import Fault, FaultInjector, plan
 from shoal.swarm.sim.invariants import Checks, Errors
 from shoal.swarm.sim.network import Links, Network, Trace
 from shoal.swarm.sim.peers import Setting, SimSwarm
@@ -69,7 +69,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
     failure: BaseException | None = None
     with alone(loop) as errors:
         swarm = SimSwarm(network, setting, seed)
-        mischief = Mischief(swarm, faults)
+        mischief = FaultInjector(swarm, faults)
         checks = Checks(swarm, mischief, errors)
         broken: list[BaseException] = []
 

@@ -17,8 +17,9 @@ from shoal.optim.codecs.base import Shape
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.state.sync import ModelDiffersError, Wish, fetch_state
-from shoal.swarm.wire.member import Member, StateRequest
+from shoal.swarm.state.sync import ModelDiffersError, StateQuery, fetch_state
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.state import StateRequest
 
 ASKED = 8  # members that are asked for what they hold
 BEHIND = 2  # rounds
@@ -72,7 +73,7 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
         return
     givers = [(member.peer, member.addresses) for member in _others(membership)[:ASKED]]
     # Anybody's header will do: the shapes in it name the difference, which raises.
-    wish = Wish(StateRequest(swarm=membership.swarm, model=model), shapes)
+    wish = StateQuery(StateRequest(swarm=membership.swarm, model=model), shapes)
     try:
         if givers:
             fetch_state(membership.host, wish, givers)
@@ -98,22 +99,22 @@ def _givers(membership: Membership, model: str, begun: bool) -> list[Member]:
     return [member for member in there if member.state in (("waiting", "training") if member.round > 0 else early)]
 
 
-def givers_of(membership: Membership, model: str, begun: bool = True) -> list[tuple[str, tuple[str, ...]]]:
+def sources_for(membership: Membership, model: str, begun: bool = True) -> list[tuple[str, tuple[str, ...]]]:
     """Peers to ask for weights, and their addresses; none if nobody else has finished a round."""
     return [(member.peer, member.addresses) for member in _givers(membership, model, begun)[:ASKED]]
 
 
-def wish_of(membership: Membership, model: str, opt: OuterOptimizer) -> Wish:
+def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
     """What fits ``opt``."""
     request = StateRequest(swarm=membership.swarm, model=model)
-    return Wish(request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored)
+    return StateQuery(request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored)
 
 
 def _take(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
-    givers = givers_of(membership, model, begun)
+    givers = sources_for(membership, model, begun)
     if not givers:
         return None
-    wish = wish_of(membership, model, opt)
+    wish = query_for(membership, model, opt)
     try:
         state = fetch_state(membership.host, wish, givers)
     except NetworkError as error:

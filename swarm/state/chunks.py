@@ -1,4 +1,4 @@
-"""Pieces of snapshots: handing them out, and asking one peer for one. What is asked of whom is in swarm/download.py."""
+"""ChunkServer of snapshots: handing them out, and asking one peer for one. What is asked of whom is in swarm/download.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.snapshot import Kept, Snapshot, chunk_size, chunks_in
+from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, chunk_size, chunks_in
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import PieceReply, PieceRequest, pack, unpack
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.state import ChunkReply, ChunkRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -29,10 +30,10 @@ class NotHeldError(NetworkError):
     """A peer does not hold the snapshot (any more)."""
 
 
-class Pieces:
+class ChunkServer:
     """Serves the snapshots of ``kept``."""
 
-    def __init__(self, host: Host, swarm: str, kept: Kept) -> None:
+    def __init__(self, host: Host, swarm: str, kept: SnapshotCache) -> None:
         self._swarm, self._kept, self._serving = swarm, kept, 0
         host.serve(PIECES_PROTOCOL, self._answer)
 
@@ -49,13 +50,13 @@ class Pieces:
     async def _serve(self, stream: Stream) -> None:
         while True:
             # When the caller has all it wants it ends the stream, and this raises NetworkError.
-            request = unpack(await stream.receive(PieceRequest.LIMIT, IDLE_S), PieceRequest)
+            request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
             snapshot = self._kept.get(request.snapshot) if request.swarm == self._swarm else None
             data = None if snapshot is None else _piece(snapshot, request.chunk)
             if data is None:
-                await stream.send(pack(PieceReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
+                await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
                 continue
-            await stream.send(pack(PieceReply(nbytes=len(data))), SMALL_S)
+            await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
             deadline = asyncio.get_running_loop().time() + PIECE_S
             await stream.swap(data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=deadline)
 
@@ -68,7 +69,7 @@ def _piece(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
     return snapshot.payload.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(snapshot.header.nbytes, chunk)]
 
 
-class Holder:
+class ChunkSource:
     """One stream to a peer that may hold the snapshot ``id``. Use it on the host's loop, and ``close`` it."""
 
     def __init__(self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]) -> None:
@@ -85,8 +86,8 @@ class Holder:
         if self._stream is None:
             self._stream = await self._host.open(self.peer, PIECES_PROTOCOL, addresses=self._addresses, timeout=SMALL_S)
         stream = self._stream
-        await stream.send(pack(PieceRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S)
-        reply = unpack(await stream.receive(PieceReply.LIMIT, SMALL_S), PieceReply)
+        await stream.send(pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S)
+        reply = unpack(await stream.receive(ChunkReply.LIMIT, SMALL_S), ChunkReply)
         if not reply.nbytes:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):

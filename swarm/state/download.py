@@ -21,10 +21,10 @@ from torch import Tensor
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.chunks import Holder, NotHeldError
+from shoal.swarm.state.chunks import ChunkSource, NotHeldError
 from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import StateHeader
+from shoal.swarm.wire.state import StateHeader
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -104,7 +104,7 @@ class Sink(Protocol):
         ...
 
 
-class Memory:
+class MemorySink:
     """A sink of ``nbytes`` bytes in memory."""
 
     def __init__(self, nbytes: int) -> None:
@@ -127,7 +127,7 @@ async def fetch_digests(host: Host, swarm: str, header: StateHeader, holders: Se
     """The list of the chunks' digests, checked, from the first of ``holders`` that has it. NetworkError if none has."""
     room = bytearray(DIGEST * chunks_in(header.nbytes))
     for peer, addresses in holders:
-        holder = Holder(host, swarm, snapshot_id(header), peer, addresses)
+        holder = ChunkSource(host, swarm, snapshot_id(header), peer, addresses)
         try:
             await holder.take(None, memoryview(room))
         except (NetworkError, MessageError) as error:
@@ -201,7 +201,7 @@ class _Download:
 
     async def _lane(self, to: Peer) -> None:
         peer, addresses = to
-        holder = Holder(self._host, self._swarm, self._id, peer, addresses)
+        holder = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
         scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
         try:
             while peer not in self._gone and not self.plan.done:

@@ -32,14 +32,14 @@ DOUBTS = 3  # rounds in a row that a node must find itself in the smaller part w
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitDecision:
     """This node should take over the weights of one of ``givers``, in ``fragments``."""
 
     fragments: frozenset[int]
     givers: frozenset[str]
 
 
-class Drift:
+class DriftDetector:
     """One node's. ``me``: its peer id; ``model``: members with another one are not compared; ``most``: as many can be in one group.
 
     Among more the rounds' groups are several, whose weights differ by design.
@@ -74,7 +74,7 @@ class Drift:
         self._last.clear()
         self.newest, self._doubts = None, 0
 
-    def split(self, members: Mapping[str, Member]) -> Split | None:
+    def split(self, members: Mapping[str, Member]) -> SplitDecision | None:
         """Whether this node should give way, by the newest records; to be asked once a round."""
         near, far, unknown = {self._me}, set[str](), False
         fragments = set[int]()
@@ -98,7 +98,7 @@ class Drift:
         if unknown and self._doubts < DOUBTS:
             return None
         self._doubts = 0
-        return Split(frozenset(fragments), frozenset(far))
+        return SplitDecision(frozenset(fragments), frozenset(far))
 
 
 def _order(peers: set[str]) -> int:

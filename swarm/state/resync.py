@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.stats import Health
+from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.state.drift import Split
+from shoal.swarm.state.drift import SplitDecision
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.state.sync import PATIENCE_S, Wish, begin_fetch
-from shoal.swarm.wire.member import StateRequest
+from shoal.swarm.state.sync import PATIENCE_S, StateQuery, begin_fetch
+from shoal.swarm.wire.state import StateRequest
 
 ASKED = 4  # members that are asked in turn
 SECOND_S = 1.0  # seconds that a second member may take to state the same weights: each makes them older
@@ -36,7 +36,7 @@ TURNED_DOWN = 2  # peers in a row that refuse a node which comes from far behind
 log = logging.getLogger(__name__)
 
 
-class Anchor:
+class Resynchronizer:
     """Watches the rounds of one node.
 
     Args:
@@ -52,11 +52,11 @@ class Anchor:
         model: str,
         server: StateServer,
         opt: OuterOptimizer,
-        health: Health | None = None,
+        stats: ExchangeStats | None = None,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._membership, self._model, self._server, self._opt = membership, model, server, opt
-        self._health, self._moved = health or Health(), moved
+        self._health, self._moved = stats or ExchangeStats(), moved
         self._astray: set[int] = set()
         """Fragments that have drifted."""
         self._missed: Counter[int] = Counter()
@@ -80,7 +80,7 @@ class Anchor:
             fragments = len(state.applied)
             self._astray = {p for p, round in enumerate(state.applied) if round < state.round - fragments}
 
-    def saw(self, info: RoundInfo, *, behind: int, split: Split | None = None) -> None:
+    def saw(self, info: RoundInfo, *, behind: int, split: SplitDecision | None = None) -> None:
         """A round is over. ``behind``: its contribution was counted so many rounds later than the node thought it was in.
 
         ``split``: this node's part of the swarm gives way to another.
@@ -123,7 +123,9 @@ class Anchor:
         shapes = [tuple(t.shape) for t in self._opt.slow]
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
         patience = PATIENCE_S if self._afresh else SECOND_S
-        wish = Wish(request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, vouched=self._afresh, patience=patience)
+        wish = StateQuery(
+            request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, vouched=self._afresh, patience=patience
+        )
         try:
             self._coming = begin_fetch(self._membership.host, wish, others)
         except NetworkError as error:

@@ -33,7 +33,9 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer, download, fetch_digests
 from shoal.swarm.state.snapshot import chunks_in, snapshot_id
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import Answer, StateHeader, StateRequest, pack, unpack
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.state import StateHeader, StateRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -57,7 +59,7 @@ class NobodyVouchesError(NetworkError):
 
 
 @dataclass(frozen=True)
-class Statement:
+class SnapshotOffer:
     """What ``peer`` says that it holds."""
 
     peer: str
@@ -79,7 +81,7 @@ class Statement:
 class Collected:
     """What several peers said, and what was wrong with the others."""
 
-    statements: list[Statement]
+    statements: list[SnapshotOffer]
     errors: dict[str, Exception]
 
 
@@ -120,14 +122,14 @@ async def collect(
 
     ``check`` raises ShoalError at a header that does not fit.
     """
-    statements: list[Statement] = []
+    statements: list[SnapshotOffer] = []
     errors: dict[str, Exception] = {}
 
     async def one(to: Peer) -> None:
         try:
             header = await ask(host, to, request)
             check(to[0], header)
-            statements.append(Statement(*to, header))
+            statements.append(SnapshotOffer(*to, header))
         except ShoalError as error:
             errors[to[0]] = error
 
@@ -148,9 +150,9 @@ async def collect(
     return Collected(statements, errors)
 
 
-def agreed(statements: Sequence[Statement]) -> list[Statement]:
+def agreed(statements: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
     """Those that state what most do, of the latest round among equals; empty if no two state the same."""
-    same: defaultdict[bytes, list[Statement]] = defaultdict(list)
+    same: defaultdict[bytes, list[SnapshotOffer]] = defaultdict(list)
     for statement in statements:
         same[statement.id].append(statement)
     most = max(same.values(), key=lambda group: (len(group), group[0].header.round), default=[])
@@ -160,13 +162,13 @@ def agreed(statements: Sequence[Statement]) -> list[Statement]:
 async def choose(
     host: Host,
     request: StateRequest,
-    statements: Sequence[Statement],
+    statements: Sequence[SnapshotOffer],
     check: Callable[[str, StateHeader], None],
     draw: random.Random,
     *,
     equal: bool,
     patience: float,
-) -> list[Statement]:
+) -> list[SnapshotOffer]:
     """The statements of the snapshot to take. ``equal``: peers of this method hold the same weights.
 
     Raises:
@@ -188,7 +190,7 @@ async def choose(
     return [await _vouched_for(host, request.swarm, statements, draw)]
 
 
-async def _vouched_for(host: Host, swarm: str, statements: Sequence[Statement], draw: random.Random) -> Statement:
+async def _vouched_for(host: Host, swarm: str, statements: Sequence[SnapshotOffer], draw: random.Random) -> SnapshotOffer:
     """The statement of the latest round to which that of another peer is near."""
     samples: dict[str, torch.Tensor] = {}
     in_slow = FLOAT32.nbytes(statements[0].header.shapes)  # those of all are the same: ``check`` saw to it
@@ -217,17 +219,17 @@ async def _vouched_for(host: Host, swarm: str, statements: Sequence[Statement], 
     return best
 
 
-async def _sample(host: Host, swarm: str, statement: Statement, chunks: Sequence[int], in_slow: int) -> torch.Tensor:
+async def _sample(host: Host, swarm: str, statement: SnapshotOffer, chunks: Sequence[int], in_slow: int) -> torch.Tensor:
     """The slow weights in ``chunks``, float32, one after another. NetworkError."""
     header, holders = statement.header, [statement.reached]
     digests = await fetch_digests(host, swarm, header, holders)
-    few = Few()
+    few = SampleSink()
     await download(host, swarm, header, digests, holders, few, chunks)
     data = b"".join(few.pieces[chunk][: max(in_slow - chunk * CHUNK, 0)] for chunk in chunks)
     return torch.frombuffer(bytearray(data), dtype=torch.float32)
 
 
-class Few:
+class SampleSink:
     """A sink for some chunks."""
 
     def __init__(self) -> None:

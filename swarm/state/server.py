@@ -12,10 +12,12 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state.chunks import SMALL_S, Pieces
+from shoal.swarm.state.chunks import SMALL_S, ChunkServer
 from shoal.swarm.state.selection import STATE_PROTOCOL
-from shoal.swarm.state.snapshot import Kept, Snapshot, State, encode, make, nothing
-from shoal.swarm.wire.member import Answer, StateHeader, StateRequest, pack, unpack
+from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, State, encode, make, nothing
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.state import StateHeader, StateRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -32,9 +34,9 @@ log = logging.getLogger(__name__)
 class StateServer:
     """Serves this node's slow weights; the training thread makes the copy, so that it is never of a half-updated one.
 
-    Memory: at most two snapshots (``Kept``), each with 4 bytes for every value of the slow weights and of what the rule shares, and
-    none two minutes after the last question. As long as somebody downloads each of them, others are given the later of the two
-    rather than one of their own.
+    Memory: at most two snapshots (``SnapshotCache``), each with 4 bytes for every value of the slow weights and of what the
+    rule shares, and none two minutes after the last question. As long as somebody downloads each of them, others are
+    given the later of the two rather than one of their own.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class StateServer:
         """Of those, whose own weights have drifted: from which round they are, and who asks."""
         self._making = False
         self._last: tuple[tuple[object, ...], bytes] | None = None
-        self._kept = Kept(clock)
+        self._kept = SnapshotCache(clock)
         self.astray: int | None = None
         """The round of this node's own weights while they have drifted away from the group's."""
-        Pieces(host, swarm, self._kept)
+        ChunkServer(host, swarm, self._kept)
         host.serve(STATE_PROTOCOL, self._answer)
 
     def keep(self, state: State) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.wire.digest import CHUNK
 from shoal.swarm.wire.fields import pack_shapes
-from shoal.swarm.wire.member import StateHeader, pack
+from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.state import StateHeader
 
 DIGEST = 32  # bytes of a chunk's BLAKE3
 KEPT = 2  # snapshots that a node holds at most, each as large as its slow weights and shared state in float32
@@ -121,7 +122,7 @@ def shapes_digest(shapes: Sequence[Shape]) -> bytes:
     return hashlib.sha256(pack_shapes(tuple(shapes))).digest()
 
 
-class Kept:
+class SnapshotCache:
     """The snapshots that this node hands out: at most two, none that nobody has asked for in the last two minutes.
 
     For any thread.

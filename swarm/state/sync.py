@@ -20,11 +20,11 @@ from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import finite, shapes_differ
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.download import Memory, Peer, download, fetch_digests
-from shoal.swarm.state.selection import ENOUGH, NobodyVouchesError, NoStateError, Statement, agreed, choose, collect
+from shoal.swarm.state.download import MemorySink, Peer, download, fetch_digests
+from shoal.swarm.state.selection import ENOUGH, NobodyVouchesError, NoStateError, SnapshotOffer, agreed, choose, collect
 from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest
-from shoal.swarm.wire.member import StateHeader, StateRequest
 from shoal.swarm.wire.nonce import fresh_nonce
+from shoal.swarm.wire.state import StateHeader, StateRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -42,7 +42,7 @@ class ModelDiffersError(ShoalError):
 
 
 @dataclass(frozen=True)
-class Wish:
+class StateQuery:
     """What a node wants, and what it can use.
 
     ``shapes``: of the slow weights. ``extra``: of what its rule takes over beside them, under its names; a giver may have less,
@@ -81,12 +81,12 @@ class Wish:
 
 async def settle(
     host: Host,
-    wish: Wish,
+    wish: StateQuery,
     givers: Sequence[Peer],
     check: Callable[[str, StateHeader], None],
     attempt: int,
     draw: random.Random | None = None,
-) -> list[Statement]:
+) -> list[SnapshotOffer]:
     """Ask ``givers``, and decide: the statements of the snapshot to take.
 
     Raises:
@@ -114,14 +114,14 @@ async def settle(
     raise NetworkError("none of the peers that were asked could hand out weights.")
 
 
-async def take_over(host: Host, wish: Wish, givers: Sequence[Peer]) -> State | None:
+async def take_over(host: Host, wish: StateQuery, givers: Sequence[Peer]) -> State | None:
     """Weights that fit; None if all of ``givers`` refused or are gone.
 
     Raises:
         ModelDiffersError: the givers' model has other shapes; the sentence names the first difference.
         NetworkError: one began, and failed; or nobody vouches for them.
     """
-    swarm, begun, left_out = wish.request.swarm, dict[bytes, Memory](), set[str]()  # of one snapshot at a time
+    swarm, begun, left_out = wish.request.swarm, dict[bytes, MemorySink](), set[str]()  # of one snapshot at a time
     problem = NetworkError("none of the peers that were asked could hand out weights.")
     for attempt in range(ATTEMPTS):
         asked = [to for to in givers if to[0] not in left_out]
@@ -142,7 +142,7 @@ async def take_over(host: Host, wish: Wish, givers: Sequence[Peer]) -> State | N
         stating = [one.reached for one in chosen]
         holders = [*stating, *(to for to in asked if to[0] not in {peer for peer, _ in stating})]
         if id not in begun:
-            begun = {id: Memory(header.nbytes)}
+            begun = {id: MemorySink(header.nbytes)}
         sink = begun[id]
         try:
             digests = await fetch_digests(host, swarm, header, stating)
@@ -160,12 +160,12 @@ async def take_over(host: Host, wish: Wish, givers: Sequence[Peer]) -> State | N
     raise problem
 
 
-def fetch_state(host: Host, wish: Wish, givers: Sequence[Peer]) -> State | None:
+def fetch_state(host: Host, wish: StateQuery, givers: Sequence[Peer]) -> State | None:
     """As ``take_over``, waiting for it."""
     return begin_fetch(host, wish, givers).result(FETCH_S + 10.0)
 
 
-def begin_fetch(host: Host, wish: Wish, givers: Sequence[Peer]) -> concurrent.futures.Future[State | None]:
+def begin_fetch(host: Host, wish: StateQuery, givers: Sequence[Peer]) -> concurrent.futures.Future[State | None]:
     """As ``take_over``, without waiting, from any thread. It ends within an hour."""
 
     async def bounded() -> State | None:

@@ -17,7 +17,7 @@ from pydantic import Field
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.wire.envelope import KIB, Message
 from shoal.swarm.wire.fields import PeerId, SwarmId
 
@@ -26,7 +26,7 @@ MAX_RECORD = 2048  # bytes
 # In a swarm of 100 in which each claims once in a round of 60 s and all claims are checked by 3, a peer has 3 seats a round, and
 # the busiest of all hardly ever more than 12. A seat makes a commitment, a reveal and a verdict, in 3 draws at most: 108, and some
 # five others (entry, claim, view, dispute, opening). This is five times as much: for rounds of 12 s, or for five claims.
-QUOTA = Quota(messages=600, nbytes=2 << 20)
+QUOTA = RateLimit(messages=600, nbytes=2 << 20)
 # Whole draws vote in the same moment, so more arrive at once than a busy node opens at once.
 INBOX = (4096, 16 << 20)
 
@@ -62,7 +62,7 @@ class Attestations:
     counted.
     """
 
-    def __init__(self, gossip: Gossip, handler: Handler, quota: Quota = QUOTA) -> None:
+    def __init__(self, gossip: Gossip, handler: Handler, quota: RateLimit = QUOTA) -> None:
         self._swarm, self._peer, self._handler = gossip.swarm, gossip.identity.peer_id, handler
         self.topic = gossip.join(Attestation, self._take, quota, INBOX)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.body_store import Shelf
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.gossip.body_store import BodyStore
+from shoal.swarm.p2p.rate_limit import RateLimit
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -23,11 +23,11 @@ MAX_BODIES = 1024  # own ones, held at a time
 MAX_BYTES = 256 << 20  # of all of them
 MAX_FETCHED = 64 << 20  # bytes of others' bodies that are kept, in case they are asked for again
 # What one peer is handed out in a minute. In bytes, everything once: nobody drains a node's uplink by asking again and again.
-QUOTA = Quota(messages=600, nbytes=MAX_BYTES)
+QUOTA = RateLimit(messages=600, nbytes=MAX_BYTES)
 GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to say what went wrong
 
 
-class Evidence:
+class EvidenceStore:
     """The bodies that this node hands out, the newest 1024 and at most 256 MiB, and the door to those of others.
 
     ``addresses``: where a peer is reached, as far as known; also a barred one (``Directory.everyone``), for it may be judged yet.
@@ -36,7 +36,7 @@ class Evidence:
 
     def __init__(self, host: Host, swarm: str, addresses: Callable[[str], Sequence[str]] = lambda peer: ()) -> None:
         self._host = host
-        self._shelf = Shelf(
+        self._shelf = BodyStore(
             host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=QUOTA
         )
         self._lock = threading.Lock()  # guards the next two

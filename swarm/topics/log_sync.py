@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
 from shoal.swarm.wire.fields import Count, Reason, SwarmId
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOG_PROTOCOL = "/shoal/verification-log/1"
 MAX_LOG = 8 << 20  # bytes
-QUOTA = Quota(messages=4)  # logs that one peer is handed out in a minute
+QUOTA = RateLimit(messages=4)  # logs that one peer is handed out in a minute
 FRESH_S = 1.0  # seconds for which a log that was made is handed out again
 KEPT = 4  # logs kept for that
 SMALL_S = 5.0  # seconds for one small message, or without a byte
@@ -64,11 +64,11 @@ class LogServer:
         swarm: str,
         make: Callable[[int], bytes],
         *,
-        quota: Quota = QUOTA,
+        quota: RateLimit = QUOTA,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._swarm, self._make, self._clock = swarm, make, clock
-        self._quotas = Quotas(quota)
+        self._quotas = TokenBuckets(quota)
         self._worker = ThreadPoolExecutor(1, "shoal-log")
         self._made: OrderedDict[int, tuple[float, bytes]] = OrderedDict()  # in the worker only: since -> when, log
         host.serve(LOG_PROTOCOL, self._answer)

@@ -16,8 +16,8 @@ from typing import Any
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.gossip.lru_set import Seen
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.gossip.lru_set import LRUSet
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import Finish, Rollout
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ REASONS = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class PoolLimits:
     """What a pool takes and keeps."""
 
     max_age: int = 8
@@ -49,7 +49,7 @@ class Limits:
     """Records held at a time, of all authors."""
     nbytes: int = 128 << 20
     """Bytes held at a time."""
-    quota: Quota = field(default_factory=Quota)
+    quota: RateLimit = field(default_factory=RateLimit)
     """What one publisher may send in a minute."""
 
 
@@ -72,13 +72,13 @@ class RolloutPool:
         gossip: Gossip,
         knows: Knows,
         *,
-        limits: Limits | None = None,
+        limits: PoolLimits | None = None,
         clock: Callable[[], float] = time.time,
         barred: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self._swarm, self._peer = gossip.swarm, gossip.identity.peer_id
         self._knows, self._clock = knows, clock
-        self._limits = limits or Limits()
+        self._limits = limits or PoolLimits()
         self.barred = barred
         self._lock = threading.Lock()  # guards the next five
         self._held: list[_Held] = []  # in the order of arrival
@@ -86,7 +86,7 @@ class RolloutPool:
         self._expired = 0
         self._displaced = 0
         self._banned = 0
-        self._nonces = Seen(REMEMBERED)  # (author, nonce); on the loop only
+        self._nonces = LRUSet(REMEMBERED)  # (author, nonce); on the loop only
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
     def advance(self, round: int) -> None:
@@ -212,10 +212,6 @@ class RolloutPool:
     def _expire(self) -> None:
         """Drop what became stale while it was held."""
         oldest, issued = self._round - self._limits.max_age, self._clock() - self._limits.ttl
-        fresh = [
-            item
-            for item in self._held
-            if min(item.rollout.round, item.arrived) >= oldest and item.rollout.issued >= issued
-        ]
+        fresh = [item for item in self._held if min(item.rollout.round, item.arrived) >= oldest and item.rollout.issued >= issued]
         self._expired += len(self._held) - len(fresh)
         self._held = fresh

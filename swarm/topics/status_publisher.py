@@ -22,7 +22,7 @@ GAP_S = 0.5  # seconds between two statuses of a node, at least
 BEAT_S = 1.0  # seconds after which a node says again how it is, though no round has ended
 
 
-class StatusGossip:
+class StatusPublisher:
     """Publishes what ``make`` returns, until `close`.
 
     ``make`` is called on the host's loop, so it must not wait; ``members`` says how many nodes the swarm has, as far as known.

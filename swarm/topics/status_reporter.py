@@ -15,7 +15,7 @@ from typing import Any
 from shoal.swarm.membership.directory import State
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.topics.status import ADDRESSES, BANNED, PARTNERS, ROUNDS, TAIL, RoundStatus, Status
-from shoal.swarm.topics.status_publisher import StatusGossip
+from shoal.swarm.topics.status_publisher import StatusPublisher
 from shoal.swarm.wire.fields import MAX_BYTES
 
 
@@ -23,7 +23,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class Reporter:
+class StatusReporter:
     """Tells how this node is, from now until `close`. For any thread."""
 
     def __init__(self, membership: Membership, name: str) -> None:
@@ -34,7 +34,7 @@ class Reporter:
         self._faults: Counter[str] = Counter()
         self._more: dict[str, Any] = {}
         directory = membership.directory
-        self._gossip = StatusGossip(membership.gossip, self.status, lambda: len(directory.members()))
+        self._gossip = StatusPublisher(membership.gossip, self.status, lambda: len(directory.members()))
 
     def progress(self, state: State, round: int, step: int, loss: float | None, steps_per_s: float) -> None:
         """Where training is."""

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.optim.outer.sketch import sketch
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.chunks import PIECES_PROTOCOL
-from shoal.swarm.state.drift import Drift
-from shoal.swarm.state.resync import Anchor
+from shoal.swarm.state.drift import DriftDetector
+from shoal.swarm.state.resync import Resynchronizer
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.training.self_report import Condition
+from shoal.swarm.training.self_report import SelfReport
 
 
-class Follower:
+class OuterSync:
     """Of one optimizer; hands out its slow weights from now on. All is for the thread that trains.
 
     Args:
@@ -33,18 +33,18 @@ class Follower:
         membership: Membership,
         model: str,
         opt: OuterOptimizer,
-        exchange: SwarmExchange | GroupExchange,
-        watch: Watch,
+        exchange: PairExchange | GroupExchange,
+        watch: UpdateScreen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._opt, self._exchange, self._watch, self._directory = opt, exchange, watch, membership.directory
         host, me = membership.host, membership.identity.peer_id
         shapes = [tuple(tensor.shape) for tensor in opt.slow]
-        host.entrance.meter(PIECES_PROTOCOL, max(int(membership.place.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        host.resource_manager.meter(PIECES_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
-        self._anchor = Anchor(membership, model, self._server, opt, exchange.health, self._took_over)
-        self._drift = Drift(me, model, membership.manifest.outer.max_group)
-        self.condition = Condition(exchange.health, membership.directory, me, self._sketch, clock)
+        self._anchor = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over)
+        self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
+        self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
         """What this node tells others of itself."""
 
     def begin_from(self, state: State) -> None:

@@ -7,26 +7,26 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shoal.swarm.exchange.stats import RECENT, Health
+from shoal.swarm.exchange.stats import RECENT, ExchangeStats
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.partition_detector import Absence
+from shoal.swarm.membership.partition_detector import PartitionDetector
 
 LOOK_S = 1.0  # seconds between two looks at who is there: records change every five
 
 
-class Condition:
+class SelfReport:
     """One node's. ``sketch``: what to tell of the slow weights (swarm/drift.py); ``clock``: seconds."""
 
     def __init__(
         self,
-        health: Health,
+        stats: ExchangeStats,
         directory: Directory,
         me: str,
         sketch: Callable[[], tuple[int, int, tuple[float, ...]] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.health, self._directory, self._sketch, self._clock = health, directory, sketch, clock
-        self.absence = Absence(me)
+        self.stats, self._directory, self._sketch, self._clock = stats, directory, sketch, clock
+        self.absence = PartitionDetector(me)
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._looked = float("-inf")
 
@@ -38,7 +38,7 @@ class Condition:
         """The fields of this node's ``Member``."""
         suspicion = self.absence.suspicion
         return {
-            **self.health.report(),
+            **self.stats.report(),
             "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
             "sketch": self._sketch(),
             **(suspicion.fields() if suspicion is not None else {}),

@@ -1,7 +1,7 @@
 """A place in a swarm for a training loop of one's own: three lines, and nothing of the loop has to change.
 
-    from shoal import swarm
-    with swarm.create(state=model, every=50) as s:              # the first; on all others swarm.join(link, state=model)
+    import shoal
+    with shoal.create(state=model, every=50) as s:              # the first; on all others shoal.join(link, state=model)
         opt = NoLoCo(inner, s.exchange(), every=50)             # or s.optimizer(inner), which takes the swarm's settings
         for batch in data:
             loss(model, batch).backward()
@@ -29,24 +29,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, difference
+from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, config_diff
 from shoal.swarm.access.link import Link
-from shoal.swarm.exchange.factory import make_exchange, make_watch
 from shoal.swarm.exchange.pair.exchange import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import OuterSettings
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.directory import State as DirectoryState
-from shoal.swarm.membership.membership import SHOAL_VERSION, Membership, Place
+from shoal.swarm.membership.membership import SHOAL_VERSION, Membership, NetworkOptions
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import check_model
-from shoal.swarm.topics.status_reporter import Reporter
-from shoal.swarm.training.outer_factory import make_outer
-from shoal.swarm.training.outer_sync import Follower
-from shoal.swarm.training.round_length import Speed, round_length
-from shoal.swarm.training.session_exchange import SessionExchange
-from shoal.swarm.training.session_setup import SessionError, begin, new_swarm, parameters_of
+from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.outer_factory import Speed, make_outer, round_length
+from shoal.swarm.training.outer_sync import OuterSync
+from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, least_used, new_swarm, parameters_of
 
 ANNOUNCE_S = 1.0  # seconds between two announcements within a round
 LEAVE_S = 2.0
@@ -74,18 +72,18 @@ class Session:
         """The swarm's, which peers began with and deal the data by."""
         everyone = membership.directory.members()
         of, peer = membership.manifest.shards, membership.identity.peer_id
-        self.shard = Shard(members.least_used(everyone, of, peer), of)
+        self.shard = Shard(least_used(everyone, of, peer), of)
         """Which part of the data to train on, so that peers learn from different ones; nobody checks it."""
         self._digest = model_digest(params)
-        self._watch = make_watch(self.settings)
+        self._watch = make_screen(self.settings)
         self._exchange: SessionExchange | None = None
-        self._follower: Follower | None = None
+        self._follower: OuterSync | None = None
         self._opt: OuterOptimizer | None = None
         self._on_round: Callable[[RoundInfo], None] | None = None
         self._loss: float | None = None
         self._speed, self._announced, self._round = Speed(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
-        self._reporter: Reporter | None = None
+        self._reporter: StatusReporter | None = None
         self._sent, self._received = 0, 0
         self._waited_before = 0.0
         self._finished = self._closed = False
@@ -144,7 +142,7 @@ class Session:
                 "The optimizer has other parameters than the session, or in another order: on all peers, hand in "
                 'state=[p for group in inner.param_groups for p in group["params"]].'
             )
-        found = difference(opt, self._expected())
+        found = config_diff(opt, self._expected())
         if found is not None:
             knobs = ", ".join(f"{name}={value:g}" for name, value in self.settings.knobs().items())
             raise SessionError(
@@ -162,7 +160,7 @@ class Session:
             self._opt, opt.on_round = None, self._on_round
             raise
         opt.register_step_post_hook(self._after_step)
-        self._reporter = Reporter(self._membership, self._name)
+        self._reporter = StatusReporter(self._membership, self._name)
         self._announce("training")
 
     def _announce(self, state: DirectoryState) -> None:
@@ -184,7 +182,7 @@ class Session:
             model=self._digest,
             state=state,
             version=SHOAL_VERSION,
-            details=self._follower.condition.details() if self._follower is not None else None,
+            details=self._follower.self_report.details() if self._follower is not None else None,
         )
         if self._reporter is not None:
             self._reporter.progress(state, opt.round, opt.steps, self._loss, self._rate)
@@ -211,7 +209,7 @@ class Session:
         traffic, wait = self._membership.host.traffic, waited - self._waited_before
         sent, received = traffic.sent - self._sent, traffic.received - self._received
         self._waited_before, self._sent, self._received = waited, traffic.sent, traffic.received
-        self._follower.condition.waited(wait)
+        self._follower.self_report.waited(wait)
         if self._reporter is not None:
             self._reporter.round(
                 info.members, round=info.key.round, step=info.step, loss=self._loss, sent=sent, received=received, wait_s=wait,
@@ -224,7 +222,7 @@ class Session:
             return
         if self._follower.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round)
-        for sentence in self._follower.condition.news():
+        for sentence in self._follower.self_report.news():
             log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")
@@ -279,7 +277,7 @@ def create(
     shards: int = 8,
     seed: int = 0,
     invite_only: bool = False,
-    place: Place | None = None,
+    network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
     **outer: Any,
 ) -> Session:
@@ -305,7 +303,7 @@ def create(
     sealed = new_swarm(
         key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer
     )
-    membership = members.create(key, sealed, place or Place())
+    membership = members.create(key, sealed, network or NetworkOptions())
     return _session(membership, state, params, node, first=True)
 
 
@@ -314,7 +312,7 @@ def join(
     *,
     state: nn.Module | Iterable[Tensor],
     node: str = "",
-    place: Place | None = None,
+    network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
 ) -> Session:
     """Join the swarm of ``link``, one of ``create`` or of `shoal up`. The arguments are those of ``create``.
@@ -327,7 +325,7 @@ def join(
     """
     params, node, key = parameters_of(state), _name(node), _identity(identity)
     found = link if isinstance(link, Link) else Link.parse(link)
-    membership = members.join(key, found, place or Place())
+    membership = members.join(key, found, network or NetworkOptions())
     try:
         membership.directory.refresh(READ_S)
         if membership.manifest.outer.method == "none":

@@ -6,27 +6,31 @@ does not know; in one of own loops the manifest has their digest. So who has oth
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shoal.optim import FLOAT32, OuterOptimizer
+from shoal.optim import FLOAT32, Codec, Handle, OuterOptimizer, RoundKey
+from shoal.optim.exchange.base import NoPartner
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange, model_digest
-from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.exchange.pair.exchange import PairExchange, model_digest
+from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, OuterSettings, TrainSettings
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.training.outer_sync import Follower
+from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.wire.digest import digest
-from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.member import Member, seal
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""
@@ -102,12 +106,12 @@ def begin(
     membership: Membership,
     model: str,
     opt: OuterOptimizer,
-    exchange: SwarmExchange | GroupExchange,
-    watch: Watch,
+    exchange: PairExchange | GroupExchange,
+    watch: UpdateScreen,
     announce: Callable[[DirectoryState], None],
     *,
     first: bool,
-) -> Follower:
+) -> OuterSync:
     """Take over the swarm's weights unless this node is its ``first``, and wait until the swarm begins.
 
     Raises:
@@ -115,19 +119,17 @@ def begin(
         SessionError, NetworkError: nobody hands out weights, or too few peers come, within ``PATIENCE_S``.
     """
     state = None if first else _weights(membership, model, opt, announce)
-    follower = Follower(membership, model, opt, exchange, watch)
+    outer_sync = OuterSync(membership, model, opt, exchange, watch)
     if state is not None:
-        follower.begin_from(state)
+        outer_sync.begin_from(state)
         log.info("took over the swarm's weights at round %d", state.round)
-    follower.begin()
+    outer_sync.begin()
     announce("waiting")
-    _wait_for_start(membership, opt, follower)
-    return follower
+    _wait_for_start(membership, opt, outer_sync)
+    return outer_sync
 
 
-def _weights(
-    membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]
-) -> State | None:
+def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State | None:
     """None if those of ``opt`` are what all begin with, and nobody has finished a round."""
     directory = membership.directory
     same = membership.manifest.task_options.get(START) == digest_of(opt.slow)
@@ -157,7 +159,7 @@ def _weights(
         directory.wait_for(len(directory.members()) + 1, LOOK_S)
 
 
-def _wait_for_start(membership: Membership, opt: OuterOptimizer, follower: Follower) -> None:
+def _wait_for_start(membership: Membership, opt: OuterOptimizer, outer_sync: OuterSync) -> None:
     directory, wanted = membership.directory, membership.manifest.start_when
     began = time.monotonic()
     reminder, end = began + REMIND_S, began + PATIENCE_S
@@ -165,9 +167,44 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, follower: Follo
         others = directory.members().values()
         if any(member.state == "training" and member.round > 0 for member in others):
             return
-        follower.offer()  # newcomers may wait for these weights
+        outer_sync.offer()  # newcomers may wait for these weights
         if time.monotonic() >= end:
             raise SessionError(f"Only {len(others)} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
         if time.monotonic() >= reminder:
             log.warning("waiting for %d more peers: share the link", wanted - len(others))
             reminder += REMIND_S
+
+
+class SessionExchange:
+    """An ``optim.Exchange`` in front of ``inner``; ``attached`` is called with the optimizer that it was given to."""
+
+    def __init__(self, inner: PairExchange | GroupExchange, attached: Callable[[OuterOptimizer], None]) -> None:
+        self.inner, self._attached = inner, attached
+        self._closed = False
+
+    def attach(self, optimizer: OuterOptimizer) -> None:
+        """Called by the optimizer when it is made."""
+        self._attached(optimizer)
+
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+        """Begin a round; alone once the session is over, or the network gone."""
+        if self._closed:
+            return NoPartner()
+        try:
+            return self.inner.start(key, tensors, weight, codec)
+        except NetworkError:
+            return NoPartner()
+
+    def close(self) -> None:
+        """Go on alone from now on."""
+        self._closed = True
+
+
+def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
+    """The shard, of so many, that the fewest others hold; ties fall differently on each peer."""
+    held = Counter(m.shard for m in members.values() if m.shards == shards and m.peer != peer)
+
+    def preference(index: int) -> tuple[int, bytes]:
+        return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
+
+    return min(range(shards), key=preference)

@@ -94,3 +94,9 @@ FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 
 BLAMED = 4  # (peer, kind) told: those met most often
+
+
+SKETCH = 4  # numbers that a sketch of the slow weights is made of
+
+
+MAX_EXTRA = 8  # tensors for each parameter that a rule may share

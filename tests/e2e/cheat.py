@@ -1,8 +1,8 @@
 """A node that cheats: `python cheat.py KIND up|join ...`, the rest as for `python -m shoal`.
 
-    quantised   generates with weights of 4 bits, and claims that the policy it hands out did
-    copier      does not check: takes another verifier's commitment, and later its vote, for its own
-    idle        claims that it trains, and does one step in five
+quantised   generates with weights of 4 bits, and claims that the policy it hands out did
+copier      does not check: takes another verifier's commitment, and later its vote, for its own
+idle        claims that it trains, and does one step in five
 """
 
 import copy
@@ -17,7 +17,7 @@ from shoal.node.cli import main as cli  # noqa: E402
 from shoal.node.training.trainer import Trainer  # noqa: E402
 from shoal.node.verify.completions import claiming  # noqa: E402
 from shoal.verification.consensus.records import Commitment, Reveal  # noqa: E402
-from shoal.verification.consensus.voter import Member  # noqa: E402
+from shoal.verification.consensus.voter import Voter  # noqa: E402
 
 
 def quantised(policy, bits=4):
@@ -56,7 +56,7 @@ def cheat_by_copying():
         member._publish_due()
         return 0
 
-    Member.work = work
+    Voter.work = work
 
 
 def cheat_by_resting():

@@ -12,9 +12,9 @@ from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.exchange.pair.exchange import SwarmExchange, model_digest
+from shoal.swarm.exchange.pair.exchange import PairExchange, model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.member import Member
 
@@ -73,17 +73,13 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     )
     nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]
     link = nodes[0].line()
-    nodes += [
-        shoal.node("join", link, f"peer-{i}", "--shard", f"{i}/{PEERS}", "--keep-rounds") for i in range(1, PEERS)
-    ]
+    nodes += [shoal.node("join", link, f"peer-{i}", "--shard", f"{i}/{PEERS}", "--keep-rounds") for i in range(1, PEERS)]
     assert [node.wait(90) for node in nodes] == [0] * PEERS, [node.said() for node in nodes]
 
     results = [shoal.result(f"peer-{i}") for i in range(PEERS)]
     assert [(r["exchanges"], r["pairs_none"]) for r in results] == [(rounds, 0)] * PEERS
     assert sum(r["bytes_sent"] for r in results) == sum(r["bytes_received"] for r in results) > 0
-    reference = simulated(
-        lambda: TextTask(data=str(shoal.text), **options), outer, train, [r["peer"] for r in results]
-    )
+    reference = simulated(lambda: TextTask(data=str(shoal.text), **options), outer, train, [r["peer"] for r in results])
     for i, result in enumerate(results):
         files = sorted((shoal.home / f"peer-{i}" / "rounds").iterdir())
         kept = [load_file(path) for path in files]
@@ -129,7 +125,7 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
 
     members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
     for (identity, host), (trainer, _) in zip(hosts, made, strict=True):
-        trainer.opt.exchange = SwarmExchange(
+        trainer.opt.exchange = PairExchange(
             host, identity, swarm=swarm, model=digest, seed=SEED, members=lambda: members, wait=30.0
         )
     threads = [threading.Thread(target=trainer.run) for trainer, _ in made]

@@ -147,7 +147,7 @@ def test_the_givers_go_on_though_the_newcomer_goes_in_the_middle(nursery, number
     newcomer.wait("point")
     run(givers, 0)
     means = [giver.wait("mean", round=0) for giver in givers]
-    assert [set(mean["members"]) for mean in means] == [{place["peer"] for place in places}] * 2
+    assert [set(mean["members"]) for mean in means] == [{network["peer"] for network in places}] * 2
 
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])

@@ -51,8 +51,6 @@ def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, o
     stop(third, second, first)
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", [pytest.param(OUTER[name], id=name) for name in ("diloco", "streaming")])
 def test_who_slept_ends_with_the_weights_of_the_others(shoal, eventually, outer):

@@ -102,9 +102,7 @@ def test_a_node_with_another_model_learns_from_text(shoal):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
-    settings = shoal.toml(
-        task={"hooks": "rl"}, rl={"warm": 100}, swarm={"start_when": 8}, options={"families": "last,largest"}
-    )
+    settings = shoal.toml(task={"hooks": "rl"}, rl={"warm": 100}, swarm={"start_when": 8}, options={"families": "last,largest"})
     own = ("--set", "rl.warm=100", "--set", "rl.held_out=100", "--local", "4", "--external", "4")
     names = [f"peer{number}" for number in range(8)]
     nodes = {names[0]: shoal.node("up", settings, names[0], *own)}

@@ -52,8 +52,7 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     results = {name: shoal.result(name)["verify"] for name in HONEST}
     names = {peer: name for name, peer in peers.items()}
     stalls = {
-        name: max(after["time"] - before["time"] for before, after in itertools.pairwise(of(shoal, name, "rl")))
-        for name in HONEST
+        name: max(after["time"] - before["time"] for before, after in itertools.pairwise(of(shoal, name, "rl"))) for name in HONEST
     }
     standings = {names[peer]: found for peer, found in results[HONEST[0]]["standings"].items()}
     print(json.dumps({"standings": standings, "longest_round_s": stalls}))

@@ -20,25 +20,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench._attacks import ATTACKS, Scene
-from shoal.node.checkpoint.writer import Saver
+from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey
 from shoal.swarm.exchange.group.allreduce import _Runner
-from shoal.swarm.exchange.group.decision_log import Decisions
+from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair import exchange as exchange_module
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.exchange.pair.matchmaking import Rendezvous
-from shoal.swarm.exchange.pair.transfer import Transfers
-from shoal.swarm.exchange.robust import Watch
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state import chunks as pieces_module
-from shoal.swarm.state.download import Memory
+from shoal.swarm.state.download import MemorySink
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.state.sync import Wish, begin_fetch
+from shoal.swarm.state.sync import StateQuery, begin_fetch
 from shoal.swarm.wire import digest as digest_module
-from shoal.swarm.wire.member import Commit, Member, Ready, StateRequest
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.pair import Commit, Ready
+from shoal.swarm.wire.state import StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 2
@@ -104,20 +106,18 @@ class Worker:
 
     def do_meet(self, other, defence=None, attack=None, **limits):
         if defence is not None:
-            limits["defence"] = self.watch = Watch(**defence)
+            limits["defence"] = self.watch = UpdateScreen(**defence)
         if attack is not None:
             self.lie(ATTACKS[attack])
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
-        hold = Rendezvous._hold
+        hold = PairMatchmaker._hold
 
         async def held(rendezvous, stream, round):
             self.say("held")
             return await hold(rendezvous, stream, round)
 
-        Rendezvous._hold = held
-        self.exchange = SwarmExchange(
-            self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits
-        )
+        PairMatchmaker._hold = held
+        self.exchange = PairExchange(self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits)
         self.say("met")
 
     def lie(self, attack):
@@ -134,10 +134,8 @@ class Worker:
         self.say("suspicions", found=[[found.key.round, str(found)] for found in self.watch.suspicions()])
 
     def do_group(self, places, **limits):
-        members = {place["peer"]: member(**place) for place in places}
-        self.exchange = GroupExchange(
-            self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits
-        )
+        members = {network["peer"]: member(**network) for network in places}
+        self.exchange = GroupExchange(self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits)
         self.say("met")
 
     def do_mean(self, number, floats, round):
@@ -173,7 +171,7 @@ class Worker:
         self.say("serving")
 
     def do_fetch(self, givers, floats):
-        wish = Wish(StateRequest(swarm=SWARM, model=MODEL), [(floats,)], equal=True)
+        wish = StateQuery(StateRequest(swarm=SWARM, model=MODEL), [(floats,)], equal=True)
         state = begin_fetch(self.host, wish, [(giver["peer"], giver["addresses"]) for giver in givers]).result(60)
         self.say("fetched", round=state.round, sha256=sha256(state.slow[0]))
 
@@ -186,7 +184,7 @@ class Worker:
             if number and reached == "block" and next(once, False):
                 self.die(number)
 
-        saver = Saver(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, say=print, at=at)
+        saver = CheckpointWriter(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, say=print, at=at)
         assert saver.last(step) is None
         self.say("saved", step=step)
 
@@ -203,7 +201,7 @@ class Worker:
             os.kill(os.getpid(), number)
             threading.Event().wait(60)  # a stop reaches this thread a little after the call
 
-        offer, hear, tell, advance = Rendezvous._offer, Transfers._hear, Transfers._tell, digest_module.HashList.advance
+        offer, hear, tell, advance = PairMatchmaker._offer, PairTransfer._hear, PairTransfer._tell, digest_module.HashList.advance
 
         def at_offer(*args):
             now()
@@ -238,7 +236,7 @@ class Worker:
                 now()
             return reply
 
-        piece, write = pieces_module._piece, Memory.write
+        piece, write = pieces_module._piece, MemorySink.write
 
         def at_piece(snapshot, chunk):
             if chunk:  # neither the digests nor the first
@@ -250,7 +248,7 @@ class Worker:
                 now()
             write(sink, chunk, data)
 
-        received, settle = _Runner._received, Decisions.settle
+        received, settle = _Runner._received, DecisionLog.settle
 
         async def at_part(runner, *args):
             now()
@@ -260,19 +258,19 @@ class Worker:
             now()
             return settle(*args)
 
-        place, name, wrapped = {
+        network, name, wrapped = {
             "piece": (pieces_module, "_piece", at_piece),
-            "write": (Memory, "write", at_write),
+            "write": (MemorySink, "write", at_write),
             "part": (_Runner, "_received", at_part),
-            "settle": (Decisions, "settle", at_settle),
-            "offer": (Rendezvous, "_offer", at_offer),
+            "settle": (DecisionLog, "settle", at_settle),
+            "offer": (PairMatchmaker, "_offer", at_offer),
             "chunk": (digest_module.HashList, "advance", at_chunk),
-            "ready": (Transfers, "_hear", at_ready),
-            "decided": (Transfers, "_tell", at_decided),
-            "commit": (Transfers, "_tell", at_commit),
-            "heard": (Transfers, "_hear", at_heard),
+            "ready": (PairTransfer, "_hear", at_ready),
+            "decided": (PairTransfer, "_tell", at_decided),
+            "commit": (PairTransfer, "_tell", at_commit),
+            "heard": (PairTransfer, "_hear", at_heard),
         }[point]
-        setattr(place, name, wrapped)
+        setattr(network, name, wrapped)
         self.say("armed")
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
-from shoal.optim.exchange.gloo_groups import Wires
+from shoal.optim.exchange.gloo_groups import GlooGroups
 
 
 class Said(logging.Handler):
@@ -69,7 +69,7 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
 
 def dies_in_transfer(rank, exchange):
     if rank == 2:
-        Wires._sum = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        GlooGroups._sum = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dies_before_its_vote(rank, exchange):
@@ -79,7 +79,7 @@ def dies_before_its_vote(rank, exchange):
 
 def stalls_in_transfer(rank, exchange):
     """Its bytes do not move in round 0: it is in the group but begins no operation."""
-    gather = Wires._gather
+    gather = GlooGroups._gather
     if rank == 2:
         stuck = []
 
@@ -91,7 +91,7 @@ def stalls_in_transfer(rank, exchange):
                 time.sleep(0.01)
             return []
 
-        Wires._gather = stalling
+        GlooGroups._gather = stalling
 
 
 def leaves_before(rank, exchange):

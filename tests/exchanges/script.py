@@ -1,10 +1,10 @@
 """What one peer does in a test of the exchanges: a list of steps, played by every kind of exchange, in any process.
 
-    ["start", NAME, {"round": 0, "fragment": 0, "values": [...], "weight": 1, "codec": "float32", "spoil": false}]
-    ["done", NAME]                     notes whether that exchange is over
-    ["result", NAME, DEADLINE]         notes its outcome: null, or {"values", "weight", "members"}
-    ["mark", WHAT], ["after", WHAT]    the one goes on when the other has come by
-    ["die"]                            at once, as by kill -9
+["start", NAME, {"round": 0, "fragment": 0, "values": [...], "weight": 1, "codec": "float32", "spoil": false}]
+["done", NAME]                     notes whether that exchange is over
+["result", NAME, DEADLINE]         notes its outcome: null, or {"values", "weight", "members"}
+["mark", WHAT], ["after", WHAT]    the one goes on when the other has come by
+["die"]                            at once, as by kill -9
 """
 
 import torch

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey
-from shoal.optim.exchange.gloo_groups import Wires
+from shoal.optim.exchange.gloo_groups import GlooGroups
 
 EVERY, STEPS, BATCH = 3, 15, 8
 METHODS = {"DiLoCo": DiLoCo, "NoLoCo": NoLoCo}
@@ -90,7 +90,7 @@ def fail(wires, round):
         return "it was to fail" if seat.name.startswith(f"round {round},") else found
 
     wires.mean = failing
-    assert isinstance(wires, Wires)
+    assert isinstance(wires, GlooGroups)
 
 
 def pairs(shards, rounds):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shoal.optim import Faults, Simulation, mate
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.member import Member
@@ -186,7 +186,7 @@ class OnSwarm:
         def peer(number):
             def die():
                 host, _ = hosts[number]
-                (daemon,) = psutil.Process(host._uplink.daemon._child.pid).children()
+                (daemon,) = psutil.Process(host._supervisor.daemon._child.pid).children()
                 os.kill(daemon.pid, signal.SIGKILL)
                 host.close()
                 raise Dead
@@ -215,7 +215,7 @@ class OnSwarm:
         return all(mate(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
 
     def exchange(self, host, identity, **options):
-        return SwarmExchange(host, identity, **options)
+        return PairExchange(host, identity, **options)
 
     def close(self):
         for host, _ in self._hosts:

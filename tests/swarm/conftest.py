@@ -14,8 +14,8 @@ from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.resource_manager import Entrance
-from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.wire.member import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -26,7 +26,7 @@ class FakeHost:
 
     def __init__(self, network, identity):
         self.network, self.identity, self.peer_id = network, identity, identity.peer_id
-        self.traffic, self.entrance = Traffic(), Entrance()
+        self.traffic, self.resource_manager = TrafficMeter(), ResourceManager()
         self.handlers = {}
         self.dead = False
         self.streams = []

@@ -21,13 +21,13 @@ from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log
 from shoal.verification.consensus.planted_claims import BEHIND, Chain, must_plant
 from shoal.verification.consensus.protocol import Consensus
-from shoal.verification.consensus.quorum import Agreement
+from shoal.verification.consensus.quorum import ViewQuorum
 from shoal.verification.consensus.records import Claim, Dispute, Entry, Opening, Record, Sign, Signed, Verify, View
-from shoal.verification.consensus.reputation import Prices, Table, reckon
+from shoal.verification.consensus.reputation import ScoreRules, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules, anchored
 from shoal.verification.consensus.sortition import OPENS, SETTLED, Electorate
 from shoal.verification.consensus.types import Limits, Refused
-from shoal.verification.consensus.voter import Check, Member
+from shoal.verification.consensus.voter import Check, Voter
 
 SPARE = 4  # rounds that records are kept beyond the last in which something about them can change
 PULLS = 3  # logs taken in for one round, at most
@@ -57,7 +57,7 @@ class Participant:
 
     def __init__(
         self, peer: str, run: str, *, operator: str, sign: Sign, verify: Verify, publish: Callable[[Signed], None], check: Check,
-        clock: Callable[[], float], salt: Callable[[], bytes], rules: Rules, prices: Prices, round_s: float,
+        clock: Callable[[], float], salt: Callable[[], bytes], rules: Rules, prices: ScoreRules, round_s: float,
         limits: Limits | None = None,
     ) -> None:  # fmt: skip
         self.peer, self.run, self.operator, self.round_s = peer, run, operator, round_s
@@ -70,8 +70,8 @@ class Participant:
             banned=lambda peer: self.table.is_banned(peer, self.round),
         )  # fmt: skip
         self.consensus.views = self._view
-        self.member = Member(peer, self.consensus, publish, sign, check, salt)
-        self._agreements: dict[int, Agreement] = {}
+        self.member = Voter(peer, self.consensus, publish, sign, check, salt)
+        self._agreements: dict[int, ViewQuorum] = {}
         self._chains: list[Chain] = []
         self._planted: list[Claim] = []
         self._meant: list[Claim] = []  # those that were to be right
@@ -230,7 +230,7 @@ class Participant:
         self.table = self._reckon(known.ledger, self.base, known.electorates)
         own = electorate(self.run, round, known.ledger, known.electorates, self.rules, self.table)
         view = View(peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest)
-        agreement = self._agreements.setdefault(round, Agreement(round))
+        agreement = self._agreements.setdefault(round, ViewQuorum(round))
         recent = [at for at in range(round - self.rules.life, round) if at in known.electorates and known.electorates[at].operators]
         voters = set(known.electorates[recent[-1]].operators) & set(own.operators) if recent else None
         agreement.propose(view, own, voters or None)
@@ -239,12 +239,12 @@ class Participant:
     def _forget(self) -> None:
         known, before = self.consensus, self.round - self._keep()
         if before > 0 and self.base.round < before - 1:
-            self.base = reckon(known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base).base()
+            self.base = compute_scores(known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base).base()
             known.forget(before)
 
     def _reckon(self, ledger: Ledger, base: Table, electorates: dict[int, Electorate]) -> Table:
         settled = max(self.round - SETTLED, base.round)
-        return reckon(ledger, electorates, self.rules, self.prices, settled, base)
+        return compute_scores(ledger, electorates, self.rules, self.prices, settled, base)
 
     def _open(self, final: bool) -> None:
         """Draw as was agreed. Who has to learn what that is does so late; nobody is drawn if nothing is."""
@@ -261,14 +261,14 @@ class Participant:
     # -- what others say -------------------------------------------------------------------------------------------------
 
     def _view(self, view: View) -> None:
-        self._agreements.setdefault(view.round, Agreement(view.round)).take(view)
+        self._agreements.setdefault(view.round, ViewQuorum(view.round)).take(view)
 
     def _stamp(self, record: Record) -> int:
         """As `Ledger.stamp`; a record about an unknown claim is older than all."""
         stamp = self.consensus.ledger.stamp(record)
         return -1 if stamp is None else stamp
 
-    def _adopt(self, log: Log, agreement: Agreement) -> None:
+    def _adopt(self, log: Log, agreement: ViewQuorum) -> None:
         """Take over the history of another peer if it gives the table that counts: its electorates and its base; and if need be
         without records that it does not have, as those who came too late for most.
         """

@@ -45,12 +45,6 @@ TWICE = 2  # claims of one slot, entries of one round: two are the proof that th
 MOST = 4  # different records of one peer where there should be one: enough for a proof
 
 
-
-
-
-
-
-
 class Consensus:
     """One peer's view of a run. ``clock``: seconds, never going back; ``banned``: whose records are ignored (`Table.is_banned`)."""
 

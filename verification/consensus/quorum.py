@@ -23,7 +23,7 @@ from shoal.verification.consensus.records import View
 from shoal.verification.consensus.sortition import Electorate
 
 
-class Agreement:
+class ViewQuorum:
     """The views of one ``round``. ``voters``: those whose views count; None if that is not known, then everybody's."""
 
     def __init__(self, round: int) -> None:

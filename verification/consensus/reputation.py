@@ -26,7 +26,7 @@ POINT = 1000  # scores and prices are in thousandths of a point
 
 
 @dataclass(frozen=True)
-class Prices:
+class ScoreRules:
     """Changes of a score, in thousandths of a point. Raises ValueError where cheating would pay."""
 
     upheld: int = 100
@@ -143,7 +143,9 @@ class Table:
         return Table(self.round, {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}, {})
 
 
-def reckon(ledger: Ledger, electorates: Electorates, rules: Rules, prices: Prices, round: int, base: Table | None = None) -> Table:
+def compute_scores(
+    ledger: Ledger, electorates: Electorates, rules: Rules, prices: ScoreRules, round: int, base: Table | None = None
+) -> Table:
     """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round,
     those up to that round count through it, and their records are not needed any more.
     """
@@ -174,7 +176,7 @@ def reckon(ledger: Ledger, electorates: Electorates, rules: Rules, prices: Price
     return Table(round, dict(sorted(standings.items())), rulings)
 
 
-def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: Prices) -> Iterator[tuple[str, int]]:
+def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules) -> Iterator[tuple[str, int]]:
     """Counts what happened into ``standings`` and gives the changes of scores."""
     if not ruling.trials:  # nobody was drawn: strangers' claims leave no trace
         return
@@ -207,7 +209,7 @@ def _kind(mark: str, ruling: Ruling) -> str:
     return "missed" if ruling.planted else "against"
 
 
-def _fade(standing: Standing, rounds: int, prices: Prices) -> None:
+def _fade(standing: Standing, rounds: int, prices: ScoreRules) -> None:
     """Integer division towards 0, so that a score ends at 0 and every machine computes the same."""
     for _ in range(rounds):
         if standing.score == 0:
@@ -216,7 +218,7 @@ def _fade(standing: Standing, rounds: int, prices: Prices) -> None:
         standing.score = sign * (abs(standing.score) * (prices.fade - 1) // prices.fade)
 
 
-def _apply(standing: Standing, change: int, now: int, prices: Prices) -> None:
+def _apply(standing: Standing, change: int, now: int, prices: ScoreRules) -> None:
     standing.score = min(standing.score + change, prices.ceiling)
     if standing.score <= prices.floor:
         standing.until = now + min(prices.ban * 2 ** min(standing.bans, 32), prices.longest)

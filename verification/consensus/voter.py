@@ -24,7 +24,7 @@ Check = Callable[[Claim], Checked | None]
 """Verifies a claim; None leaves the seat empty, because the budget is spent or the output cannot be had."""
 
 
-class Member:
+class Voter:
     """``peer`` in ``consensus``. ``publish`` spreads a record soon, and never waits; this peer's own may come back to it, or not.
     ``salt``: 32 fresh secret bytes with each call, which also feed the next beacon.
     """

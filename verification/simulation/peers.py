@@ -11,7 +11,7 @@ from typing import Protocol
 from shoal.verification.consensus.log import decode_log, encode
 from shoal.verification.consensus.participant import Participant, Slot, Wanted
 from shoal.verification.consensus.records import Claim, Commitment, Reveal, Sign, Signed, hide
-from shoal.verification.consensus.reputation import Prices
+from shoal.verification.consensus.reputation import ScoreRules
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.types import Limits, Refused
 from shoal.verification.consensus.voter import Checked
@@ -59,7 +59,7 @@ class World:
     """
 
     rules: Rules = field(default_factory=lambda: Rules(planted=0.2))
-    prices: Prices = field(default_factory=Prices)
+    prices: ScoreRules = field(default_factory=ScoreRules)
     limits: Limits = field(default_factory=Limits)
     round_s: float = 90.0
     delay: float = 2.0

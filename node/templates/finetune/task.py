@@ -21,9 +21,7 @@ from shoal.node.tasks.corpus import DataError, Document, read_documents
 class Finetune(Task):
     """``base``: folder or name of a model; ``lora``: rank of an adapter, 0 for none; ``data``: files or folders of text."""
 
-    def __init__(
-        self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 1e-3
-    ) -> None:
+    def __init__(self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 1e-3) -> None:
         self.base, self.lora, self.context, self.batch, self.lr = base, lora, context, batch, lr
         self.data = data
 

@@ -23,7 +23,7 @@ MOST_ASKED = 3  # peers besides the author who are asked for what it does not ha
 
 
 class Bodies(Protocol):
-    """As much of `shoal.swarm.topics.evidence.Evidence` as checking needs."""
+    """As much of `shoal.swarm.topics.evidence.EvidenceStore` as checking needs."""
 
     def put(self, body: bytes) -> bytes:
         """Hand it out, too; returns its SHA-256."""

@@ -43,7 +43,7 @@ class Checking(Protocol):
         ...
 
 
-class Kind(Protocol):
+class ClaimKind(Protocol):
     """One thing that can be claimed. All but `after_step` is for the thread of verification; each claim of its own is made once."""
 
     @property

@@ -10,7 +10,7 @@ from shoal.node.verify.audit.auditing import Bodies
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.attestation import Attestations, Handler, sign_record, verify_record
-from shoal.swarm.topics.evidence import Evidence
+from shoal.swarm.topics.evidence import EvidenceStore
 from shoal.swarm.topics.log_sync import LogServer, fetch_log
 
 PULL_S = 5.0  # seconds for a log of records
@@ -69,7 +69,7 @@ class SwarmNetwork:
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
         self._membership, self._gossip = membership, gossip
-        self._bodies = Evidence(membership.host, membership.swarm, membership.directory.addresses)
+        self._bodies = EvidenceStore(membership.host, membership.swarm, membership.directory.addresses)
         self._records: Attestations | None = None
         self._logs: LogServer | None = None
 

@@ -112,4 +112,3 @@ def calibrate_spec(
     warning = calibrate(policy, made, agreed, out, policy_name=name, claims=claims, dtypes=sides, rate=rate, progress=progress)
     pairs = [f"{prover} -> {verifier}" for prover in sides for verifier in sides]
     return {"policy": name, "claims": claims, "rate": rate, "pairs": pairs, "warning": warning, "out": str(out)}
-

@@ -19,7 +19,7 @@ from shoal.node.verify.training.audit import Kept, TrainingAudit, change
 from shoal.node.verify.training.material import TrainingTerms
 from shoal.node.verify.training.replica import Condition, Replica
 from shoal.optim import Alone
-from shoal.swarm.manifest.manifest import OuterSettings
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.verification.fingerprints.fingerprint import Evidence
 from shoal.verification.fingerprints.weights import WeightProjection
 

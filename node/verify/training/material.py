@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.node.task import Shard
-from shoal.swarm.manifest.manifest import TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.wire.envelope import KIB, Message
 from shoal.swarm.wire.fields import Sha256
 from shoal.verification.fingerprints.weights import DIMS, MOST_DIMS

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import to_device
 from shoal.node.verify.audit.errors import VerifyError
-from shoal.swarm.manifest.manifest import TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 
 State = dict[str, Tensor]
 Condition = Callable[[], AbstractContextManager[Any]]

@@ -15,7 +15,8 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard, Task
 from shoal.node.verify.training.material import TrainingTerms
-from shoal.swarm.manifest.manifest import Manifest, TrainSettings
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.manifest.verify import StretchTerms
 from shoal.verification.calibration.calibration import FEWEST
 from shoal.verification.fingerprints.weights import DIMS

@@ -20,7 +20,7 @@ from shoal.optim.codecs.base import buffer
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
-from shoal.swarm.exchange.group.reduction import Streams
+from shoal.swarm.exchange.group.reduction import PeerStreams
 from shoal.swarm.exchange.group.roster import Group
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
@@ -48,10 +48,10 @@ class Gathered:
         yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time
 
 
-class Gathering:
+class AllGather:
     """One group's payloads, at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: Streams, group: Group, me: str, mine: Contribution, until: float) -> None:
+    def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution, until: float) -> None:
         self._streams, self.group, self._me, self._mine, self._until = streams, group, me, mine, until
         self._parts = {me: (mine.weight, mine.payload)}
         self._moving: dict[str, asyncio.Future[None]] = {}
@@ -103,7 +103,7 @@ class Gathering:
                 stream.close()
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
-            self._mine.health.failed(self._mine.key, peer, error)
+            self._mine.stats.failed(self._mine.key, peer, error)
 
     async def accept(self, stream: Stream) -> None:
         """A member has called."""
@@ -133,4 +133,4 @@ class Gathering:
             self._parts[peer] = (ready.weight, scratch)
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
-            self._mine.health.failed(self._mine.key, peer, error)
+            self._mine.stats.failed(self._mine.key, peer, error)

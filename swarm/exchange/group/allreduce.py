@@ -32,7 +32,7 @@ from shoal.optim.codecs.base import FloatCodec
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution, finite
-from shoal.swarm.exchange.group.reduction import Streams
+from shoal.swarm.exchange.group.reduction import PeerStreams
 from shoal.swarm.exchange.group.roster import Group
 from shoal.swarm.p2p.stream import short
 
@@ -70,10 +70,10 @@ class Reduced:
         return Mean(parts, self.weight, self.members, self.counted)
 
 
-class AllReducing:
+class AllReduce:
     """One group's all-reduce, at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: Streams, group: Group, me: str, mine: Contribution, until: float) -> None:
+    def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution, until: float) -> None:
         self.group, self._mine, self._until = group, mine, until
         self._mean: Tensor | None = None
         self._called: set[str] = set()
@@ -154,7 +154,7 @@ class _Call:
 class _Runner(AllReduceRunner):  # type: ignore[misc]
     """hivemind's, of one flat tensor, with averages in place of differences (its private hooks: the release is pinned)."""
 
-    def __init__(self, streams: Streams, group: Group, me: str, mine: Contribution) -> None:
+    def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution) -> None:
         assert isinstance(mine.codec, FloatCodec)
         self.failed = asyncio.Event()
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BEATS = 4  # signs of life within the time after which silence counts as death
 
 
-class Line:
+class HeartbeatChannel:
     """``patience``: seconds of silence after which the other side counts as gone. Use it on the host's loop only.
 
     A stopped process keeps its streams open, and a slow link may take minutes for a payload: only signs of life, on a stream

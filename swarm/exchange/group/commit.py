@@ -10,9 +10,9 @@ from typing import Literal
 from shoal.optim.exchange.pairing import common
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.group.allreduce import fits
-from shoal.swarm.exchange.group.channel import Line
-from shoal.swarm.exchange.group.decision_log import Decisions
-from shoal.swarm.exchange.group.roster import enlist
+from shoal.swarm.exchange.group.channel import HeartbeatChannel
+from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.roster import encode_roster
 from shoal.swarm.wire.envelope import Message
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReady, GroupReply, GroupReport
 from shoal.swarm.wire.nonce import fresh_nonce
@@ -20,10 +20,10 @@ from shoal.swarm.wire.nonce import fresh_nonce
 log = logging.getLogger(__name__)
 
 
-class Seat:
+class MemberState:
     """One member's place at its leader: its line, and what it has said over it."""
 
-    def __init__(self, line: Line, sealed: bytes, ready: GroupReady, until: float) -> None:
+    def __init__(self, line: HeartbeatChannel, sealed: bytes, ready: GroupReady, until: float) -> None:
         self.line, self.sealed, self.ready = line, sealed, ready
         self.until = until
         """The loop's time at which its patience is over."""
@@ -47,7 +47,7 @@ class Seat:
         self.news.set()
 
 
-class Verdict:
+class GroupCommit:
     """One group, seen from its leader. ``seats``: by peer id; ``alone``: there is no other group; ``timeout``: seconds.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
@@ -55,7 +55,7 @@ class Verdict:
     """
 
     def __init__(
-        self, decisions: Decisions, seats: Mapping[str, Seat], *, alone: bool, gather: bool, timeout: float
+        self, decisions: DecisionLog, seats: Mapping[str, MemberState], *, alone: bool, gather: bool, timeout: float
     ) -> None:
         self._decisions, self._alone, self._gather, self._timeout = decisions, alone, gather, timeout
         self._seats = dict(sorted(seats.items()))
@@ -87,7 +87,7 @@ class Verdict:
         self._decisions.expect(nonce)
         mean, whole = 0, reduction == "allreduce"
         try:
-            listed = enlist(seat.sealed for seat in self._seats.values())
+            listed = encode_roster(seat.sealed for seat in self._seats.values())
             await self._tell_all(GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed))
             await self._reports(nonce, until, whole)
             mean = self._everybody(nonce) if whole else self._common(nonce)
@@ -138,7 +138,7 @@ class Verdict:
         """Say it to everybody who is still there; who cannot be told counts as gone."""
         await asyncio.gather(*(self._tell(seat, message) for seat in self._seats.values() if not seat.gone))
 
-    async def _tell(self, seat: Seat, message: Message) -> None:
+    async def _tell(self, seat: MemberState, message: Message) -> None:
         try:
             await seat.line.tell(message)
         except NetworkError as error:

@@ -25,7 +25,7 @@ ASK_S = 1.0  # seconds that a member in doubt spends on asking
 log = logging.getLogger(__name__)
 
 
-class Decisions:
+class DecisionLog:
     """The decisions that this node made as a leader or heard as a member. All coroutines run on the host's loop."""
 
     def __init__(self, host: Host, identity: Identity, swarm: str) -> None:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.robust import TRUSTING, Defence
+from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.contribution import contribution
-from shoal.swarm.exchange.group.decision_log import Decisions
-from shoal.swarm.exchange.group.leader import Leader
-from shoal.swarm.exchange.group.liveness import View
-from shoal.swarm.exchange.group.member import LEADER_PROTOCOL, Groups
+from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.leader import GroupLeader
+from shoal.swarm.exchange.group.liveness import LivenessView
+from shoal.swarm.exchange.group.member import LEADER_PROTOCOL, GroupMember
 from shoal.swarm.exchange.group.reduction import Outcome
-from shoal.swarm.exchange.group.rounds import Rounds
-from shoal.swarm.exchange.handle import Decision, SwarmHandle, Waiter
+from shoal.swarm.exchange.group.rounds import RoundTracker
+from shoal.swarm.exchange.handle import CommitState, ExchangeBase, ExchangeHandle
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.group import MAX_GROUP
 from shoal.swarm.wire.member import Member
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 
-class GroupExchange(Waiter):
+class GroupExchange(ExchangeBase):
     """``optim.Exchange`` among all members of a swarm, or among groups of them.
 
     Args:
@@ -80,34 +80,36 @@ class GroupExchange(Waiter):
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
-        defence: Defence = TRUSTING,
+        defence: UpdateScreen = TRUSTING,
     ) -> None:
         if not 2 <= max_group < MAX_GROUP:
             raise ValueError(f"max_group must be between 2 and {MAX_GROUP - 1}, got {max_group}")
         if fragments < 1 or quorum < 0 or not grace >= 0:
             raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
         self._swarm, self._model, self._defence = swarm, model, defence
-        self._rounds = Rounds(fragments)
-        view = View(members, model, identity.peer_id, barred)
-        decisions = Decisions(host, identity, swarm)
+        self._rounds = RoundTracker(fragments)
+        view = LivenessView(members, model, identity.peer_id, barred)
+        decisions = DecisionLog(host, identity, swarm)
 
         async def reach(peer: str, seconds: float) -> None:
             (await host.open(peer, LEADER_PROTOCOL, addresses=view.addresses(peer), timeout=seconds)).close()
 
-        self._leader = Leader(
+        self._leader = GroupLeader(
             identity.peer_id, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view, look=look,
             reach=reach, quorum=quorum, grace=grace, max_group=max_group, gather=gather or defence.gathers, wait=wait,
             chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
-        self._groups = Groups(
+        self._groups = GroupMember(
             host, identity, self._leader, decisions, self._rounds, swarm=swarm, model=model, seed=seed, view=view,
             largest=max_group + 1, follow=follow, wait=wait, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout,
         )  # fmt: skip
         # What one round can take at most: forming the group, one reduction, its confirm.
         super().__init__(host, self._rounds, wait + exchange_timeout + 8 * chunk_timeout)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Outcome]:
+    def start(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
+    ) -> ExchangeHandle[Outcome]:
         """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
-        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence, self.health)
-        decision: Decision[Outcome] = mine.decision
-        return SwarmHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())
+        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence, self.stats)
+        decision: CommitState[Outcome] = mine.decision
+        return ExchangeHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())

@@ -19,18 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BARRED
-from shoal.swarm.exchange.group.channel import Line
-from shoal.swarm.exchange.group.commit import Seat, Verdict
-from shoal.swarm.exchange.group.decision_log import Decisions
-from shoal.swarm.exchange.group.liveness import View
-from shoal.swarm.exchange.group.partition import deal
+from shoal.swarm.exchange.group.channel import HeartbeatChannel
+from shoal.swarm.exchange.group.commit import GroupCommit, MemberState
+from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import difference
-from shoal.swarm.exchange.group.rounds import Rounds
+from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.wire.envelope import ENVELOPE, unseal
 from shoal.swarm.wire.group import MAX_GROUP, GroupReady, GroupReceipt, GroupReport
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
+import itertools
+from collections.abc import Iterable
+
+from shoal.optim.exchange.pairing import order
 
 MAX_TABLES = 64  # rounds that are being collected for at once
 MAX_SEATS = 256  # members waiting here, over all rounds
@@ -41,14 +44,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Table:
+class PendingGroup:
     """Those who are ready for one round of one fragment."""
 
-    seats: dict[str, Seat] = field(default_factory=dict)
+    seats: dict[str, MemberState] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Leader:
+class GroupLeader:
     """Serves whoever takes this node for the leader of a round. All coroutines run on the host's loop.
 
     Args:
@@ -68,13 +71,13 @@ class Leader:
     def __init__(
         self,
         me: str,
-        decisions: Decisions,
-        rounds: Rounds,
+        decisions: DecisionLog,
+        rounds: RoundTracker,
         *,
         swarm: str,
         model: str,
         seed: int,
-        view: View,
+        view: LivenessView,
         look: Callable[[], None],
         reach: Callable[[str, float], Awaitable[None]],
         quorum: int,
@@ -90,7 +93,7 @@ class Leader:
         self._view, self._look, self._reach = view, look, reach
         self._quorum, self._grace, self._max_group, self._gather, self._wait = quorum, grace, max_group, gather, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
-        self._tables: dict[tuple[int, int], Table] = {}
+        self._tables: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
         """What this node's own contributions of each fragment look like."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +104,7 @@ class Leader:
 
     async def serve(self, stream: Stream) -> None:
         """One member, from its ready message to the decision."""
-        line = Line(stream, self._chunk_timeout)
+        line = HeartbeatChannel(stream, self._chunk_timeout)
         try:
             sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, self._chunk_timeout)
             signer, ready = unseal(sealed, GroupReady)
@@ -115,7 +118,7 @@ class Leader:
             await line.tell(receipt)
             return
         until = asyncio.get_running_loop().time() + min(ready.patience, self._wait)
-        seat = Seat(line, sealed, ready, until)
+        seat = MemberState(line, sealed, ready, until)
         table = self._seat(signer, seat)
         try:
             await line.tell(receipt)
@@ -174,15 +177,15 @@ class Leader:
                     await seat.line.tell(self._elsewhere(round, leader))
                 self._dismiss(seat)
 
-    def _dismiss(self, seat: Seat) -> None:
+    def _dismiss(self, seat: MemberState) -> None:
         seat.line.close()
         seat.over.set()
 
-    def _seat(self, peer: str, seat: Seat) -> Table:
+    def _seat(self, peer: str, seat: MemberState) -> PendingGroup:
         key = (seat.ready.round, seat.ready.fragment)
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = Table()
+            table = self._tables[key] = PendingGroup()
             self._start(self._collect(key, table))
         table.seats[peer] = seat
         table.changed.set()
@@ -193,7 +196,7 @@ class Leader:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _attend(self, seat: Seat) -> None:
+    async def _attend(self, seat: MemberState) -> None:
         """Hear what the member says, until its group is over or it is gone."""
         longest = seat.until + self._exchange_timeout + 8 * self._chunk_timeout
         listening = asyncio.ensure_future(self._listen(seat, longest))
@@ -209,11 +212,11 @@ class Leader:
             over.cancel()
             await asyncio.wait({listening, over})
 
-    async def _listen(self, seat: Seat, until: float) -> None:
+    async def _listen(self, seat: MemberState, until: float) -> None:
         while True:
             seat.report(await seat.line.hear(until, GroupReport))
 
-    async def _collect(self, key: tuple[int, int], table: Table) -> None:
+    async def _collect(self, key: tuple[int, int], table: PendingGroup) -> None:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
         enough_since: float | None = None
@@ -252,13 +255,15 @@ class Leader:
             return
         self._rounds.formed(*key)
         self._view.miss(self._view.here() - set(seats))
-        groups = deal(self._seed, key[0], seats, self._max_group)
+        groups = partition_into_groups(self._seed, key[0], seats, self._max_group)
         for members in groups:
             group = {peer: seats[peer] for peer in members}
-            verdict = Verdict(self._decisions, group, alone=len(groups) == 1, gather=self._gather, timeout=self._exchange_timeout)
+            verdict = GroupCommit(
+                self._decisions, group, alone=len(groups) == 1, gather=self._gather, timeout=self._exchange_timeout
+            )
             self._start(verdict.run())
 
-    async def _knock(self, table: Table) -> None:
+    async def _knock(self, table: PendingGroup) -> None:
         """Once, at those whom the group would wait for."""
         await asyncio.sleep(KNOCK_S)
         missing = sorted(self._view.expected() - set(table.seats) - {self._me})[:MAX_GROUP]
@@ -271,3 +276,16 @@ class Leader:
         except NetworkError as error:
             log.info("a peer that is missing is not waited for: %s", error)
             self._view.miss([peer])
+
+
+def partition_into_groups(seed: int, round: int, peers: Iterable[str], largest: int) -> list[tuple[str, ...]]:
+    """The peers in as few groups of at most ``largest`` as possible, nearly equal in size, the same for all who know the peers.
+
+    Nobody is left alone: an odd number of peers in pairs leaves one group of three. ValueError unless ``largest`` is 2 or more.
+    """
+    if largest < 2:
+        raise ValueError(f"a group needs at least two peers, got at most {largest}")
+    ordered = order(seed, round, peers)
+    count = max(1, min(-(-len(ordered) // largest), len(ordered) // 2))
+    bounds = [number * len(ordered) // count for number in range(count + 1)]
+    return [tuple(ordered[start:end]) for start, end in itertools.pairwise(bounds)]

@@ -8,7 +8,7 @@ from shoal.optim.exchange.pairing import order
 from shoal.swarm.wire.member import Member
 
 
-class View:
+class LivenessView:
     """The directory as a group sees it.
 
     ``members``: peer id -> newest record; ``model``: members with another are not met; ``barred``: peers that nobody may bring in.

@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
-from shoal.swarm.exchange.group.allgather import Gathering
-from shoal.swarm.exchange.group.allreduce import AllReducing
-from shoal.swarm.exchange.group.channel import Line
-from shoal.swarm.exchange.group.decision_log import Decisions
-from shoal.swarm.exchange.group.leader import Leader
-from shoal.swarm.exchange.group.liveness import View
-from shoal.swarm.exchange.group.reduction import Outcome, Reduction, Streams
-from shoal.swarm.exchange.group.roster import Group, open_group, ready_message
-from shoal.swarm.exchange.group.rounds import Rounds
+from shoal.swarm.exchange.group.allgather import AllGather
+from shoal.swarm.exchange.group.allreduce import AllReduce
+from shoal.swarm.exchange.group.channel import HeartbeatChannel
+from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.leader import GroupLeader
+from shoal.swarm.exchange.group.liveness import LivenessView
+from shoal.swarm.exchange.group.reduction import Outcome, PeerStreams, Reduction
+from shoal.swarm.exchange.group.roster import Group, open_roster, ready_message
+from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.memory_stream import pipe
-from shoal.swarm.p2p.stream import Stream, Traffic, short
+from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
@@ -67,21 +67,21 @@ class _Meeting:
     """A later round in which the swarm is with this fragment."""
 
 
-class Groups:
+class GroupMember:
     """The groups of one host. All coroutines run on the host's loop. ``largest``: members that a group may have."""
 
     def __init__(
         self,
         host: Host,
         identity: Identity,
-        leader: Leader,
-        decisions: Decisions,
-        rounds: Rounds,
+        leader: GroupLeader,
+        decisions: DecisionLog,
+        rounds: RoundTracker,
         *,
         swarm: str,
         model: str,
         seed: int,
-        view: View,
+        view: LivenessView,
         largest: int,
         follow: bool,
         wait: float,
@@ -92,7 +92,7 @@ class Groups:
         self._swarm, self._model, self._seed, self._view = swarm, model, seed, view
         self._largest, self._follow, self._wait = largest, follow, wait
         self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
-        self._streams = Streams(host, view, chunk_timeout)
+        self._streams = PeerStreams(host, view, chunk_timeout)
         self._local: set[asyncio.Task[None]] = set()
         host.serve(LEADER_PROTOCOL, leader.serve)
 
@@ -145,10 +145,10 @@ class Groups:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
             log.info("round %d: its leader cannot be had: %s", ready.round, error)
-            meeting.mine.health.failed(meeting.mine.key, leader, error)
+            meeting.mine.stats.failed(meeting.mine.key, leader, error)
             self._view.silence(leader)
             return
-        line = Line(stream, self._chunk_timeout)
+        line = HeartbeatChannel(stream, self._chunk_timeout)
         try:
             await stream.send(sealed, max(probe - loop.time(), 0.01))
             try:
@@ -167,7 +167,7 @@ class Groups:
             until = loop.time() + self._exchange_timeout
             before: Group | None = None
             while isinstance(formed, GroupFormed):
-                group = open_group(formed, leader, sealed, self._largest)
+                group = open_roster(formed, leader, sealed, self._largest)
                 barred = self._view.barred(group.members) if before is None else ()
                 if barred:  # the next leader may know better; whoever is barred later ends what it has begun
                     raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
@@ -177,7 +177,7 @@ class Groups:
                     self._view.miss(set(before.members) - set(group.members))
                 elif group.alone:
                     for late in self._view.expected() - set(group.members):
-                        meeting.mine.health.failed(meeting.mine.key, late, "timeout")
+                        meeting.mine.stats.failed(meeting.mine.key, late, "timeout")
                     self._view.miss(self._view.here() - set(group.members))
                 again = await self._attempt(line, group, meeting.mine, until)
                 if again is None:
@@ -188,7 +188,7 @@ class Groups:
         except (NetworkError, MessageError) as error:
             self._view.miss([leader])
             if leader != self._identity.peer_id:  # then it was nobody's fault: nobody else came
-                meeting.mine.health.failed(meeting.mine.key, leader, error)
+                meeting.mine.stats.failed(meeting.mine.key, leader, error)
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
@@ -199,10 +199,10 @@ class Groups:
             return await self._host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. What goes over this line is no traffic.
         mine, theirs = pipe()
-        serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, Traffic())))
+        serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
         self._local.add(serving)
         serving.add_done_callback(self._local.discard)
-        return Stream(leader, *mine, Traffic())
+        return Stream(leader, *mine, TrafficMeter())
 
     async def _serve_myself(self, stream: Stream) -> None:
         try:
@@ -223,13 +223,13 @@ class Groups:
             meeting.elsewhere = receipt
         elif receipt.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
-            meeting.mine.health.failed(key, leader, "refused")
+            meeting.mine.stats.failed(key, leader, "refused")
 
-    async def _attempt(self, line: Line, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
+    async def _attempt(self, line: HeartbeatChannel, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
         """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
         if group.reduction == "allreduce" and mine.defence.gathers:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
-        way = AllReducing if group.reduction == "allreduce" else Gathering
+        way = AllReduce if group.reduction == "allreduce" else AllGather
         reduction: Reduction = way(self._streams, group, self._identity.peer_id, mine, until)
         began = asyncio.get_running_loop().time()
         self._streams.begin(reduction)
@@ -262,10 +262,12 @@ class Groups:
             mine_in = mean & group.places([self._identity.peer_id])
             if mine_in and not mean & ~reduction.places() and not mine.decision.closed:
                 mine.decision.received = reduction.result(mean)
-                mine.health.done(mine.key, asyncio.get_running_loop().time() - began)
+                mine.stats.done(mine.key, asyncio.get_running_loop().time() - began)
         return None
 
-    async def _listen(self, line: Line, reduction: Reduction, mine: Contribution, until: float) -> GroupFormed | GroupReply:
+    async def _listen(
+        self, line: HeartbeatChannel, reduction: Reduction, mine: Contribution, until: float
+    ) -> GroupFormed | GroupReply:
         while True:
             word: Message = await line.hear(until + 4 * self._chunk_timeout, GroupFormed, GroupReply, GroupLost)
             if isinstance(word, GroupFormed | GroupReply):
@@ -274,12 +276,10 @@ class Groups:
                 reduction.lose(word.lost)
                 self._view.miss(reduction.group.at(word.lost))
                 for peer in reduction.group.at(word.lost):
-                    mine.health.failed(mine.key, peer, "broken")
+                    mine.stats.failed(mine.key, peer, "broken")
 
     async def _ask(self, group: Group) -> bytes | None:
         others = [peer for peer in group.members if peer != self._identity.peer_id]
         if group.leader not in others and group.leader != self._identity.peer_id:
             others.append(group.leader)
-        return await self._decisions.ask(
-            group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others]
-        )
+        return await self._decisions.ask(group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others])

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.optim.exchange.base import Mean
-from shoal.swarm.exchange.group.liveness import View
+from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import Group
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.group import GroupHello
@@ -56,10 +56,10 @@ class Reduction(Protocol):
         ...
 
 
-class Streams:
+class PeerStreams:
     """The streams between the members of this host's groups. All coroutines run on the host's loop."""
 
-    def __init__(self, host: Host, view: View, chunk_timeout: float) -> None:
+    def __init__(self, host: Host, view: LivenessView, chunk_timeout: float) -> None:
         self._host, self._view, self.chunk_timeout = host, view, chunk_timeout
         self._running: dict[bytes, Reduction] = {}
         self._held: dict[asyncio.Event, bytes] = {}

@@ -87,7 +87,7 @@ def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
     return None
 
 
-def enlist(sealed: Iterable[bytes]) -> bytes:
+def encode_roster(sealed: Iterable[bytes]) -> bytes:
     """Sealed ready messages as one byte string."""
     return b"".join(len(message).to_bytes(_LENGTH, "big") + message for message in sealed)
 
@@ -102,7 +102,7 @@ def _each(listed: bytes) -> Iterator[bytes]:
         yield listed[start:at]
 
 
-def open_group(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Group:
+def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Group:
     """The group in ``formed``, every member checked against what this node itself signed (``mine``, sealed).
 
     Raises MessageError: this node is not in it, a signature is wrong, a member is listed twice or brings something that cannot

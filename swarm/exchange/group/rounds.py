@@ -7,8 +7,8 @@ from collections import OrderedDict
 REMEMBERED = 1024
 
 
-class Rounds:
-    """Rounds grow by one with every fragment sent, so those of one fragment are ``fragments`` apart.
+class RoundTracker:
+    """RoundTracker grow by one with every fragment sent, so those of one fragment are ``fragments`` apart.
 
     A peer that began in the middle may have other remainders than the swarm: it too is told the swarm's.
     """

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Mean, RoundKey
-from shoal.optim.exchange.robust import TRUSTING, Defence
+from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.contribution import Contribution, contribution
-from shoal.swarm.exchange.handle import Decision, SwarmHandle, Waiter
-from shoal.swarm.exchange.pair.matchmaking import Rendezvous
-from shoal.swarm.exchange.pair.transfer import Received, Transfers
+from shoal.swarm.exchange.handle import CommitState, ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.member import Member
 
@@ -32,7 +32,7 @@ def model_digest(tensors: Sequence[Tensor]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class SwarmExchange(Waiter):
+class PairExchange(ExchangeBase):
     """``optim.Exchange`` between the members of a swarm.
 
     Args:
@@ -66,28 +66,30 @@ class SwarmExchange(Waiter):
         wait: float = 10.0,
         chunk_timeout: float = 5.0,
         exchange_timeout: float = 120.0,
-        defence: Defence = TRUSTING,
+        defence: UpdateScreen = TRUSTING,
     ) -> None:
         self._peer_id, self._swarm, self._defence = identity.peer_id, swarm, defence
-        transfers = Transfers(host, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout)
-        self._rendezvous = Rendezvous(
+        transfers = PairTransfer(host, chunk_timeout=chunk_timeout, exchange_timeout=exchange_timeout)
+        self._rendezvous = PairMatchmaker(
             host, identity, transfers, swarm=swarm, model=model, seed=seed, wait=wait, members=members, departed=departed,
             look=look, barred=barred,
         )  # fmt: skip
         # What one round can take at most: finding a partner, one transfer, its confirm.
         super().__init__(host, self._rendezvous, wait + exchange_timeout + 8 * chunk_timeout)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> SwarmHandle[Received]:
+    def start(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
+    ) -> ExchangeHandle[PartnerContribution]:
         """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""
-        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence, self.health)
-        decision: Decision[Received] = mine.decision
-        return SwarmHandle(self, decision, self._meet(mine), lambda received: self._mean(mine, received))
+        mine = contribution(self._swarm, key, tensors, weight, codec, self._defence, self.stats)
+        decision: CommitState[PartnerContribution] = mine.decision
+        return ExchangeHandle(self, decision, self._meet(mine), lambda received: self._mean(mine, received))
 
-    async def _meet(self, mine: Contribution) -> Received | None:
+    async def _meet(self, mine: Contribution) -> PartnerContribution | None:
         received, _ = await self._rendezvous.meet(mine)
         return received
 
-    def _mean(self, mine: Contribution, theirs: Received) -> Mean:
+    def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
         """Both sides compute it from the same bytes in the same order."""
         contributions = [(self._peer_id, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.tensors)]
         return self._defence.mean(self._peer_id, mine.key.fragment, contributions)

@@ -33,12 +33,13 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BARRED, Contribution
-from shoal.swarm.exchange.pair.pairing import Mates
-from shoal.swarm.exchange.pair.transfer import Received, Transfers
+from shoal.swarm.exchange.pair.pairing import PairSelector
+from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.member import ENVELOPE, Answer, Member, Offer, pack, seal, unpack, unseal
+from shoal.swarm.wire.member import ENVELOPE, Member, pack, seal, unpack, unseal
 from shoal.swarm.wire.nonce import fresh_nonce
+from shoal.swarm.wire.pair import Answer, Offer
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -56,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Meeting:
+class PairingAttempt:
     """One round of this node."""
 
     contribution: Contribution
@@ -66,7 +67,7 @@ class Meeting:
     expecting: str | None = None
     """A peer that said "wait"."""
     listening: bool = False
-    engaged: asyncio.Future[Received | None] | None = None
+    engaged: asyncio.Future[PartnerContribution | None] | None = None
     """Set as soon as a call was accepted; its result is the exchange's."""
     called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set together with ``engaged``."""
@@ -83,14 +84,14 @@ class Meeting:
         return self.contribution.key
 
 
-class Rendezvous:
+class PairMatchmaker:
     """Finds a partner for each round. All coroutines run on the host's loop."""
 
     def __init__(
         self,
         host: Host,
         identity: Identity,
-        transfers: Transfers,
+        transfers: PairTransfer,
         *,
         swarm: str,
         model: str,
@@ -104,18 +105,18 @@ class Rendezvous:
         self._host, self._identity, self._transfers = host, identity, transfers
         self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
         self._members, self._look, self._barred = members, look, barred
-        self._meeting: Meeting | None = None
+        self._meeting: PairingAttempt | None = None
         self._began = float("-inf")
         """When this node began to look for a partner in its last round."""
-        self._mates = Mates(identity.peer_id, seed, model, members, departed)
-        self._held: dict[str, tuple[int, asyncio.Future[Meeting | None]]] = {}
+        self._mates = PairSelector(identity.peer_id, seed, model, members, departed)
+        self._held: dict[str, tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
         self.next_round = 0
         """The round that this node will be in next; callers for earlier ones are told so."""
         host.serve(EXCHANGE_PROTOCOL, self._serve)
 
-    async def meet(self, contribution: Contribution) -> tuple[Received | None, RoundKey]:
+    async def meet(self, contribution: Contribution) -> tuple[PartnerContribution | None, RoundKey]:
         """Find a partner and exchange. Returns what was received, or None, and the round in which it happened."""
-        meeting = self._meeting = Meeting(contribution)
+        meeting = self._meeting = PairingAttempt(contribution)
         self.next_round = contribution.key.round
         try:
             return await self._meet(meeting), meeting.key
@@ -126,7 +127,7 @@ class Rendezvous:
             self.next_round = meeting.key.round + 1
             self._meeting = None
 
-    async def _meet(self, meeting: Meeting) -> Received | None:
+    async def _meet(self, meeting: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline, period, self._began = began + self._wait, began - self._began, began
@@ -162,7 +163,7 @@ class Rendezvous:
                 continue
             return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER, LINGER_S, period * WORTH))
 
-    async def _try(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
+    async def _try(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
         until = asyncio.get_running_loop().time() + seconds
         held = self._held.get(peer)
@@ -176,7 +177,7 @@ class Rendezvous:
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", meeting.key.round, error)
             if peer == meeting.mate:
-                meeting.contribution.health.failed(meeting.key, peer, error)
+                meeting.contribution.stats.failed(meeting.key, peer, error)
             received = None
         finally:
             meeting.dialing = None
@@ -185,22 +186,22 @@ class Rendezvous:
             meeting.expecting = None
         return received or await self._outcome(meeting)
 
-    async def _listen(self, meeting: Meeting, seconds: float) -> Received | None:
+    async def _listen(self, meeting: PairingAttempt, seconds: float) -> PartnerContribution | None:
         """Let anybody call who is left over too."""
         meeting.listening = True
         await self._until_called(meeting, asyncio.get_running_loop().time() + seconds)
         meeting.listening = False
         return await self._outcome(meeting)
 
-    async def _until_called(self, meeting: Meeting, until: float) -> None:
+    async def _until_called(self, meeting: PairingAttempt, until: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(meeting.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
 
-    def _engage(self, meeting: Meeting) -> None:
+    def _engage(self, meeting: PairingAttempt) -> None:
         meeting.engaged = asyncio.get_running_loop().create_future()
         meeting.called.set()
 
-    async def _outcome(self, meeting: Meeting) -> Received | None:
+    async def _outcome(self, meeting: PairingAttempt) -> PartnerContribution | None:
         """The end of an exchange in which this node was called, or None at once if it was not."""
         if meeting.engaged is None:
             return None
@@ -233,7 +234,7 @@ class Rendezvous:
             self._identity,
         )
 
-    async def _call(self, meeting: Meeting, peer: str, seconds: float) -> Received | None:
+    async def _call(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """Open a stream, offer, and exchange if the offer is accepted within ``seconds``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
@@ -264,7 +265,7 @@ class Rendezvous:
         finally:
             stream.close()
 
-    def _note(self, meeting: Meeting, peer: str, answer: Answer) -> None:
+    def _note(self, meeting: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", meeting.key.round, short(peer), answer.verdict, answer.reason)
         if answer.verdict == "passed":
             # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
@@ -276,7 +277,7 @@ class Rendezvous:
             meeting.expecting = peer
         elif answer.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
-            meeting.contribution.health.failed(meeting.key, peer, "refused")
+            meeting.contribution.stats.failed(meeting.key, peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)
@@ -308,7 +309,7 @@ class Rendezvous:
             if not engaged.done():
                 engaged.set_result(received)
 
-    async def _judge(self, stream: Stream, offer: Offer) -> tuple[Meeting | None, Answer]:
+    async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer]:
         """What to answer; a meeting is returned only with "accept", and is then engaged."""
         peer = stream.peer_id
         self._mates.alive(peer)
@@ -363,12 +364,12 @@ class Rendezvous:
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._seed, round, peer)
 
-    async def _hold(self, stream: Stream, round: int) -> Meeting | None:
+    async def _hold(self, stream: Stream, round: int) -> PairingAttempt | None:
         """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
         peer = stream.peer_id
         if peer in self._held:
             return None
-        taken: asyncio.Future[Meeting | None] = asyncio.get_running_loop().create_future()
+        taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self._held[peer] = (round, taken)
         # A caller says nothing more until it is answered.
         gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._wait))

@@ -14,7 +14,7 @@ from shoal.optim.exchange.pairing import candidates, groups, mate
 from shoal.swarm.wire.member import Member
 
 
-class Mates:
+class PairSelector:
     """Of the peer ``me``. ``members``, ``departed``: the directory's; only those of the same ``model`` count."""
 
     def __init__(

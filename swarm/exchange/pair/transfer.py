@@ -34,11 +34,12 @@ from torch import Tensor
 from shoal.optim.codecs.base import buffer
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
-from shoal.swarm.exchange.handle import Decision
+from shoal.swarm.exchange.handle import CommitState
 from shoal.swarm.exchange.stats import Problem
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
-from shoal.swarm.wire.member import Abort, Commit, M, Message, Offer, OutcomeReply, OutcomeRequest, Ready, pack, unpack
+from shoal.swarm.wire.member import M, Message, pack, unpack
+from shoal.swarm.wire.pair import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Received:
+class PartnerContribution:
     """A partner's whole, verified contribution, and what was decided with it."""
 
     peer: str
@@ -61,7 +62,7 @@ class Received:
     tensors: list[Tensor]
 
 
-class Transfers:
+class PairTransfer:
     """The transfers of one host. All coroutines run on the host's loop."""
 
     def __init__(self, host: Host, *, chunk_timeout: float, exchange_timeout: float) -> None:
@@ -72,7 +73,7 @@ class Transfers:
         self._outcomes: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
-    async def run(self, stream: Stream, mine: Contribution, theirs: Offer, *, caller: bool) -> Received | None:
+    async def run(self, stream: Stream, mine: Contribution, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
         """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed."""
         exchange = (stream.peer_id, theirs.nonce)
         if caller:
@@ -84,10 +85,10 @@ class Transfers:
             await confirm(stream, theirs, received, mine.decision)
         except (NetworkError, MessageError) as error:
             log.info("round %d: no exchange with %s: %s", mine.key.round, short(stream.peer_id), error)
-            mine.health.failed(mine.key, stream.peer_id, error)
+            mine.stats.failed(mine.key, stream.peer_id, error)
         else:
             if mine.decision.received is not None:
-                mine.health.done(mine.key, asyncio.get_running_loop().time() - began)
+                mine.stats.done(mine.key, asyncio.get_running_loop().time() - began)
         finally:
             if exchange in self._undecided:
                 self._settle(exchange, "aborted")
@@ -100,7 +101,7 @@ class Transfers:
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
-    async def _swap(self, stream: Stream, mine: Contribution, theirs: Offer) -> Received:
+    async def _swap(self, stream: Stream, mine: Contribution, theirs: Offer) -> PartnerContribution:
         """Receive into scratch and verify. Raises NetworkError or MessageError; nothing of the scratch is used then."""
         # The size equals our own payload's (rendezvous checked it), so a peer cannot make us allocate more than that.
         scratch = buffer(theirs.nbytes)
@@ -120,9 +121,11 @@ class Transfers:
         if problem is not None:
             await self._tell(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
             raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
-        return Received(stream.peer_id, theirs.weight, tensors)
+        return PartnerContribution(stream.peer_id, theirs.weight, tensors)
 
-    async def _decide(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
+    async def _decide(
+        self, stream: Stream, offer: Offer, received: PartnerContribution, decision: CommitState[PartnerContribution]
+    ) -> None:
         """The caller's half of the confirm."""
         reply = await self._hear(stream, Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
@@ -134,7 +137,9 @@ class Transfers:
             decision.received = received
             await self._tell(stream, Commit(nonce=offer.nonce))
 
-    async def _follow(self, stream: Stream, offer: Offer, received: Received, decision: Decision[Received]) -> None:
+    async def _follow(
+        self, stream: Stream, offer: Offer, received: PartnerContribution, decision: CommitState[PartnerContribution]
+    ) -> None:
         """The callee's half of the confirm."""
         try:
             await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)

@@ -46,9 +46,7 @@ def test_the_command_offers_what_the_actor_can_tell():
     assert tuple(actor.LIES) == LIES
 
 
-@pytest.mark.parametrize(
-    ("how", "second"), [("sign-flip", [-1.0, -3.0]), ("x1000", [1000.0, 3000.0]), ("stale", [1.0, 2.0])]
-)
+@pytest.mark.parametrize(("how", "second"), [("sign-flip", [-1.0, -3.0]), ("x1000", [1000.0, 3000.0]), ("stale", [1.0, 2.0])])
 def test_a_liar_sends_something_else_and_learns_nothing(how, second):
     assert heard_by_others(how)[1] == [second]
 
@@ -85,7 +83,6 @@ def test_each_step_is_noted_and_takes_its_time(tmp_path, monkeypatch):
 
 
 def test_what_the_kernel_knows_of_this_process(monkeypatch):
-
     child = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "SHOAL_TEST": "mark"},

@@ -8,7 +8,7 @@ import torch
 
 from shoal.node.checkpoint.disk_budget import GB, SPARE, room_maker, used
 from shoal.node.checkpoint.store import CheckpointError, load, path_of, save, steps
-from shoal.node.checkpoint.writer import Saver
+from shoal.node.checkpoint.writer import CheckpointWriter
 
 STATE = {"weights": torch.zeros(100_000)}  # 0.4 MB
 
@@ -44,7 +44,9 @@ def test_without_a_budget_nothing_goes(tmp_path):
 
 def test_a_run_over_its_budget_says_so_once_and_goes_on(tmp_path):
     said = []
-    saver = Saver(tmp_path, keep=3, state=lambda: STATE, say=said.append, room=room_maker(tmp_path, budget(SPARE + 600_000)))
+    saver = CheckpointWriter(
+        tmp_path, keep=3, state=lambda: STATE, say=said.append, room=room_maker(tmp_path, budget(SPARE + 600_000))
+    )
     saver.due = True
     saver.turn(1)
     saver._wait(time.monotonic() + 30.0)

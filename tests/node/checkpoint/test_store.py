@@ -51,9 +51,7 @@ leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() 
 keys = st.integers() | st.text(max_size=4) | st.tuples(st.integers(), st.text(max_size=2)) | st.none() | st.booleans()
 states = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(keys, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=12,
 )
 

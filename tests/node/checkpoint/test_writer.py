@@ -12,7 +12,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.store import POINTS, load, steps
-from shoal.node.checkpoint.writer import Saver, Snapshots
+from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 
 LONG = 30.0
 
@@ -35,7 +35,7 @@ class Training:
     def __init__(self, folder, **options):
         self.step, self.asked, self.said = 0, 0, []
         self.weights = [torch.zeros(3, 4), torch.zeros(5, dtype=torch.bfloat16)]
-        self.saver = Saver(folder, keep=3, state=self.state, say=self.said.append, **options)
+        self.saver = CheckpointWriter(folder, keep=3, state=self.state, say=self.said.append, **options)
 
     def state(self):
         self.asked += 1
@@ -206,7 +206,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from shoal.node.checkpoint import save
-from shoal.node.saver import Saver
+from shoal.node.saver import CheckpointWriter
 
 def state(value):
     return {"value": value, "weights": [torch.full((1024, 1024), float(value)) for _ in range(3)]}
@@ -222,7 +222,7 @@ for order in sys.argv[2:]:
             seen.append(reached)
             if seen.count(point) == int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
-        saver = Saver(folder, keep=3, state=lambda: state(6), say=print, at=at)
+        saver = CheckpointWriter(folder, keep=3, state=lambda: state(6), say=print, at=at)
         saver.due = True
         saver.turn(int(step))
         saver.last(int(step))

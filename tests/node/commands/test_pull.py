@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from shoal.node.checkpoint import resumable_download as partial
 from shoal.node.checkpoint.export import export_model
-from shoal.node.checkpoint.resumable_download import Partial
+from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.commands import pull as module
 from shoal.node.commands.pull import PullError, make, pull
 from shoal.node.config.settings import load
@@ -21,8 +21,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.pair.exchange import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
-from shoal.swarm.p2p.stream import Traffic
-from shoal.swarm.state.selection import Statement
+from shoal.swarm.p2p.stream import TrafficMeter
+from shoal.swarm.state.selection import SnapshotOffer
 from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
 from shoal.swarm.state.sync import ModelDiffersError
@@ -64,7 +64,7 @@ class World:
     """The swarm as `pull` sees it: its members' statements, and chunks that may end early."""
 
     def __init__(self, monkeypatch, manifest, tensors):
-        self.manifest, self.peer_id, self.traffic = manifest, ME.peer_id, Traffic()
+        self.manifest, self.peer_id, self.traffic = manifest, ME.peer_id, TrafficMeter()
         state = State(4, tensors, {"momentum": tensors}, [3])
         self.snapshot = self.stated = snapshot_of(state, encode(state))
         self.held, self.most, self.given = True, 10**9, []
@@ -85,7 +85,7 @@ class World:
 
     async def settle(self, host, wish, givers, check, attempt):
         check(ME.peer_id, self.stated.header)
-        return [Statement(ME.peer_id, (), self.stated.header)]
+        return [SnapshotOffer(ME.peer_id, (), self.stated.header)]
 
     async def fetch_digests(self, host, swarm, header, holders):
         if not self.held or header != self.snapshot.header:
@@ -185,7 +185,7 @@ def test_only_the_weights_are_taken_and_not_what_the_rule_shares(world, task, tm
 
 def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
     header, digests = world.snapshot.header, world.snapshot.digests
-    kept = Partial(tmp_path / "p", header, digests, header.nbytes)
+    kept = ResumableDownload(tmp_path / "p", header, digests, header.nbytes)
     assert kept.have == set()
     for chunk in (0, 2):
         kept.write(chunk, world.snapshot.payload.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)])
@@ -193,7 +193,7 @@ def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
     with kept.path.open("r+b") as file:
         file.seek(2 * CHUNK + 7)
         file.write(b"!!!!")
-    again = Partial(tmp_path / "p", header, digests, header.nbytes)
+    again = ResumableDownload(tmp_path / "p", header, digests, header.nbytes)
     assert again.have == {0}
     again.close()
     assert len(digests) == DIGEST * 3

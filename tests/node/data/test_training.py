@@ -16,7 +16,7 @@ from shoal.node.tasks.corpus import DataError
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from tests.node.data.tokenizers_made_here import train
 
 TINY = {"width": 8, "heads": 2, "layers": 1, "context": 8, "batch": 2, "warmup": 3}

@@ -34,8 +34,8 @@ from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.daemon import Daemon
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBack
-from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, SpeedTest
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 from shoal.swarm.seed.server import Seed
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.wire.member import seal
@@ -64,8 +64,8 @@ class Peer:
         self.directory = Directory(self.host, self.identity, self.swarm)
         serve_manifest(self.host, self.swarm, sealed)
         StateServer(self.host, self.swarm, self.model, [tuple(p.shape) for p in params])
-        self.host.serve(DIAL_PROTOCOL, DialBack(self.clock).answer)
-        self.host.serve(SPEED_PROTOCOL, SpeedTest().answer)
+        self.host.serve(DIAL_PROTOCOL, ReachabilityProbe(self.clock).answer)
+        self.host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
 
     def announce(self, version=SHOAL_VERSION):
         self.directory.announce(

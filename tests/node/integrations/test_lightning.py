@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from shoal import swarm
+import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
 
@@ -13,7 +13,7 @@ lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not in
 
 from shoal.node.integrations.lightning import SwarmCallback  # noqa: E402
 
-HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+HERE = shoal.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
 
 
@@ -35,7 +35,7 @@ BATCHES = torch.randn(2 * STEPS, 5, 4, generator=torch.Generator().manual_seed(0
 
 def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
     module = Regression()
-    with swarm.create(state=module, every=EVERY, place=HERE, wait_s=0.5) as s, warnings.catch_warnings():
+    with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         callback = SwarmCallback(s)
         trainer = lightning.Trainer(

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from shoal import swarm
+import shoal
 from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
 
@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 from shoal.node.integrations.transformers import SwarmCallback  # noqa: E402
 
-HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+HERE = shoal.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
 
 
@@ -63,7 +63,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
     begin = adapters(models[0])
     assert sum(p.numel() for p in begin) < sum(p.numel() for p in models[0].parameters()) / 10
     assert not all(torch.equal(a, b) for a, b in zip(begin, adapters(models[1]), strict=True))
-    first = swarm.create(state=models[0], every=EVERY, start_when=2, place=HERE)
+    first = shoal.create(state=models[0], every=EVERY, start_when=2, network=HERE)
     link, callbacks = first.link, {}
 
     def train(name, session):
@@ -72,7 +72,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
             number = "ab".index(name)
             trainer(models[number], rows(number), tmp_path / name, callbacks=[callbacks[name]]).train()
 
-    thread = threading.Thread(target=lambda: train("b", swarm.join(link, state=models[1], place=HERE)))
+    thread = threading.Thread(target=lambda: train("b", shoal.join(link, state=models[1], network=HERE)))
     thread.start()
     train("a", first)
     thread.join(60)
@@ -88,7 +88,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
 def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
     """Alone in its swarm a trainer ends with the bits of a loop that wraps the same optimizer."""
     model = tiny(0, lora=False)
-    with swarm.create(state=model, every=EVERY, place=HERE, wait_s=0.5) as s:
+    with shoal.create(state=model, every=EVERY, network=HERE, wait_s=0.5) as s:
         callback = SwarmCallback(s)
         made = trainer(model, rows(1), tmp_path, callbacks=[callback])
         made.train()
@@ -96,7 +96,6 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
     plain = trainer(twin, rows(1), tmp_path)
     plain.create_optimizer()
     inner = plain.optimizer
-
 
     def alone(exchange):
         opt = NoLoCo(inner, exchange, every=EVERY)

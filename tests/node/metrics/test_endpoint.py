@@ -13,7 +13,7 @@ from shoal.node.config.endpoint import Address, parse_address
 from shoal.node.metrics import MetricsError
 from shoal.node.metrics.catalogue import WAITS
 from shoal.node.metrics.endpoint import MOST_CALLERS, Endpoint
-from shoal.node.metrics.gauges import Board
+from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About
 
 ABOUT = About(
@@ -103,7 +103,7 @@ def test_events_as_prometheus_sees_them(endpoint):
 
 @given(st.lists(st.floats(0, 1000), max_size=20))
 def test_the_histogram_counts_every_wait_once(waits):
-    board = Board()
+    board = Gauges()
     board.begin(ABOUT)
     for wait in waits:
         board.event("round", {"wait_s": wait})

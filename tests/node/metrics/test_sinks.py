@@ -158,9 +158,7 @@ def test_a_missing_package_names_the_extra(extra, tmp_path, monkeypatch):
     node = load(None, {f"node.{extra}": "x", "node.folder": str(tmp_path / "run")})
     with pytest.raises(MetricsError) as said:
         open_sinks(node.node, print)
-    assert str(said.value) == (
-        f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'."
-    )
+    assert str(said.value) == (f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'.")
     assert list(tmp_path.iterdir()) == []
 
 

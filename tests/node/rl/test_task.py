@@ -10,13 +10,13 @@ from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import HELD_OUT, EnvError, Question
 from shoal.node.rl.groups import Group, completions_of, loss_of, make_update
 from shoal.node.rl.loading import load_env
-from shoal.node.rl.remote_rollouts import Foreign, fair
+from shoal.node.rl.remote_rollouts import RemoteRollouts, fair
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim.rl.losses import LOSSES
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
 SHARD = Shard(0, 1, 0)
@@ -133,7 +133,7 @@ def test_no_question_of_a_round_is_held_out(tiny):
 
 def foreign(policy, **changes):
     settings = {"seed": 1, "age": 2, "per_sender": 0, "group": 8, "max_tokens": 12} | changes
-    return Foreign(ENV, policy, frozenset(ENV.made.question(HELD_OUT, i).prompt for i in range(3)), **settings)
+    return RemoteRollouts(ENV, policy, frozenset(ENV.made.question(HELD_OUT, i).prompt for i in range(3)), **settings)
 
 
 def record(texts, *, seed=3, index=0, **fields):

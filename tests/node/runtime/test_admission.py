@@ -11,7 +11,7 @@ from shoal.node.config.settings import load
 from shoal.node.runtime.join import create, join, new_manifest
 from shoal.swarm.access.invitation import issue
 from shoal.swarm.access.link import Link
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import AdmissionError, NetworkError
 from shoal.swarm.gossip.body_store import BODY_PROTOCOL
 from shoal.swarm.gossip.gossip import Gossip
@@ -22,7 +22,9 @@ from shoal.swarm.membership.visitor import visited
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.topics.rollout_pool import RolloutPool
-from shoal.swarm.wire.member import Answer, StateRequest, pack, unpack
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.state import StateRequest
 
 MODEL = "0" * 64
 SHAPES = [(4,)]
@@ -30,9 +32,9 @@ ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "
          "state": "training", "version": "0"}  # fmt: skip
 
 
-def until(condition, seconds=15.0):
+def until(self_report, seconds=15.0):
     end = time.monotonic() + seconds
-    while not condition():
+    while not self_report():
         assert time.monotonic() < end, "it did not happen in time"
         threading.Event().wait(0.02)
 
@@ -75,7 +77,7 @@ def club(tmp_path):
 def stranger(club, monkeypatch):
     """A node of the swarm with a changed program: it does not look whether it may come in."""
     with monkeypatch.context() as patch:
-        patch.setattr(Door, "check_own", lambda door: None)
+        patch.setattr(AccessPolicy, "check_own", lambda access_policy: None)
         return club.join(club.link(), "stranger")
 
 
@@ -110,11 +112,11 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
     wanted = StateRequest(swarm=creator.swarm, model=MODEL)
     assert asks(bert.host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
     # Two guests, neither of whom has a record yet, may meet too; and each learns of the other.
-    assert not anna.directory.door._guests.keys() & {bert.host.peer_id}
+    assert not anna.directory.access_policy._guests.keys() & {bert.host.peer_id}
     answer = asks(bert.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=bert.swarm, model=MODEL), anna.host.addresses())
     assert answer.verdict == "wait"
-    assert anna.directory.door.lets_in(bert.host.peer_id)
-    assert bert.directory.door.lets_in(anna.host.peer_id)
+    assert anna.directory.access_policy.admits(bert.host.peer_id)
+    assert bert.directory.access_policy.admits(anna.host.peer_id)
     for guest in (anna, bert):
         guest.directory.announce(**ABOUT)
     ids = {m.host.peer_id for m in (creator, anna, bert)}
@@ -135,7 +137,7 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
         anna.host.serve(protocol, lambda stream: asyncio.sleep(60))
         with pytest.raises(NetworkError, match="ended early"):
             asks(spy.host, anna.host.peer_id, protocol, StateRequest(swarm=spy.swarm, model=MODEL), anna.host.addresses())
-    assert anna.host.entrance.refused()["uninvited"] == 4
+    assert anna.host.resource_manager.refused()["uninvited"] == 4
     # The manifest says that an invitation is needed, so everybody gets it; and the directory shows who is there.
     assert fetch_manifest(spy.host, club.link())[1].invite_only
 
@@ -171,10 +173,12 @@ def test_what_a_stranger_gossips_is_not_taken(club, monkeypatch):
     anna.directory.announce(**ABOUT)
     pools = []
     for member in (club.first, anna, spy):
-        gossip = Gossip(member.host, member.identity, member.swarm, door=member.directory.door, look=member.directory.look)
+        gossip = Gossip(
+            member.host, member.identity, member.swarm, access_policy=member.directory.access_policy, look=member.directory.look
+        )
         pools.append(RolloutPool(gossip, lambda *env: True))
     until(lambda: len(pools[0].topic.listeners()) == 2)
-    until(lambda: club.first.directory.door.lets_in(anna.host.peer_id))
+    until(lambda: club.first.directory.access_policy.admits(anna.host.peer_id))
     for pool in pools[1:]:
         until(lambda pool=pool: pool.topic.listeners())
         pool.publish(rollout(pool))
@@ -217,4 +221,4 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
     second.host.introduce = None
     with pytest.raises(NetworkError, match="ended early"):
         asks(second.host, anna.peer_id, "/shoal/manifest/1", StateRequest(swarm=first.swarm, model=MODEL), first.host.addresses())
-    assert first.host.entrance.refused()["denied"]  # the manifest is for anybody else, not for who is denied
+    assert first.host.resource_manager.refused()["denied"]  # the manifest is for anybody else, not for who is denied

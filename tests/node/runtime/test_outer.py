@@ -24,10 +24,10 @@ from shoal.optim import (
     method_named,
     methods_with,
 )
-from shoal.optim.codecs.tail import WithTail
-from shoal.swarm.manifest.manifest import KNOBS, OuterSettings, TrainSettings
+from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.swarm.manifest.outer import KNOBS, OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import OuterError, make_outer
-from shoal.swarm.wire.member import Offer
+from shoal.swarm.wire.pair import Offer
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]
@@ -131,7 +131,7 @@ def test_a_codecs_name_fits_the_wire_also_with_buffers(name):
     (pattern,) = [bound.pattern for bound in Offer.model_fields["codec"].metadata if getattr(bound, "pattern", None)]
     codec = codec_named(name)
     assert re.fullmatch(pattern, codec.name)
-    assert re.fullmatch(pattern, WithTail(codec, 1000).name)
+    assert re.fullmatch(pattern, BufferTailCodec(codec, 1000).name)
 
 
 def test_weights_are_the_methods_own_unless_asked_for():

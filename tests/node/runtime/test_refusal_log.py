@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.metrics import Metrics
-from shoal.node.runtime.refusal_log import RECENT_S, SAY_S, Refusals, RefusalsError, read_refusals, sentence
+from shoal.node.runtime.refusal_log import RECENT_S, SAY_S, RefusalLog, RefusalsError, read_refusals, sentence
 
 NOW = 1_800_000_000.0
 
@@ -21,7 +21,7 @@ class Clock:
 
 def test_what_changed_is_noted_at_once_and_said_once_a_minute():
     counts, events, said, clock = {}, [], [], Clock()
-    refusals = Refusals(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), said.append, clock)
+    refusals = RefusalLog(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), said.append, clock)
     refusals.look()
     assert (events, said) == ([], [])
     counts |= {"rate": 3, "forged": 1, "overflow": 0}

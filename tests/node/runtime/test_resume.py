@@ -10,12 +10,13 @@ from shoal.node.checkpoint.store import CheckpointError
 from shoal.node.config.settings import load
 from shoal.node.runtime import resume as beginning
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.resume import Saved, carry_over, check_same_outer, find, is_newer, restore, with_its_task
+from shoal.node.runtime.resume import SavedRun, carry_over, check_same_outer, find, is_newer, restore, with_its_task
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.manifest.manifest import open_manifest, swarm_id
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.state.snapshot import State
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -190,7 +191,7 @@ def test_which_checkpoint_is_meant(tmp_path, identity):
 
 def saved(identity, **overrides):
     sealed = new_manifest(load(None, overrides), identity, "0" * 64)
-    return Saved("runs/a", swarm_id(sealed), sealed, open_manifest(sealed), {})
+    return SavedRun("runs/a", swarm_id(sealed), sealed, open_manifest(sealed), {})
 
 
 def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):

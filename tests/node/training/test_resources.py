@@ -7,7 +7,7 @@ from shoal.node.task import Task
 from shoal.node.training import resources as memory
 from shoal.node.training.resources import GB, POOL, SHELF, MemoryBudgetError, check, held, shares
 from shoal.node.training.trainer import Trainer
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 
 class Wide(Task):

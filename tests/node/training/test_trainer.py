@@ -10,7 +10,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone, Simulation
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 STEPS = 12
 
@@ -170,9 +170,7 @@ class Explodes(Noisy):
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
-    made = Trainer(
-        task(), OuterSettings(every=4), TrainSettings(steps=STEPS, seed=1), on_round=lambda info: made.round_loss()
-    )
+    made = Trainer(task(), OuterSettings(every=4), TrainSettings(steps=STEPS, seed=1), on_round=lambda info: made.round_loss())
     made.connect(Alone(), "run", Shard(0, 2, 1))
     with pytest.raises(TrainingError) as caught:
         made.run()

@@ -127,9 +127,7 @@ def task_of(seed=0):
 def settings_of(folder, calibration=None, **verify):
     agreed = {"kind": "activations", "audit_rate": 1.0, "claims": 1, "round_s": ROUND_S, "planted": 0.0, **verify}
     given = {"folder": str(folder), "verify_seconds": 60.0, "calibration": None if calibration is None else str(calibration)}
-    return Settings.model_validate(
-        {"task": {"hooks": "rl"}, "rl": {"group": 8, "max_tokens": 8}, "verify": agreed, "node": given}
-    )
+    return Settings.model_validate({"task": {"hooks": "rl"}, "rl": {"group": 8, "max_tokens": 8}, "verify": agreed, "node": given})
 
 
 def run(board, nodes, rounds):

@@ -16,7 +16,7 @@ from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log, encode
 from shoal.verification.consensus.records import Claim, Entry, Signed
-from shoal.verification.consensus.reputation import Prices, Standing, reckon
+from shoal.verification.consensus.reputation import ScoreRules, Standing, compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED
 from tests.verification.consensus.stories import Story, claim_of
@@ -60,7 +60,7 @@ def test_what_is_forged_or_of_another_swarm_changes_nothing(identities, story):
     liar, honest, judge, *_ = identities
     right = table_of(log_of(identities, story), SWARM, RULES, ROUND)
     ledger = Ledger(story.records)
-    assert right.digest == reckon(ledger, story.electorates, RULES, Prices(), ROUND).digest
+    assert right.digest == compute_scores(ledger, story.electorates, RULES, ScoreRules(), ROUND).digest
     assert right.standings[liar].claims["invalid"] == 2
     assert right.is_banned(liar)
     assert not any(right.is_banned(peer) for peer in identities if peer != liar)
@@ -113,7 +113,7 @@ def test_the_table_that_most_give_is_shown(identities, story, look):
     found = look({liar: empty, first: whole, second: whole, third: None})
     assert (found["asked"], found["agree"], found["round"]) == (3, 2, ROUND)
     by_peer = {one["peer"]: one for one in found["peers"]}
-    assert by_peer[liar]["banned_until"] == pytest.approx((11 + Prices().ban + 1) * ROUND_S)
+    assert by_peer[liar]["banned_until"] == pytest.approx((11 + ScoreRules().ban + 1) * ROUND_S)
     assert by_peer[liar]["why"] == "2 claims found invalid"
     assert by_peer[honest] | {"claims": 0, "votes": 0} == {
         "name": "", "peer": honest, "here": False, "score": by_peer[honest]["score"], "claims": 0, "votes": 0,

@@ -53,5 +53,3 @@ def test_other_untrained_weights_are_refused_in_a_sentence(tmp_path):
 
 def with_policy(settings: Settings, policy: str) -> Settings:
     return settings.model_copy(update={"rl": settings.rl.model_copy(update={"policy": policy})})
-
-

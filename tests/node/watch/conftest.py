@@ -56,9 +56,9 @@ def authors():
 def until():
     """Waits for a condition, ``seconds`` at most."""
 
-    def wait(condition, seconds, what):
+    def wait(self_report, seconds, what):
         end = time.monotonic() + seconds
-        while not (value := condition()):
+        while not (value := self_report()):
             assert time.monotonic() < end, f"no {what} within {seconds:g} s"
             threading.Event().wait(0.05)
         return value

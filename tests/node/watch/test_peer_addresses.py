@@ -1,7 +1,7 @@
 """Whom a watcher dials: only addresses that it can, in an order, and not again at once."""
 
 from shoal.node.watch import peer_addresses as book
-from shoal.node.watch.peer_addresses import AGAIN_MAX_S, AGAIN_S, Book, dialable
+from shoal.node.watch.peer_addresses import AGAIN_MAX_S, AGAIN_S, PeerAddresses, dialable
 
 
 def at(author, port=4001, host="/ip4/203.0.113.5", rest=""):
@@ -19,7 +19,7 @@ def test_only_tcp_without_a_relay_can_be_dialled(authors):
 
 def test_what_a_peer_says_of_another_is_not_noted(authors):
     anna, bert, _ = authors
-    found = Book()
+    found = PeerAddresses()
     found.learn(anna.peer, [at(bert), at(anna), "nonsense"])
     assert found.addresses(anna.peer) == (at(anna),)
     found.learn(anna.peer, [at(bert)])  # says nothing of itself that helps: what was known stays
@@ -29,7 +29,7 @@ def test_what_a_peer_says_of_another_is_not_noted(authors):
 
 def test_who_failed_is_tried_later_and_last(authors):
     anna, bert, carl = authors
-    found = Book()
+    found = PeerAddresses()
     for author in authors:
         found.learn(author.peer, [at(author)])
     assert set(found.due(0.0, [])) == {author.peer for author in authors}
@@ -46,7 +46,7 @@ def test_who_failed_is_tried_later_and_last(authors):
 
 def test_it_is_bounded(monkeypatch, authors):
     monkeypatch.setattr(book, "MAX_KNOWN", 2)
-    found = Book()
+    found = PeerAddresses()
     for author in authors:
         found.learn(author.peer, [at(author)])
         found.tried(author.peer, 0.0, reached=False)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shoal.node.watch.record_filter import OLD_S, QUOTA, Gate
+from shoal.node.watch.record_filter import OLD_S, QUOTA, RecordFilter
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_parcel
 from shoal.swarm.manifest.manifest import swarm_id
@@ -14,7 +14,7 @@ from tests.node.watch.conftest import NOW, SWARM, Author
 
 @pytest.fixture
 def gate():
-    return Gate(SWARM, clock=lambda: NOW)
+    return RecordFilter(SWARM, clock=lambda: NOW)
 
 
 def refused(gate, data, publisher="somebody"):
@@ -87,4 +87,4 @@ def test_the_largest_status_fits():
         rollouts_own=2**53, rollouts_foreign=2**53, claims=2**53, checked=2**53, invalid=2**53,
     )  # fmt: skip
     assert len(pack(status)) < status.LIMIT
-    assert Gate(SWARM, clock=lambda: NOW).open("x", make_parcel(SWARM, make_body(status, author.identity))) == status
+    assert RecordFilter(SWARM, clock=lambda: NOW).open("x", make_parcel(SWARM, make_body(status, author.identity))) == status

@@ -134,8 +134,10 @@ def test_a_taken_port_is_one_sentence():
     async def taken():
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
+
         def serve():
             web.serve(queue.Queue(), Source(), port, live=True, seconds=1, say=print)
+
         with pytest.raises(WatchError, match=f"Cannot serve the page on port {port} .*choose another"):
             await asyncio.to_thread(serve)
         server.close()

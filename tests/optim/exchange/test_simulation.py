@@ -53,9 +53,7 @@ def times(values, count):
     drops=st.lists(st.booleans(), min_size=1, max_size=20),
     kills=st.dictionaries(st.sampled_from(PEERS), st.integers(0, 40).map(lambda x: x / 2), max_size=4),
 )
-def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(
-    peers, size, seed, pauses, delays, drops, kills
-):
+def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(peers, size, seed, pauses, delays, drops, kills):
     rounds = 4
     delay, drop = times(delays, rounds), times(drops, rounds)
     faults = Faults(lambda p, key: delay(p, key.round), lambda p, key: drop(p, key.round) > 0, kills)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.store_agreement import Agreement, Offer, Place, Seat
+from shoal.optim.exchange.store_agreement import Offer, ProcessCoordinates, RoundTicket, StoreConsensus
 
 PEERS, SHARDS = 3, 2
 
@@ -18,14 +18,16 @@ def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1)
     found, errors = {}, []
 
     def process(place):
-        agreement = Agreement(dist.PrefixStore("test", store), place, wait)
+        agreement = StoreConsensus(dist.PrefixStore("test", store), place, wait)
         for round in range(rounds):
             try:
-                found[place.peer, place.shard, round] = behave(agreement, Seat(f"round {round}", tuple(range(peers))), place)
+                found[place.peer, place.shard, round] = behave(agreement, RoundTicket(f"round {round}", tuple(range(peers))), place)
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=process, args=(Place(p, s, shards),)) for p in range(peers) for s in range(shards)]
+    threads = [
+        threading.Thread(target=process, args=(ProcessCoordinates(p, s, shards),)) for p in range(peers) for s in range(shards)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,8 +110,8 @@ def test_who_has_left_costs_no_wait():
 
 @pytest.mark.parametrize("expected", [(0,), (1, 2)])
 def test_alone_or_not_expected_there_is_nothing_to_wait_for(expected):
-    agreement = Agreement(dist.HashStore(), Place(0, 0, 1), 1000.0)
-    assert agreement.members(Seat("round 0", expected)) == ()
+    agreement = StoreConsensus(dist.HashStore(), ProcessCoordinates(0, 0, 1), 1000.0)
+    assert agreement.members(RoundTicket("round 0", expected)) == ()
 
 
 def test_what_is_over_leaves_nothing_in_the_store():

@@ -30,7 +30,7 @@ from shoal.optim import (
     by_tokens,
     float_buffers,
 )
-from shoal.optim.codecs.tail import WithTail
+from shoal.optim.codecs.tail import BufferTailCodec
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 
@@ -282,7 +282,7 @@ def test_buffers_need_a_model_and_only_saved_floats_are_meant():
 @pytest.mark.parametrize("sizes", [[(3,), (2, 2)], [(1,), (5,), (0,), ()]])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_tail_of_a_payload_is_exact(sizes, count):
-    codec = WithTail(FLOAT16, count)
+    codec = BufferTailCodec(FLOAT16, count)
     tensors = [torch.randn(size) * 1e5 for size in sizes]
     payload = codec.encode(tensors)
     assert payload.numel() == codec.nbytes(sizes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.optim import INT8, METHODS, Alone, DiLoCo, NoLoCo, Seconds, Stepped, Tokens, by_tokens, difference
+from shoal.optim import INT8, METHODS, Alone, DiLoCo, NoLoCo, Seconds, Stepped, Tokens, by_tokens, config_diff
 
 OTHER = {
     "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
@@ -24,9 +24,9 @@ def made(method, module, **options):
 def test_the_same_settings_make_no_difference_and_every_knob_makes_one(method, module):
     twin = made(method, module, slow_device="meta")
     assert all(tensor.is_meta for tensor in twin.slow)
-    assert difference(made(method, module), twin) is None
+    assert config_diff(made(method, module), twin) is None
     for knob in METHODS[method].knobs:
-        assert difference(made(method, module, **{knob: OTHER[knob]}), twin) is not None, knob
+        assert config_diff(made(method, module, **{knob: OTHER[knob]}), twin) is not None, knob
 
 
 def test_methods_codecs_weights_lengths_and_buffers_are_told_apart(module):
@@ -38,9 +38,9 @@ def test_methods_codecs_weights_lengths_and_buffers_are_told_apart(module):
         "the round is Tokens 100 and not Steps": made("diloco", module, length=Tokens(100)),
         "the number of averaged buffers is 2 and not 0": made("diloco", module, buffers="average"),
     }
-    assert {difference(opt, twin) for opt in others.values()} == set(others)
+    assert {config_diff(opt, twin) for opt in others.values()} == set(others)
     auto = [made("diloco", module, length=Seconds(lambda: 3.0, lambda: 0.0)) for _ in range(2)]
-    assert difference(*auto) is None
+    assert config_diff(*auto) is None
 
 
 def test_who_steps_elsewhere_takes_the_outer_part_alone(module):

@@ -15,9 +15,9 @@ from shoal.optim import (
     Mean,
     NoLoCo,
     StreamingDiLoCo,
-    carry_over,
     codec_named,
     method_named,
+    migrate_state,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -43,7 +43,7 @@ class Run:
         return self
 
     def begin_from(self, other, **options):
-        dropped = carry_over(self.opt, copy.deepcopy(other.opt.state_dict()), **options)
+        dropped = migrate_state(self.opt, copy.deepcopy(other.opt.state_dict()), **options)
         self.net.load_state_dict(other.net.state_dict())
         return dropped
 
@@ -113,8 +113,8 @@ def test_the_outer_momentum_goes_over_within_the_family_and_is_named_elsewhere()
 def test_an_older_checkpoint_does_not_say_its_kind_so_the_caller_may():
     old = Run("diloco").train(10)
     state = {name: value for name, value in old.opt.state_dict().items() if name not in ("kind", "schedule")}
-    assert carry_over(Run("streaming").opt, copy.deepcopy(state), kind="DiLoCo") == []
-    assert carry_over(Run("noloco").opt, copy.deepcopy(state)) == [
+    assert migrate_state(Run("streaming").opt, copy.deepcopy(state), kind="DiLoCo") == []
+    assert migrate_state(Run("noloco").opt, copy.deepcopy(state)) == [
         "the outer momentum of a method that was not noted (the method is NoLoCo now)"
     ]
 
@@ -204,7 +204,7 @@ def test_another_model_is_refused_and_nothing_is_changed(harm):
         state["inner"]["param_groups"] *= 2
     words = r"'slow' has shape \(5, 3\) at tensor 0, this model has \(4, 3\)" if harm == "width" else "other parameter groups"
     with pytest.raises(ValueError, match=words):
-        carry_over(new.opt, state)
+        migrate_state(new.opt, state)
     after = [new.opt.state_dict(), new.net.state_dict()]
     assert str(before) == str(after)
 

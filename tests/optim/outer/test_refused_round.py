@@ -22,7 +22,7 @@ from shoal.optim import (
     Streaming,
     codec_named,
 )
-from shoal.optim.exchange.base import Nobody
+from shoal.optim.exchange.base import NoPartner
 from shoal.optim.exchange.simulation import Faults
 
 CODECS = ["topk2+ef", "e3m0+ef", "sign+ef", "int8+ef", "auto:2+ef"]
@@ -44,7 +44,7 @@ class Moody:
     def start(self, key, tensors, weight=1.0, codec=None):
         outcome = next(self.outcomes, "nobody")
         if outcome == "nobody":
-            return Nobody()
+            return NoPartner()
         shapes = [tuple(tensor.shape) for tensor in tensors]
         sent = codec.decode(codec.encode(tensors), shapes)
         mean = Mean(sent, 1.0, ("me",)) if outcome == "yes" else None

@@ -317,9 +317,7 @@ def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
         return opt
 
     found = lab.run(method, 40, every=EVERY)
-    expected = streaming(
-        lab, lab.PEERS, 40, every=EVERY, slices=[slice(0, 5)], lag=2, mix=0.0, lr=0.7, momentum=0.9, merge=merge
-    )
+    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[slice(0, 5)], lag=2, mix=0.0, lr=0.7, momentum=0.9, merge=merge)
     for peer in lab.PEERS:
         lab.close(found[peer].slow, expected[peer][0])
     alone = lab.run(DecoupledDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, weight=lambda *_: 1.0)["anna"]

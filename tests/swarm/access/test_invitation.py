@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.access import invitation as invitations
-from shoal.swarm.access.invitation import Admission, Entry, admission, entry_of, expiry, issue
+from shoal.swarm.access.invitation import Admission, AdmittedBy, admission, entry_of, expiry, issue
 from shoal.swarm.access.link import Link
-from shoal.swarm.access.policy import SOON_S, Door, Lists
+from shoal.swarm.access.policy import SOON_S, AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.member import pack, seal, unpack
@@ -26,16 +26,16 @@ def entry(text, who, *, swarm=SWARM, shown=None, now=NOW):
     return entry_of(admission(text, who, now) if shown is None else shown, who.peer_id, swarm, CREATOR.peer_id)
 
 
-def door(**options):
+def access_policy(**options):
     clock = options.pop("clock", lambda: NOW)
-    return Door(options.pop("me", "me"), swarm=SWARM, creator=CREATOR.peer_id, clock=clock, **options)
+    return AccessPolicy(options.pop("me", "me"), swarm=SWARM, creator=CREATOR.peer_id, clock=clock, **options)
 
 
 def test_the_holder_of_a_link_is_admitted_and_shows_only_what_is_of_no_use_to_others():
     text = issue(CREATOR, SWARM, lives=DAY, uses=2, now=NOW)
     shown = admission(text, ANNA, NOW + 5)
     found = entry(text, ANNA, shown=shown)
-    assert isinstance(found, Entry)
+    assert isinstance(found, AdmittedBy)
     assert (found.since, found.expires, found.uses) == (NOW + 5, NOW + DAY, 2)
     assert "used by another peer" in entry(text, BERT, shown=shown)
     _, seed = invitations._parts(text)
@@ -47,7 +47,7 @@ def test_the_holder_of_a_link_is_admitted_and_shows_only_what_is_of_no_use_to_ot
 
 def test_an_invitation_for_a_peer_is_for_nobody_else():
     text = issue(CREATOR, SWARM, lives=DAY, peer=ANNA.peer_id, now=NOW)
-    assert isinstance(entry(text, ANNA), Entry)
+    assert isinstance(entry(text, ANNA), AdmittedBy)
     assert f"is for peer {ANNA.peer_id}, not for {BERT.peer_id}" in entry(text, BERT)
 
 
@@ -118,62 +118,62 @@ def test_a_link_carries_an_invitation():
 
 
 def test_an_open_door_lets_in_all_but_who_is_not_wanted():
-    assert Door().lets_in(ANNA.peer_id)
-    lists = Lists(allow=frozenset({ANNA.peer_id, BERT.peer_id}), deny=frozenset({BERT.peer_id}))
-    picky = Door("me", lists=lists)
-    assert [picky.lets_in(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id, "me")] == [True, False, False, True]
+    assert AccessPolicy().admits(ANNA.peer_id)
+    lists = PeerLists(allow=frozenset({ANNA.peer_id, BERT.peer_id}), deny=frozenset({BERT.peer_id}))
+    picky = AccessPolicy("me", lists=lists)
+    assert [picky.admits(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id, "me")] == [True, False, False, True]
     assert [picky.denies(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id)] == [False, True, False]
     assert "does not want" in picky.refusal(BERT.peer_id, b"")
 
 
 def test_the_creator_needs_nothing_and_others_an_invitation():
-    at = door()
-    assert at.lets_in(CREATOR.peer_id)
+    at = access_policy()
+    assert at.admits(CREATOR.peer_id)
     assert at.refusal(CREATOR.peer_id, b"") == ""
-    assert not at.lets_in(ANNA.peer_id)
+    assert not at.admits(ANNA.peer_id)
     assert "has no invitation" in at.refusal(ANNA.peer_id, b"")
     assert at.refusal(ANNA.peer_id, admission(TEXT, ANNA, NOW)) == ""
-    assert at.lets_in(ANNA.peer_id)
+    assert at.admits(ANNA.peer_id)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_first_come_are_in_whatever_the_order_in_which_they_are_seen(order):
     text = issue(CREATOR, SWARM, lives=DAY, uses=2, now=NOW)
     guests = [(Identity.ephemeral(), NOW + i) for i in range(3)]
-    at = door(clock=lambda: NOW + 5)
+    at = access_policy(clock=lambda: NOW + 5)
     for i in order:
         who, came = guests[i]
         assert at.record(who.peer_id, admission(text, who, came), NOW + 5, True)
-    assert [at.lets_in(who.peer_id) for who, _ in guests] == [True, True, False]
+    assert [at.admits(who.peer_id) for who, _ in guests] == [True, True, False]
     last, came = guests[2]
     assert f"is used by peer {guests[1][0].peer_id} already" in at.refusal(last.peer_id, admission(text, last, came))
 
 
 def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
     time = [NOW]
-    at = door(clock=lambda: time[0], ttl=30.0)
+    at = access_policy(clock=lambda: time[0], ttl=30.0)
     first, second = admission(TEXT, ANNA, NOW), admission(TEXT, BERT, NOW + 1)
     at.record(ANNA.peer_id, first, NOW, True)
     at.record(BERT.peer_id, second, NOW, True)
-    assert not at.lets_in(BERT.peer_id)
+    assert not at.admits(BERT.peer_id)
     at.record(ANNA.peer_id, first, NOW, False)
-    assert at.lets_in(BERT.peer_id)
+    assert at.admits(BERT.peer_id)
     at.record(ANNA.peer_id, first, NOW, True)
-    assert not at.lets_in(BERT.peer_id)
+    assert not at.admits(BERT.peer_id)
     time[0] += 31
     at.record(BERT.peer_id, second, time[0], True)
-    assert at.lets_in(BERT.peer_id)
-    assert at.lets_in(ANNA.peer_id)  # it was first, and comes back
+    assert at.admits(BERT.peer_id)
+    assert at.admits(ANNA.peer_id)  # it was first, and comes back
     at.record(ANNA.peer_id, first, time[0], True)
-    assert not at.lets_in(BERT.peer_id)
+    assert not at.admits(BERT.peer_id)
 
 
 def test_who_is_invited_is_out_when_the_invitation_expires_and_is_told_before():
     time = [NOW]
-    at = door(me=ANNA.peer_id, ticket=admission(TEXT, ANNA, NOW), clock=lambda: time[0])
+    at = access_policy(me=ANNA.peer_id, ticket=admission(TEXT, ANNA, NOW), clock=lambda: time[0])
     at.record(BERT.peer_id, admission(issue(CREATOR, SWARM, lives=DAY, peer=BERT.peer_id, now=NOW), BERT), NOW, True)
     at.check_own()
-    assert at.lets_in(BERT.peer_id)
+    assert at.admits(BERT.peer_id)
     assert at.news() == ""
     time[0] += DAY - SOON_S + 600
     assert "expires in 50 minutes" in at.news()
@@ -181,16 +181,16 @@ def test_who_is_invited_is_out_when_the_invitation_expires_and_is_told_before():
     time[0] += DAY
     assert "do not meet this node any more, for its invitation expired" in at.news()
     assert at.news() == ""
-    assert not at.lets_in(BERT.peer_id)
+    assert not at.admits(BERT.peer_id)
     with pytest.raises(AdmissionError, match="This node may not come in: its invitation expired"):
         at.check_own()
 
 
 def test_what_is_noted_of_guests_is_bounded(monkeypatch):
     monkeypatch.setattr("shoal.swarm.access.policy.MAX_GUESTS", 3)
-    at = door()
+    at = access_policy()
     for _ in range(5):
         who = Identity.ephemeral()
         at.record(who.peer_id, admission(issue(CREATOR, SWARM, lives=DAY, peer=who.peer_id, now=NOW), who), NOW, True)
     assert len(at._guests) == len(at._by_invitation) == 3
-    assert at.lets_in(who.peer_id)
+    assert at.admits(who.peer_id)

@@ -27,9 +27,7 @@ ports = st.integers(1, 65_535)
 transports = st.one_of(ports.map(lambda p: f"/tcp/{p}"), ports.map(lambda p: f"/udp/{p}/quic-v1"))
 relays = st.just("") | (peers | st.just(RELAY)).map(lambda peer: f"/p2p/{peer}/p2p-circuit")
 addresses = st.tuples(hosts, transports, relays, peers).map(lambda p: f"{p[0]}{p[1]}{p[2]}/p2p/{p[3]}")
-links = st.builds(
-    Link, st.binary(max_size=8).map(swarm_id), st.lists(addresses, min_size=1, max_size=16).map(tuple)
-)
+links = st.builds(Link, st.binary(max_size=8).map(swarm_id), st.lists(addresses, min_size=1, max_size=16).map(tuple))
 
 
 @given(links)

@@ -5,7 +5,7 @@ import torch
 
 from shoal.optim import RoundKey
 from shoal.optim.exchange.pairing import mate
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -16,7 +16,7 @@ class Pairing:
     def __init__(self, network, wait=1.0):
         self.network, self.host, self.banned, self.looked = network, network.host(), set(), 0
         self.id = self.host.peer_id
-        self.exchange = SwarmExchange(
+        self.exchange = PairExchange(
             self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look,
             barred=lambda peer: peer in self.banned, wait=wait, chunk_timeout=0.5, exchange_timeout=5.0,
         )  # fmt: skip

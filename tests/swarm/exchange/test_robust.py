@@ -8,7 +8,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -37,7 +37,7 @@ def two(network):
 
     def make(*defences):
         exchanges = [
-            SwarmExchange(
+            PairExchange(
                 host, host.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=3.0, chunk_timeout=2.0,
                 exchange_timeout=5.0, defence=defence,
             )

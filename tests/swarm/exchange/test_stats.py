@@ -8,9 +8,9 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import contribution
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.exchange.robust import Watch
-from shoal.swarm.exchange.stats import RECENT, WINDOW, Health, kind_of
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.robust import UpdateScreen
+from shoal.swarm.exchange.stats import RECENT, WINDOW, ExchangeStats, kind_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.fields import BLAMED, FAILURES, Failure
@@ -34,13 +34,13 @@ def test_other_errors_are_of_the_network_or_of_what_came():
 
 
 def test_of_a_peer_only_the_first_failure_of_a_round_counts():
-    health = Health()
-    health.failed(key(0), "a", "timeout")
-    health.failed(key(0), "a", NetworkError("and then"))
-    health.failed(key(0), "b", "refused")
-    health.failed(key(1), "a", NetworkError("again", "timeout"))
-    health.done(key(2), 4.0)
-    assert health.report() == {
+    stats = ExchangeStats()
+    stats.failed(key(0), "a", "timeout")
+    stats.failed(key(0), "a", NetworkError("and then"))
+    stats.failed(key(0), "b", "refused")
+    stats.failed(key(1), "a", NetworkError("again", "timeout"))
+    stats.done(key(2), 4.0)
+    assert stats.report() == {
         "exchange_s": 4.0,
         "exchanges": 4,
         "failures": (("timeout", 2), ("refused", 1)),
@@ -49,30 +49,30 @@ def test_of_a_peer_only_the_first_failure_of_a_round_counts():
 
 
 def test_what_is_long_over_is_forgotten_and_the_report_is_bounded():
-    health = Health()
+    stats = ExchangeStats()
     for round in range(20):
-        health.failed(key(round), f"peer {round}", FAILURES[round % 6])
-    assert len(health.report()["blamed"]) == BLAMED
+        stats.failed(key(round), f"peer {round}", FAILURES[round % 6])
+    assert len(stats.report()["blamed"]) == BLAMED
     for round in range(WINDOW):
-        health.done(key(100 + round), float(round))
-    report = health.report()
+        stats.done(key(100 + round), float(round))
+    report = stats.report()
     assert (report["exchanges"], report["failures"], report["blamed"]) == (WINDOW, (), ())
     assert report["exchange_s"] == WINDOW - 1 - (RECENT - 1) / 2
 
 
 def test_being_turned_down_is_over_with_the_first_exchange():
-    health = Health()
-    health.done(key(0), 1.0)
+    stats = ExchangeStats()
+    stats.done(key(0), 1.0)
     for round, (peer, kind) in enumerate([("a", "refused"), ("b", "suspicious"), ("c", "timeout"), ("a", "refused")], 1):
-        health.failed(key(round), peer, kind)
-    assert health.turned_down() == 2
-    health.done(key(9), 1.0)
-    assert health.turned_down() == 0
+        stats.failed(key(round), peer, kind)
+    assert stats.turned_down() == 2
+    stats.done(key(9), 1.0)
+    assert stats.turned_down() == 0
 
 
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "damaged"), (99.0, "suspicious")])
 def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind):
-    mine = contribution(SWARM, key(0), [torch.ones(4)], 1.0, FLOAT32, Watch())
+    mine = contribution(SWARM, key(0), [torch.ones(4)], 1.0, FLOAT32, UpdateScreen())
     problem, _ = mine.problem("peer", FLOAT32.encode([torch.full((4,), value)]))
     assert problem.kind == kind
 
@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind
 class Peer:
     def __init__(self, network, **options):
         self.host = network.host()
-        self.exchange = SwarmExchange(
+        self.exchange = PairExchange(
             self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, wait=1.5, chunk_timeout=0.5, exchange_timeout=5.0,
             members=lambda: {peer: network.member(peer) for peer in network.hosts}, **options,
         )  # fmt: skip
@@ -89,7 +89,7 @@ class Peer:
         return self.exchange.start(key(round), [torch.full(shape, value)], 1.0, FLOAT32)
 
     def failures(self):
-        return dict(self.exchange.health.report()["failures"])
+        return dict(self.exchange.stats.report()["failures"])
 
 
 def test_both_sides_of_an_exchange_count_it(network):
@@ -97,7 +97,7 @@ def test_both_sides_of_an_exchange_count_it(network):
     for handle in (a.start(0), b.start(0)):
         assert handle.result() is not None
     for peer in (a, b):
-        report = peer.exchange.health.report()
+        report = peer.exchange.stats.report()
         assert (report["exchanges"], report["failures"]) == (1, ())
         assert report["exchange_s"] > 0
 
@@ -114,11 +114,11 @@ def test_a_peer_that_is_gone_and_one_that_differs_are_told_apart(network):
 
 
 def test_a_suspicious_contribution_is_suspicious_here_and_refused_there(network):
-    wary, far = Peer(network, defence=Watch()), Peer(network)
+    wary, far = Peer(network, defence=UpdateScreen()), Peer(network)
     handles = [wary.start(0), far.start(0, value=-9.0)]
     assert [handle.result() for handle in handles] == [None, None]
     assert wary.failures() == {"suspicious": 1}
-    assert wary.exchange.health.report()["blamed"] == ((far.host.peer_id, "suspicious", 1),)
+    assert wary.exchange.stats.report()["blamed"] == ((far.host.peer_id, "suspicious", 1),)
     (kind,) = far.failures()
     assert kind in ("refused", "broken")  # the end of the stream may overtake the reason
 

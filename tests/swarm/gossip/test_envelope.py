@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import (
     Body,
-    Notice,
-    Parcel,
+    BodyAnnouncement,
+    GossipEnvelope,
     content_of,
     expand,
     make_body,
@@ -48,11 +48,11 @@ def rollout(**changes):
 def opened(data):
     """The whole decoder, as it is applied to what comes from the network."""
     parcel = open_parcel(data, SWARM, ROOM)
-    return open_body(parcel.encoding, parcel.size, parcel.body, Rollout, Notice)
+    return open_body(parcel.encoding, parcel.size, parcel.body, Rollout, BodyAnnouncement)
 
 
 def parcel(body, **changes):
-    return pack(Parcel(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
+    return pack(GossipEnvelope(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
 
 
 def plain(sealed):

@@ -11,13 +11,13 @@ import pytest
 from hivemind.proto import p2pd_pb2
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip.envelope import Body, Parcel, make_body, make_notice, make_parcel
+from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_body, make_notice, make_parcel
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.member import pack
 
@@ -135,7 +135,7 @@ def test_a_record_that_is_published_again_is_taken_once(four):
 
 def test_a_killed_daemon_is_subscribed_again_and_what_waited_is_sent(four):
     victim, other = four[2], four[1]
-    (p2pd,) = psutil.Process(victim.host._uplink.daemon._child.pid).children()
+    (p2pd,) = psutil.Process(victim.host._supervisor.daemon._child.pid).children()
     os.kill(p2pd.pid, signal.SIGKILL)
     until(lambda: not victim.host.alive)
     mine, theirs = victim.record(), other.record()
@@ -171,7 +171,7 @@ def test_the_others_go_on_without_the_node_they_all_joined_by(four):
 
 def test_a_publisher_has_a_quota():
     first = Node()
-    second = Node(first.host.addresses(), quota=Quota(messages=5, nbytes=1 << 20))
+    second = Node(first.host.addresses(), quota=RateLimit(messages=5, nbytes=1 << 20))
     try:
         meet([first, second])
         for index in range(8):
@@ -186,7 +186,7 @@ def test_a_publisher_has_a_quota():
 
 def test_repeating_a_message_does_not_use_up_its_publishers_quota():
     first = Node()
-    second = Node(first.host.addresses(), quota=Quota(messages=2))
+    second = Node(first.host.addresses(), quota=RateLimit(messages=2))
     try:
         meet([first, second])
         data = make_parcel(SWARM, make_body(first.record(), first.identity))
@@ -202,7 +202,7 @@ def test_repeating_a_message_does_not_use_up_its_publishers_quota():
 
 def test_quota_counts_what_a_body_decompresses_to():
     first = Node()
-    second = Node(first.host.addresses(), quota=Quota(messages=100, nbytes=1 << 20))
+    second = Node(first.host.addresses(), quota=RateLimit(messages=100, nbytes=1 << 20))
     try:
         meet([first, second])
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_a_body_that_is_not_the_announced_one_costs_one_record(two):
     _, data = make_notice(SWARM, body, first.identity)
     other = bytearray(body.data)
     other[100] ^= 1
-    first.gossip.shelf._bodies[hashlib.sha256(body.data).digest()] = bytes(other)
+    first.gossip.body_store._bodies[hashlib.sha256(body.data).digest()] = bytes(other)
     first.publish_raw(data)
     until(lambda: second.rejected.get("digest") == 1)
     good = first.large()
@@ -234,7 +234,7 @@ def test_a_body_of_another_size_is_refused(two):
     first, second = two
     body = make_body(first.large(), first.identity)
     _, data = make_notice(SWARM, body, first.identity)
-    first.gossip.shelf._bodies[hashlib.sha256(body.data).digest()] = body.data + b"more"
+    first.gossip.body_store._bodies[hashlib.sha256(body.data).digest()] = body.data + b"more"
     first.publish_raw(data)
     until(lambda: second.rejected.get("digest") == 1)
 
@@ -256,7 +256,7 @@ def test_a_body_is_taken_from_whoever_announced_it(four):
     record = author.large()
     body = make_body(record, author.identity)
     _, data = make_notice(SWARM, body, announcer.identity)
-    announcer.gossip.shelf.put(body.data)
+    announcer.gossip.body_store.put(body.data)
     announcer.publish_raw(data)
     until(lambda: reader.got == [(author.identity.peer_id, record)])
 
@@ -282,7 +282,7 @@ def test_a_message_above_the_limit_is_refused(two):
 def test_a_parcel_of_another_swarm_is_refused(two):
     first, second = two
     body = make_body(first.record(), first.identity)
-    first.publish_raw(pack(Parcel(swarm=swarm_id(b"x"), encoding=body.encoding, size=body.size, body=body.data)))
+    first.publish_raw(pack(GossipEnvelope(swarm=swarm_id(b"x"), encoding=body.encoding, size=body.size, body=body.data)))
     until(lambda: second.rejected.get("foreign-swarm") == 1)
 
 

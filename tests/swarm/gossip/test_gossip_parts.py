@@ -6,14 +6,14 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import body_fetcher as fetching_module
-from shoal.swarm.gossip.body_fetcher import FETCHERS, MAX_HOLDERS, MAX_PER_PUBLISHER, MAX_WAITING, Fetching
-from shoal.swarm.gossip.body_store import Shelf
-from shoal.swarm.gossip.bounded_queue import Mailbox
-from shoal.swarm.gossip.envelope import Notice
-from shoal.swarm.gossip.lru_set import Seen
+from shoal.swarm.gossip.body_fetcher import FETCHERS, MAX_HOLDERS, MAX_PER_PUBLISHER, MAX_WAITING, BodyFetcher
+from shoal.swarm.gossip.body_store import BodyStore
+from shoal.swarm.gossip.bounded_queue import BoundedQueue
+from shoal.swarm.gossip.envelope import BodyAnnouncement
+from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.rate_limit import Quota, Quotas
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 
 SWARM = swarm_id(b"")
 PEERS = [Identity.ephemeral().peer_id for _ in range(6)]
@@ -28,7 +28,7 @@ class Clock:
 
 def test_a_quota_is_used_up_and_refills_with_time():
     clock = Clock()
-    quotas = Quotas(Quota(messages=60, nbytes=600), clock)
+    quotas = TokenBuckets(RateLimit(messages=60, nbytes=600), clock)
     assert all(quotas.take("a", 1, 0) for _ in range(60))
     assert not quotas.take("a", 1, 0)
     assert quotas.take("b", 1, 600)
@@ -44,7 +44,7 @@ def test_a_quota_is_used_up_and_refills_with_time():
 
 def test_a_clock_that_goes_back_refills_nothing():
     clock = Clock()
-    quotas = Quotas(Quota(messages=1, nbytes=1), clock)
+    quotas = TokenBuckets(RateLimit(messages=1, nbytes=1), clock)
     assert quotas.take("a", 1, 1)
     clock.now = -1000.0
     assert not quotas.take("a", 1, 0)
@@ -52,7 +52,7 @@ def test_a_clock_that_goes_back_refills_nothing():
 
 def test_made_up_senders_do_not_push_out_those_who_are_here():
     clock = Clock()
-    quotas = Quotas(Quota(messages=60, nbytes=60, senders=3), clock)
+    quotas = TokenBuckets(RateLimit(messages=60, nbytes=60, senders=3), clock)
     assert all(quotas.take(sender, 1, 0) for sender in "abc")
     assert not quotas.take("d", 1, 0)
     assert quotas.take("a", 59, 0)
@@ -64,7 +64,7 @@ def test_made_up_senders_do_not_push_out_those_who_are_here():
 
 
 def test_a_mailbox_drops_the_oldest():
-    box = Mailbox(items=2, nbytes=100)
+    box = BoundedQueue(items=2, nbytes=100)
     assert box.put("a", 10) == box.put("b", 10) == []
     assert box.put("c", 10) == ["a"]
     assert box.put("d", 95) == ["b", "c"]
@@ -74,7 +74,7 @@ def test_a_mailbox_drops_the_oldest():
 
 def test_a_mailbox_is_filled_from_another_thread():
     async def run():
-        box = Mailbox(items=9, nbytes=9)
+        box = BoundedQueue(items=9, nbytes=9)
         waiting = asyncio.ensure_future(box.get())
         await asyncio.sleep(0)
         await asyncio.get_running_loop().run_in_executor(None, box.put, "a", 1)
@@ -87,7 +87,7 @@ def test_a_mailbox_is_filled_from_another_thread():
 
 
 def test_seen_forgets_the_oldest():
-    seen = Seen(2)
+    seen = LRUSet(2)
     assert seen.add("a")
     assert not seen.add("a")
     assert seen.add("b")
@@ -98,26 +98,26 @@ def test_seen_forgets_the_oldest():
 
 
 def test_a_shelf_is_bounded(network):
-    shelf = Shelf(network.host(), SWARM, bodies=2, nbytes=10)
+    body_store = BodyStore(network.host(), SWARM, bodies=2, nbytes=10)
     for body in (b"one", b"two", b"three"):
-        shelf.put(body)
-    assert list(shelf._bodies.values()) == [b"two", b"three"]
-    shelf.put(b"0123456789")
-    assert list(shelf._bodies.values()) == [b"0123456789"]
-    shelf.put(bytes(11))
-    assert not shelf._bodies
+        body_store.put(body)
+    assert list(body_store._bodies.values()) == [b"two", b"three"]
+    body_store.put(b"0123456789")
+    assert list(body_store._bodies.values()) == [b"0123456789"]
+    body_store.put(bytes(11))
+    assert not body_store._bodies
 
 
 def test_a_shelf_hands_out_whole_bodies_of_its_swarm_only(network):
     giver, taker = network.host(), network.host()
-    shelf, other = Shelf(giver, SWARM), Shelf(taker, SWARM)
-    stranger = Shelf(network.host(), swarm_id(b"other"))
+    body_store, other = BodyStore(giver, SWARM), BodyStore(taker, SWARM)
+    stranger = BodyStore(network.host(), swarm_id(b"other"))
     body = bytes(range(256)) * 4000
-    shelf.put(body)
-    (digest,) = shelf._bodies
+    body_store.put(body)
+    (digest,) = body_store._bodies
 
-    def fetch(shelf, size):
-        return taker.call(shelf.fetch(giver.peer_id, digest, size, 5), 10)
+    def fetch(body_store, size):
+        return taker.call(body_store.fetch(giver.peer_id, digest, size, 5), 10)
 
     assert fetch(other, len(body)) == body
     with pytest.raises(MessageError, match="does not hold"):
@@ -149,16 +149,16 @@ class FakeShelf:
 
 def notice(peer, number=0, size=9):
     digest = number.to_bytes(32, "big")
-    return Notice(swarm=SWARM, peer=peer, encoding="plain", size=size, nbytes=size, sha256=digest)
+    return BodyAnnouncement(swarm=SWARM, peer=peer, encoding="plain", size=size, nbytes=size, sha256=digest)
 
 
 class Fetch:
-    """A `Fetching` whose every outcome is kept."""
+    """A `BodyFetcher` whose every outcome is kept."""
 
     def __init__(self, **answers):
-        self.shelf = FakeShelf({PEERS[int(key[1:])]: value for key, value in answers.items()})
+        self.body_store = FakeShelf({PEERS[int(key[1:])]: value for key, value in answers.items()})
         self.outcomes = asyncio.Queue()
-        self.fetching = Fetching(self.shelf, self.fetched, self.outcomes.put_nowait)
+        self.fetching = BodyFetcher(self.body_store, self.fetched, self.outcomes.put_nowait)
         self.running = asyncio.ensure_future(self.fetching.run())
 
     async def fetched(self, publisher, encoding, size, body):
@@ -182,10 +182,10 @@ def test_every_announcer_is_asked_until_one_has_it():
             assert caught.value.reason == "replayed"
         fetch.fetching.want(PEERS[1], notice(PEERS[1], size=8))  # what another claims of the same digest stands apart
         await fetch.busy()
-        fetch.shelf.gate.set()
+        fetch.body_store.gate.set()
         assert {await fetch.outcome(), await fetch.outcome()} == {(PEERS[0], b"body"), "digest"}
-        assert sorted(fetch.shelf.asked) == sorted([PEERS[0], PEERS[1], PEERS[2], PEERS[1]])
-        assert len(fetch.shelf.asked) <= MAX_HOLDERS + 1
+        assert sorted(fetch.body_store.asked) == sorted([PEERS[0], PEERS[1], PEERS[2], PEERS[1]])
+        assert len(fetch.body_store.asked) <= MAX_HOLDERS + 1
         fetch.fetching.want(PEERS[2], notice(PEERS[2]))  # done with, so it may be asked for again
         assert await fetch.outcome() == (PEERS[2], b"body")
         fetch.running.cancel()
@@ -199,12 +199,12 @@ def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypa
     async def run():
         busy = NetworkError("busy.")
         fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
-        fetch.shelf.gate.set()
+        fetch.body_store.gate.set()
         fetch.fetching.want(PEERS[0], notice(PEERS[0]))
         assert await fetch.outcome() == (PEERS[0], b"body")
         fetch.fetching.want(PEERS[2], notice(PEERS[1], 1))
         assert await fetch.outcome() == "unavailable"
-        assert fetch.shelf.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
+        assert fetch.body_store.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
         fetch.running.cancel()
 
     asyncio.run(run())
@@ -219,8 +219,8 @@ def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
             fetch.fetching.want(PEERS[0], notice(PEERS[0], 99))
         assert caught.value.reason == "quota"
         await fetch.busy()
-        assert len(fetch.shelf.asked) == FETCHERS
-        fetch.shelf.gate.set()
+        assert len(fetch.body_store.asked) == FETCHERS
+        fetch.body_store.gate.set()
         assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
         fetch.fetching.want(PEERS[0], notice(PEERS[0], 99))
         assert await fetch.outcome() == "unavailable"
@@ -236,7 +236,7 @@ def test_too_many_announcements_cost_the_oldest_ones():
             fetch.fetching.want(f"publisher {number}", notice(PEERS[0], number))
         assert [await fetch.outcome() for _ in range(2)] == ["overflow"] * 2
         assert fetch.outcomes.empty()
-        fetch.shelf.gate.set()
+        fetch.body_store.gate.set()
         assert [await fetch.outcome() for _ in range(MAX_WAITING)] == ["unavailable"] * MAX_WAITING
         fetch.running.cancel()
 

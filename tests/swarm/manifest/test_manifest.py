@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.wire.member import pack, seal
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

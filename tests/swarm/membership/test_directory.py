@@ -352,7 +352,7 @@ def test_a_daemon_restart_is_survived(four):
     for node in four[:2]:
         node.say()
     assert all(node.directory.wait_for(2, 10) for node in four[:2])
-    four[1].host._uplink.daemon._child.kill()
+    four[1].host._supervisor.daemon._child.kill()
     until(lambda: four[1].host.restarts == 1)
     four[1].say(round=9)
     until(lambda: four[0].directory.members()[four[1].peer_id].round == 9, 8)

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.node.commands.status import table
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.health_report import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, findings
+from shoal.swarm.membership.health_report import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, health_report
 from shoal.swarm.wire.fields import FAILURES
 from shoal.swarm.wire.member import Member
 
@@ -34,39 +34,39 @@ def test_every_kind_of_failure_has_a_remedy():
 
 @pytest.mark.parametrize("names", [(), ("anna",), ("anna", "bert"), ALL])
 def test_where_all_is_well_nothing_is_said(names):
-    assert findings(swarm(*names), NOW) == []
+    assert health_report(swarm(*names), NOW) == []
 
 
 def test_the_slow_is_named_with_its_time_and_the_median():
-    (said,) = findings(swarm(*ALL, carl={"steps_per_s": 2.0}), NOW)
+    (said,) = health_report(swarm(*ALL, carl={"steps_per_s": 2.0}), NOW)
     assert said.startswith("carl is slow: an inner step takes it 0.5 s, 5.0 times the median of all (0.1 s); ")
-    assert findings(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
+    assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
 
 
 def test_of_two_the_slower_can_be_the_slow_one_and_who_has_no_speed_yet_is_not():
-    (said,) = findings(swarm("anna", "bert", bert={"steps_per_s": 1.0}), NOW)
+    (said,) = health_report(swarm("anna", "bert", bert={"steps_per_s": 1.0}), NOW)
     assert said.startswith("bert is slow")
-    assert findings(swarm("anna", "bert", bert={"steps_per_s": 0.0}), NOW) == []
+    assert health_report(swarm("anna", "bert", bert={"steps_per_s": 0.0}), NOW) == []
 
 
 def test_a_slow_link_is_not_one_of_a_few_milliseconds():
-    (said,) = findings(swarm(*ALL, dora={"exchange_s": 5.0}), NOW)
+    (said,) = health_report(swarm(*ALL, dora={"exchange_s": 5.0}), NOW)
     assert said.startswith("dora has a slow link: an exchange takes it 5 s, 10.0 times the median of all (0.5 s); ")
     quick = {name: {"exchange_s": 0.01} for name in ALL} | {"dora": {"exchange_s": SLOW_EXCHANGE_S}}
-    assert findings(swarm(*ALL, **quick), NOW) == []
+    assert health_report(swarm(*ALL, **quick), NOW) == []
 
 
 def test_who_is_named_by_two_others_fails_and_they_do_not():
     accusing = {"failures": (("timeout", 4),), "blamed": (("bert", "timeout", 4),), "exchanges": 10}
-    (said,) = findings(swarm(*ALL, anna=accusing, carl=accusing, bert={"failures": (("broken", 8),), "exchanges": 8}), NOW)
+    (said,) = health_report(swarm(*ALL, anna=accusing, carl=accusing, bert={"failures": (("broken", 8),), "exchanges": 8}), NOW)
     assert said == f"bert fails: 2 of 3 others met 8 x timeout with it; {REMEDY['timeout']}."
 
 
 def test_one_peers_word_is_not_anothers_fault_but_the_way_between_them():
     one = {"failures": (("unreachable", 9),), "blamed": (("bert", "unreachable", 9),)}
     other = {"failures": (("broken", 9),), "blamed": (("anna", "broken", 9),)}
-    assert len(findings(swarm(*ALL, anna=one, bert=other), NOW)) == 1
-    (said,) = findings(swarm(*ALL, anna=one), NOW)
+    assert len(health_report(swarm(*ALL, anna=one, bert=other), NOW)) == 1
+    (said,) = health_report(swarm(*ALL, anna=one), NOW)
     assert said == (
         f"anna and bert fail with each other: anna met 9 x unreachable in its last 20 exchanges; {REMEDY['unreachable']}."
     )
@@ -74,29 +74,29 @@ def test_one_peers_word_is_not_anothers_fault_but_the_way_between_them():
 
 def test_who_fails_with_everybody_fails_itself():
     blamed = (("bert", "broken", 3), ("carl", "broken", 2), ("dora", "damaged", 2))
-    (said,) = findings(swarm(*ALL, anna={"failures": (("broken", 5), ("damaged", 2)), "blamed": blamed}), NOW)
+    (said,) = health_report(swarm(*ALL, anna={"failures": (("broken", 5), ("damaged", 2)), "blamed": blamed}), NOW)
     assert said == f"anna fails: of its last 20 exchanges it met 5 x broken, 2 x damaged; {REMEDY['broken']}."
 
 
 def test_a_crash_of_somebody_else_is_nobodys_fault():
     gone = Identity.ephemeral().peer_id
     after = {"failures": (("broken", 6),), "blamed": ((gone, "broken", 6),), "exchanges": 10}
-    assert findings(swarm(*ALL, anna=after, bert=after), NOW) == []
+    assert health_report(swarm(*ALL, anna=after, bert=after), NOW) == []
     few = {"failures": (("broken", FAILS - 1),), "exchanges": 4}
-    assert findings(swarm(*ALL, anna=few), NOW) == []
+    assert health_report(swarm(*ALL, anna=few), NOW) == []
     seldom = {"failures": (("broken", 6),), "exchanges": 64}
-    assert findings(swarm(*ALL, anna=seldom), NOW) == []
+    assert health_report(swarm(*ALL, anna=seldom), NOW) == []
 
 
 def test_who_was_not_heard_of_is_named():
-    (said,) = findings(swarm(*ALL, dora={"issued": NOW - 22}), NOW)
+    (said,) = health_report(swarm(*ALL, dora={"issued": NOW - 22}), NOW)
     assert said == "dora has not been heard of for 22 s: it may be asleep, stopped or cut off."
-    assert findings(swarm(*ALL, dora={"issued": NOW - SILENT_S}), NOW) == []
+    assert health_report(swarm(*ALL, dora={"issued": NOW - SILENT_S}), NOW) == []
 
 
 def test_a_partition_is_told_as_those_see_it_who_suspect_it():
     lost = {"missing": 5, "missing_of": 8, "missing_within_s": 3.2, "missing_names": ("emil", "fred", "gina", "hans")}
-    (said,) = findings(swarm(*ALL, anna=lost, carl=lost), NOW)
+    (said,) = health_report(swarm(*ALL, anna=lost, carl=lost), NOW)
     assert said == (
         "A partition is suspected: 5 of 8 members vanished within 3 s (emil, fred, gina, hans, …), says anna and carl; training "
         "goes on, and they come together again by themselves."
@@ -110,7 +110,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
         "reach": "direct", "seen_s_ago": 1.0,
     }  # fmt: skip
     said = ["anna\x1b[31m is slow."]
-    report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "findings": said}
+    report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "health_report": said}
     shown = table(report)
     assert all(text in shown for text in ("0.123 s", "2.5 s", "4/20 broken"))
     assert shown.splitlines()[-1] == "anna?[31m is slow."

@@ -10,12 +10,12 @@ import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.factory import make_watch
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.manifest.manifest import OuterSettings
-from shoal.swarm.membership.membership import Place
-from shoal.swarm.training.outer_sync import Follower
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.membership.membership import NetworkOptions
+from shoal.swarm.training.exchange_factory import make_screen
+from shoal.swarm.training.outer_sync import OuterSync
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 4
@@ -63,7 +63,7 @@ class Node:
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.opt = METHODS[method](inner, None, self.model, run=SWARM, on_round=self.on_round)
         if method == "noloco":
-            self.exchange = SwarmExchange(self.host, self.host.identity, **options)
+            self.exchange = PairExchange(self.host, self.host.identity, **options)
         else:
             self.exchange = GroupExchange(self.host, self.host.identity, fragments=self.opt.fragments, **options)
         self.opt.exchange = self.exchange
@@ -73,10 +73,10 @@ class Node:
             host=self.host,
             swarm=SWARM,
             manifest=SimpleNamespace(outer=OuterSettings()),
-            place=Place(),
+            network=NetworkOptions(),
         )
-        self.follower = Follower(membership, MODEL, self.opt, self.exchange, make_watch(OuterSettings()))
-        self.follower.begin()
+        self.outer_sync = OuterSync(membership, MODEL, self.opt, self.exchange, make_screen(OuterSettings()))
+        self.outer_sync.begin()
         self.rounds, self.took_over = [], 0
         self.everybody = [self]
 
@@ -85,11 +85,11 @@ class Node:
         for node in self.everybody:
             if not self.cut.between(self.id, node.id):
                 record = self.network.member(node.id, node.opt.round)
-                made[node.id] = record.model_copy(update={**node.follower.condition.details(), "issued": float(node.opt.steps)})
+                made[node.id] = record.model_copy(update={**node.outer_sync.condition.details(), "issued": float(node.opt.steps)})
         return made
 
     def on_round(self, info):
-        self.follower.saw(info)
+        self.outer_sync.saw(info)
         self.rounds.append(self.opt.round)
 
     def step(self):
@@ -99,7 +99,7 @@ class Node:
         self.opt.zero_grad()
 
     def between_steps(self):
-        self.took_over += self.follower.after_step()
+        self.took_over += self.outer_sync.after_step()
 
     def flat(self):
         return torch.cat([tensor.flatten() for tensor in self.opt.slow]).clone()
@@ -138,7 +138,7 @@ class Swarm:
             for _ in range(100):
                 for node in nodes:
                     node.between_steps()
-                if all(node.follower._anchor._coming is None for node in nodes):
+                if all(node.outer_sync._anchor._coming is None for node in nodes):
                     break
                 threading.Event().wait(0.01)  # and if they do not come, training goes on: the giver may wait for its next round
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.partition_detector import CONFIRM, FORGET, WITHIN, Absence
+from shoal.swarm.membership.partition_detector import CONFIRM, FORGET, WITHIN, PartitionDetector
 from shoal.swarm.wire.member import Member
 
 PERIOD, TTL = 5.0, 30.0
@@ -26,7 +26,7 @@ class Scene:
     """The directory of "me": each peer renews its record every five seconds, at a phase of its own, until it is cut off."""
 
     def __init__(self, phases=(0.0, 1.0, 2.5, 4.0)):
-        self.absence = Absence(PEERS["me"])
+        self.absence = PartitionDetector(PEERS["me"])
         self.phases = dict(zip(("anna", "bert", "carl", "dora"), phases, strict=True))
         self.cut, self.left, self.now, self.said = {}, set(), 0.0, []
 
@@ -122,7 +122,7 @@ def test_what_is_long_past_is_forgotten():
 
 
 def test_it_says_nothing_of_a_full_house():
-    absence = Absence(PEERS["me"])
+    absence = PartitionDetector(PEERS["me"])
     there = {PEERS[name]: member(name, time.time()) for name in PEERS}
     assert [absence.look(there, set(), float(second)) for second in range(5)] == [[]] * 5
     assert absence.suspicion is None

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.reconnector import FIRST, LONGEST, PERIOD, TRIED, Reunion
+from shoal.swarm.membership.reconnector import FIRST, LONGEST, PERIOD, TRIED, Reconnector
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
 
@@ -12,7 +12,7 @@ class Scene:
     def __init__(self, count):
         self.known = [f"/ip4/10.0.0.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS[:count])]
         self.here, self.left = set(PEERS[:count]), set()
-        self.reunion = Reunion(lambda: self.known, lambda: self.here, lambda: self.left, self.meet)
+        self.reconnector = Reconnector(lambda: self.known, lambda: self.here, lambda: self.left, self.meet)
 
     async def meet(self, addresses):
         raise AssertionError
@@ -20,7 +20,9 @@ class Scene:
     def dialled(self, seconds):
         """(when, peer) of every dial."""
         return [
-            (now, address.rpartition("/")[2]) for now in range(0, seconds, int(PERIOD)) for address in self.reunion.whom(float(now))
+            (now, address.rpartition("/")[2])
+            for now in range(0, seconds, int(PERIOD))
+            for address in self.reconnector.whom(float(now))
         ]
 
 
@@ -41,10 +43,10 @@ def test_who_came_back_and_is_lost_again_is_dialled_soon():
     scene.here.remove(PEERS[1])
     scene.dialled(2000)
     scene.here.add(PEERS[1])
-    assert scene.reunion.whom(2000.0) == []
+    assert scene.reconnector.whom(2000.0) == []
     scene.here.remove(PEERS[1])
-    assert scene.reunion.whom(2010.0) == []
-    assert scene.reunion.whom(2010.0 + FIRST) == [scene.known[1]]
+    assert scene.reconnector.whom(2010.0) == []
+    assert scene.reconnector.whom(2010.0 + FIRST) == [scene.known[1]]
 
 
 def test_a_few_at_a_time_and_each_gets_its_turn():
@@ -63,7 +65,7 @@ def test_who_said_goodbye_is_left_in_peace_until_it_is_seen_again():
     scene.left = set()  # the goodbye expires
     assert scene.dialled(1000) == []
     scene.here.add(PEERS[1])
-    scene.reunion.whom(1000.0)
+    scene.reconnector.whom(1000.0)
     scene.here.remove(PEERS[1])
-    assert scene.reunion.whom(1010.0) == []
-    assert scene.reunion.whom(1020.0) == [scene.known[1]]
+    assert scene.reconnector.whom(1010.0) == []
+    assert scene.reconnector.whom(1020.0) == [scene.known[1]]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.swarm.p2p import bandwidth as pace_module
-from shoal.swarm.p2p.bandwidth import BURST_S, PIECE_S, Pace
+from shoal.swarm.p2p.rate_limit import BURST_S, PIECE_S, BandwidthLimiter
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 def test_no_more_than_the_budget_goes_out(monkeypatch, senders):
     clock = Clock(monkeypatch)
     rate, total = 1000.0, 20_000
-    pace = Pace(rate, clock)
+    pace = BandwidthLimiter(rate, clock)
     sent = []
 
     async def send(nbytes):
@@ -50,7 +50,7 @@ def test_no_more_than_the_budget_goes_out(monkeypatch, senders):
 
 def test_what_does_not_wait_is_owed(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(100.0, clock)
+    pace = BandwidthLimiter(100.0, clock)
     pace.spend(1025)
     assert pace.owed() == pytest.approx(1000.0)
     asyncio.run(pace.wait())
@@ -60,4 +60,4 @@ def test_what_does_not_wait_is_owed(monkeypatch):
 @pytest.mark.parametrize("rate", [0, -1.0])
 def test_a_budget_is_above_nothing(rate):
     with pytest.raises(ValueError, match="above 0"):
-        Pace(rate)
+        BandwidthLimiter(rate)

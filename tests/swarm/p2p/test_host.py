@@ -55,7 +55,7 @@ def until(condition, seconds=10.0):
 
 def kill_daemon(host):
     """Kill -9 of the p2pd itself, not of its guard."""
-    (p2pd,) = psutil.Process(host._uplink.daemon._child.pid).children()
+    (p2pd,) = psutil.Process(host._supervisor.daemon._child.pid).children()
     os.kill(p2pd.pid, signal.SIGKILL)
 
 
@@ -153,7 +153,7 @@ def test_one_peer_cannot_take_all_handlers(two):
             stream.close()
 
     b.call(flood(), 20)
-    until(lambda: not a.entrance._busy)
+    until(lambda: not a.resource_manager._busy)
     assert b.call(ask(b, a.peer_id), 5) == b"hello"
 
 
@@ -175,7 +175,7 @@ def test_a_light_host_reads_but_stores_nothing_for_others(two):
     a.call(a.store("key", "one", b"1", 20), 5)
     with start(bootstrap=b.addresses(), light=True) as light:
         assert light.call(light.get("key"), 5) == {"one": b"1"}
-        table = a._uplink.dht.protocol.routing_table
+        table = a._supervisor.dht.protocol.routing_table
         assert light.peer_id not in {peer.to_base58() for peer in table.peer_id_to_uid}
 
 
@@ -205,13 +205,13 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     a, b = two
     assert a.call(a.store("key", "one", b"1", 60), 5)
     before = a.addresses()
-    until(lambda: b.peer_id in a._uplink.known)
+    until(lambda: b.peer_id in a._supervisor.known)
     hanging = a.submit(hang(a, b.peer_id))
-    until(lambda: b.entrance._busy[a.peer_id] == 1)
+    until(lambda: b.resource_manager._busy[a.peer_id] == 1)
     if victim == "daemon":
         kill_daemon(a)
     else:
-        os.kill(a._uplink.daemon._child.pid, signal.SIGKILL)
+        os.kill(a._supervisor.daemon._child.pid, signal.SIGKILL)
     with pytest.raises(NetworkError):
         hanging.result(2)
     until(lambda: a.restarts == 1, 5)
@@ -232,14 +232,14 @@ async def hang(host, peer_id):
 def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
     a, b = two
     allowed = threading.Event()
-    launch = a._uplink._launch
+    launch = a._supervisor._launch
 
     async def later(timeout):
         while not allowed.is_set():
             await asyncio.sleep(0.02)
         return await launch(timeout)
 
-    monkeypatch.setattr(a._uplink, "_launch", later)
+    monkeypatch.setattr(a._supervisor, "_launch", later)
     kill_daemon(a)
     until(lambda: not a.alive, 2)
     for work in (a.get("k"), a.store("k", "s", b"", 5), a.open(b.peer_id, ECHO, timeout=5)):
@@ -268,7 +268,7 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
 
 def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
     a, b = two
-    launch, failures = a._uplink._launch, []
+    launch, failures = a._supervisor._launch, []
 
     async def flaky(timeout):
         if len(failures) < 2:
@@ -276,7 +276,7 @@ def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
             raise failures[-1]
         return await launch(timeout)
 
-    monkeypatch.setattr(a._uplink, "_launch", flaky)
+    monkeypatch.setattr(a._supervisor, "_launch", flaky)
     kill_daemon(a)
     until(lambda: a.restarts == 1)
     assert len(failures) == 2
@@ -308,7 +308,7 @@ def test_what_is_remembered_is_bounded(two):
     a, _ = two
     peers = [Identity.ephemeral().peer_id for _ in range(100)]
     a.remember(f"/ip4/10.0.{i // 250}.{i % 250}/tcp/1/p2p/{peers[i % 100]}" for i in range(2000))
-    known = Counter(address.rpartition("/p2p/")[2] for address in a._uplink.known.addresses())
+    known = Counter(address.rpartition("/p2p/")[2] for address in a._supervisor.known.addresses())
     assert len(known) <= 64
     assert max(known.values()) <= 4
 
@@ -317,7 +317,7 @@ def test_announced_addresses_replace_the_own():
     told = "/ip4/203.0.113.7/tcp/4001"
     with start(announce=[told]) as a:
         assert a.addresses() == (f"{told}/p2p/{a.peer_id}",)
-        (listen,) = a._uplink._listen
+        (listen,) = a._supervisor._listen
         with start() as b:
             a.serve(ECHO, echo)
             assert b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 10) == b"hello"
@@ -326,8 +326,8 @@ def test_announced_addresses_replace_the_own():
 def test_close_is_quick_final_and_repeatable(two):
     a, b = two
     pending = a.submit(hang(a, b.peer_id))
-    until(lambda: b.entrance._busy[a.peer_id] == 1)
-    daemon = a._uplink.daemon._child.pid
+    until(lambda: b.resource_manager._busy[a.peer_id] == 1)
+    daemon = a._supervisor.daemon._child.pid
     began = time.monotonic()
     a.close()
     a.close()
@@ -343,7 +343,7 @@ def test_close_is_quick_final_and_repeatable(two):
 def test_close_does_not_wait_for_a_stuck_loop(two):
     a, _ = two
     release = threading.Event()
-    guard = psutil.Process(a._uplink.daemon._child.pid)
+    guard = psutil.Process(a._supervisor.daemon._child.pid)
     a._loop.call_soon_threadsafe(release.wait, 20)
     began = time.monotonic()
     a.close(timeout=1)

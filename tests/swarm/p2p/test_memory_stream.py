@@ -6,7 +6,7 @@ import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.memory_stream import WINDOW, pipe
-from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.p2p.stream import Stream, TrafficMeter
 
 
 def run(work):
@@ -14,7 +14,7 @@ def run(work):
 
 
 def streams():
-    return [Stream(name, *ends, Traffic()) for name, ends in zip(("a", "b"), pipe(), strict=True)]
+    return [Stream(name, *ends, TrafficMeter()) for name, ends in zip(("a", "b"), pipe(), strict=True)]
 
 
 def test_messages_in_order_both_ways():

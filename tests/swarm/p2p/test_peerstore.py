@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.listen import as_before
-from shoal.swarm.p2p.peerstore import MAX_BYTES, MAX_EACH, MAX_PEERS, KnownPeers
+from shoal.swarm.p2p.peerstore import MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52
@@ -22,31 +22,31 @@ def at(peer, host=1, port=4001):
 
 def test_what_was_met_is_there_in_the_next_run(tmp_path):
     path = tmp_path / "run" / "peers.json"
-    first = KnownPeers(OWN, path, SWARM)
+    first = Peerstore(OWN, path, SWARM)
     first.remember([at(OTHER), at(OTHER, 2), at(OWN), "junk", "/ip4/1.2.3.4/tcp/70000/p2p/" + THIRD])
     first.remember([at(THIRD, 3)])
     first.save()
-    again = KnownPeers(OWN, path, SWARM)
+    again = Peerstore(OWN, path, SWARM)
     assert again.addresses() == first.addresses() == [at(THIRD, 3), at(OTHER), at(OTHER, 2)]
     assert OTHER in again
     assert OWN not in again
     assert [p.name for p in path.parent.iterdir()] == ["peers.json"]
     # Another swarm's peers are of no use.
-    assert KnownPeers(OWN, path, "b" * 52).addresses() == []
+    assert Peerstore(OWN, path, "b" * 52).addresses() == []
 
 
 def test_the_own_port_is_there_in_the_next_run(tmp_path):
     path = tmp_path / "peers.json"
-    first = KnownPeers(OWN, path, SWARM)
+    first = Peerstore(OWN, path, SWARM)
     assert first.listened == ()
     first.listened = ("/ip4/0.0.0.0/tcp/5000",)
     first.save()
-    again = KnownPeers(OWN, path, SWARM)
+    again = Peerstore(OWN, path, SWARM)
     assert again.listened == first.listened
     again.save()
-    assert KnownPeers(OWN, path, "b" * 52).listened == ()
+    assert Peerstore(OWN, path, "b" * 52).listened == ()
     path.write_text(json.dumps({"swarm": SWARM, "peers": {}}))  # of an older version
-    assert KnownPeers(OWN, path, SWARM).listened == ()
+    assert Peerstore(OWN, path, SWARM).listened == ()
 
 
 def test_the_port_of_before_is_taken_if_any_will_do_and_it_is_free():
@@ -66,14 +66,14 @@ def test_the_port_of_before_is_taken_if_any_will_do_and_it_is_free():
 def test_a_relayed_address_survives(tmp_path):
     path = tmp_path / "peers.json"
     relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{THIRD}/p2p-circuit/p2p/{OTHER}"
-    known = KnownPeers(OWN, path, SWARM)
+    known = Peerstore(OWN, path, SWARM)
     known.remember([relayed])
     known.save()
-    assert KnownPeers(OWN, path, SWARM).addresses() == [relayed]
+    assert Peerstore(OWN, path, SWARM).addresses() == [relayed]
 
 
 def test_it_is_bounded_and_the_newest_stay():
-    known = KnownPeers(OWN)
+    known = Peerstore(OWN)
     peers = [Identity.ephemeral().peer_id for _ in range(MAX_PEERS + 5)]
     for peer in peers:
         known.remember(at(peer, host) for host in range(1, 9))
@@ -85,13 +85,22 @@ def test_it_is_bounded_and_the_newest_stay():
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000, "\xff",
-     '{"swarm": "S", "peers": {}, "listened": 3}'],
+    [
+        "{",
+        "[]",
+        "null",
+        '{"swarm": "S"}',
+        '{"swarm": "S", "peers": 3}',
+        '{"swarm": "S", "peers": {"x": 1}}',
+        "[" * 10_000,
+        "\xff",
+        '{"swarm": "S", "peers": {}, "listened": 3}',
+    ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(text.replace('"S"', f'"{SWARM}"').encode("latin-1"))
-    known = KnownPeers(OWN, path, SWARM)
+    known = Peerstore(OWN, path, SWARM)
     assert known.addresses() == []
     known.remember([at(OTHER)])
     known.save()
@@ -102,13 +111,13 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
 def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path, caplog):
     path = tmp_path / "peers.json"
     path.write_text(json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}}) + " " * MAX_BYTES)
-    assert KnownPeers(OWN, path, SWARM).addresses() == []
+    assert Peerstore(OWN, path, SWARM).addresses() == []
     assert "too large" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    known = KnownPeers(OWN, tmp_path / "file" / "peers.json", SWARM)
+    known = Peerstore(OWN, tmp_path / "file" / "peers.json", SWARM)
     known.remember([at(OTHER)])
     known.save()
     assert "were not saved" in caplog.text
@@ -119,7 +128,7 @@ addresses = st.sampled_from([OTHER, THIRD]).flatmap(lambda p: st.builds(at, st.j
 
 @given(st.lists(st.lists(addresses, max_size=6), max_size=6))
 def test_only_addresses_a_link_may_hold_are_kept_each_once(batches):
-    known = KnownPeers(OWN)
+    known = Peerstore(OWN)
     for batch in batches:
         known.remember(batch)
     found = known.addresses()

@@ -10,10 +10,19 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.multiaddr import origin
-from shoal.swarm.p2p.reachability import ALL, DIAL_PROTOCOL, EACH, LOWEST_PORT, DialBack, DialRequest, ask, doorbell
-from shoal.swarm.p2p.stream import Stream, Traffic
+from shoal.swarm.p2p.reachability import (
+    ALL,
+    DIAL_PROTOCOL,
+    EACH,
+    LOWEST_PORT,
+    DialRequest,
+    ReachabilityProbe,
+    ask,
+    listen_for_dial_back,
+)
+from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.p2p.throughput import EACH as TESTS
-from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, SpeedTest, measure
+from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, ThroughputProbe, measure
 from shoal.swarm.wire.member import pack
 
 PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
@@ -22,8 +31,8 @@ PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
 @pytest.fixture(scope="module")
 def pair():
     with Host.start(Identity.ephemeral()) as callee, Host.start(Identity.ephemeral(), bootstrap=callee.addresses()) as caller:
-        callee.serve(DIAL_PROTOCOL, DialBack(clock=lambda: 1000.0).answer)
-        callee.serve(SPEED_PROTOCOL, SpeedTest().answer)
+        callee.serve(DIAL_PROTOCOL, ReachabilityProbe(clock=lambda: 1000.0).answer)
+        callee.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
         yield caller, callee.peer_id
 
 
@@ -39,8 +48,8 @@ async def opened(host, peer, protocol, work):
 async def wires(origin, answer):
     """A stream whose other end is served as one that comes from ``origin``."""
     mine, theirs = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
-    task = asyncio.ensure_future(answer(Stream(PEER, *theirs, Traffic(), origin)))
-    stream = Stream(PEER, *mine, Traffic())
+    task = asyncio.ensure_future(answer(Stream(PEER, *theirs, TrafficMeter(), origin)))
+    stream = Stream(PEER, *mine, TrafficMeter())
     try:
         yield stream
         await task
@@ -54,7 +63,7 @@ def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
     caller, peer = pair
 
     async def work():
-        async with doorbell() as (port, token):
+        async with listen_for_dial_back() as (port, token):
             right = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
             wrong = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, bytes(16)))
         closed = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
@@ -85,7 +94,7 @@ def dialled(origin, port=4001):
     """How a node answers one that comes from ``origin``, if something always answers with zeros there."""
 
     async def work():
-        async with wires(origin, DialBack().answer) as stream:
+        async with wires(origin, ReachabilityProbe().answer) as stream:
             return await ask(stream, port, bytes(16))
 
     return asyncio.run(work())
@@ -128,7 +137,7 @@ def test_dials_are_few(monkeypatch):
     monkeypatch.setattr("shoal.swarm.p2p.reachability._look", look)
 
     async def work():
-        server, outcomes = DialBack(), []
+        server, outcomes = ReachabilityProbe(), []
         for index in range(ALL + EACH):
             async with wires(f"8.8.8.{index // (2 * EACH)}", server.answer) as stream:
                 outcomes.append((await ask(stream, 4001, bytes(16)))[1])
@@ -141,7 +150,7 @@ def test_dials_are_few(monkeypatch):
 
 def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
     async def work():
-        server, said = SpeedTest(), []
+        server, said = ThroughputProbe(), []
         for address in ("", *["8.8.8.8"] * (TESTS + 1)):
             async with wires(address, server.answer) as stream:
                 try:

@@ -8,18 +8,18 @@ import time
 import pytest
 from hivemind.p2p import PeerID
 
-from shoal.swarm.access.policy import Door, Lists
+from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.rate_limit import HOUR, Quota, Quotas
+from shoal.swarm.p2p.rate_limit import HOUR, RateLimit, TokenBuckets
 from shoal.swarm.p2p.resource_manager import (
     MAX_HANDLERS,
     MAX_HANDLERS_PER_PEER,
     MAX_STRANGERS,
     REASONS,
-    Entrance,
     Rates,
+    ResourceManager,
 )
 
 ECHO, BULK = "/test/echo/1", "/test/bulk/1"
@@ -34,48 +34,48 @@ class Clock:
         return self.now
 
 
-def entrance(rates=FEW, **options):
+def resource_manager(rates=FEW, **options):
     clock = Clock()
-    return Entrance(rates=rates, clock=clock, **options), clock
+    return ResourceManager(rates=rates, clock=clock, **options), clock
 
 
 def test_one_peer_has_few_streams_at_a_time_and_strangers_few_of_all():
-    at, _ = entrance(Rates())
+    at, _ = resource_manager(Rates())
     members = {f"m{i}" for i in range(MAX_HANDLERS)}
     at.known = members.__contains__
-    assert [at.opens("m0", ECHO) for _ in range(MAX_HANDLERS_PER_PEER + 1)] == [""] * MAX_HANDLERS_PER_PEER + ["crowded"]
-    said = [at.opens(f"s{i}", ECHO) for i in range(MAX_STRANGERS + 1)]
+    assert [at.acquire("m0", ECHO) for _ in range(MAX_HANDLERS_PER_PEER + 1)] == [""] * MAX_HANDLERS_PER_PEER + ["crowded"]
+    said = [at.acquire(f"s{i}", ECHO) for i in range(MAX_STRANGERS + 1)]
     assert said == [""] * MAX_STRANGERS + ["crowded"]
-    assert at.opens("m1", ECHO) == ""  # strangers cannot keep a member out
-    at.closes("s0", ECHO, 0)
-    assert at.opens("s99", ECHO) == ""
+    assert at.acquire("m1", ECHO) == ""  # strangers cannot keep a member out
+    at.release("s0", ECHO, 0)
+    assert at.acquire("s99", ECHO) == ""
     left = MAX_HANDLERS - MAX_HANDLERS_PER_PEER - MAX_STRANGERS - 1
-    assert [at.opens(f"m{i + 2}", ECHO) for i in range(left)] == [""] * left
-    assert at.opens("m250", ECHO) == "crowded"
+    assert [at.acquire(f"m{i + 2}", ECHO) for i in range(left)] == [""] * left
+    assert at.acquire("m250", ECHO) == "crowded"
     assert at.refused() == {"crowded": 3}
 
 
 def test_who_becomes_a_member_meanwhile_leaves_nothing_behind():
-    at, _ = entrance()
+    at, _ = resource_manager()
     at.known = lambda peer: False
-    at.opens("a", ECHO)
+    at.acquire("a", ECHO)
     at.known = lambda peer: True
-    at.opens("a", ECHO)
-    at.closes("a", ECHO, 0)
-    at.closes("a", ECHO, 0)
+    at.acquire("a", ECHO)
+    at.release("a", ECHO, 0)
+    at.release("a", ECHO, 0)
     assert not at._busy
     assert not at._strangers
 
 
 def test_streams_and_calls_have_a_rate():
-    at, clock = entrance()
+    at, clock = resource_manager()
 
     def burst(peer, count):
         said = []
         for _ in range(count):
-            said.append(at.opens(peer, ECHO))
+            said.append(at.acquire(peer, ECHO))
             if not said[-1]:
-                at.closes(peer, ECHO, 0)
+                at.release(peer, ECHO, 0)
         return said.count("")
 
     assert burst("a", 30) == 20
@@ -89,22 +89,22 @@ def test_streams_and_calls_have_a_rate():
 
 
 def test_what_is_handed_out_to_one_peer_in_an_hour_is_bounded():
-    at, clock = entrance()
+    at, clock = resource_manager()
     at.meter(BULK, 1000)
-    assert at.opens("a", BULK) == ""
-    at.closes("a", BULK, 2500)  # what has begun is finished
-    assert at.opens("a", BULK) == "spent"
-    assert at.opens("a", ECHO) == ""
-    assert at.opens("b", BULK) == ""
+    assert at.acquire("a", BULK) == ""
+    at.release("a", BULK, 2500)  # what has begun is finished
+    assert at.acquire("a", BULK) == "spent"
+    assert at.acquire("a", ECHO) == ""
+    assert at.acquire("b", BULK) == ""
     clock.now += HOUR * 1.4
-    assert at.opens("a", BULK) == "spent"
+    assert at.acquire("a", BULK) == "spent"
     clock.now += HOUR * 0.2
-    assert at.opens("a", BULK) == ""
+    assert at.acquire("a", BULK) == ""
 
 
 def test_a_debt_is_paid_before_more_is_given():
     clock = Clock()
-    quotas = Quotas(Quota(messages=10, nbytes=100, senders=2, period=10.0), clock)
+    quotas = TokenBuckets(RateLimit(messages=10, nbytes=100, senders=2, period=10.0), clock)
     quotas.charge("a", 150)
     assert not quotas.take("a", 1, 1)
     clock.now = 6.0
@@ -112,11 +112,11 @@ def test_a_debt_is_paid_before_more_is_given():
 
 
 def test_who_is_denied_gets_nothing():
-    at, _ = entrance(door=Door("me", lists=Lists(deny=frozenset({"a"}))))
-    assert at.opens("a", "/shoal/manifest/1") == "denied"
+    at, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(deny=frozenset({"a"}))))
+    assert at.acquire("a", "/shoal/manifest/1") == "denied"
     assert at.calls("a", 1) == "denied"
-    picky, _ = entrance(door=Door("me", lists=Lists(allow=frozenset({"a"}))))
-    assert [picky.opens("b", "/shoal/manifest/1"), picky.opens("b", ECHO), picky.calls("b", 1)] == ["", "denied", ""]
+    picky, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(allow=frozenset({"a"}))))
+    assert [picky.acquire("b", "/shoal/manifest/1"), picky.acquire("b", ECHO), picky.calls("b", 1)] == ["", "denied", ""]
 
 
 def test_what_needs_no_invitation_is_called_so():
@@ -157,7 +157,7 @@ def three():
 
 def test_who_opens_streams_without_end_is_cut_off_and_the_others_are_served(three):
     victim, honest, flooder = three
-    victim.entrance._streams = Quotas(Quota(messages=40, senders=8))
+    victim.resource_manager._streams = TokenBuckets(RateLimit(messages=40, senders=8))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     async def flood():
@@ -173,13 +173,13 @@ def test_who_opens_streams_without_end_is_cut_off_and_the_others_are_served(thre
     served, ended = flooding.result(60)
     assert served + ended == 200
     assert served < 200 - 40  # its rate, and what a minute of it brings back meanwhile
-    assert victim.entrance.refused()["rate"] > 0
+    assert victim.resource_manager.refused()["rate"] > 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
 
 
 def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three):
     victim, honest, slow = three
-    victim.entrance.known = {honest.peer_id}.__contains__
+    victim.resource_manager.known = {honest.peer_id}.__contains__
 
     async def wait_for_ever(stream):
         await stream.receive(100, 60)
@@ -191,11 +191,11 @@ def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three
 
     held = slow.call(hold(), 30)
     end = time.monotonic() + 10
-    while victim.entrance.refused().get("crowded", 0) < 10:
+    while victim.resource_manager.refused().get("crowded", 0) < 10:
         assert time.monotonic() < end
         threading.Event().wait(0.02)
     assert honest.call(ask(honest, victim.peer_id), 15) == b"hello"
-    assert victim.entrance._busy[slow.peer_id] == MAX_HANDLERS_PER_PEER
+    assert victim.resource_manager._busy[slow.peer_id] == MAX_HANDLERS_PER_PEER
 
     async def let_go():
         for stream in held:
@@ -207,16 +207,16 @@ def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three
 def test_calls_to_the_dht_node_are_bounded_and_who_is_denied_makes_none(three):
     victim, honest, caller = three
     honest.call(honest.store("k", "s", b"v", 60.0), 15)
-    victim.entrance._calls = Quotas(Quota(messages=3, senders=8))
+    victim.resource_manager._calls = TokenBuckets(RateLimit(messages=3, senders=8))
 
     async def pings():
-        node = caller._uplink.running_dht()
+        node = caller._supervisor.running_dht()
         return [await node.protocol.call_ping(PeerID.from_base58(victim.peer_id)) is not None for _ in range(6)]
 
     assert caller.call(pings(), 30) == [True] * 3 + [False] * 3
-    assert victim.entrance.refused() == {"rate": 3}
-    victim.entrance._calls = Quotas(Quota(messages=1000, senders=8))
-    victim.entrance.door = Door(victim.peer_id, lists=Lists(deny=frozenset({caller.peer_id})))
+    assert victim.resource_manager.refused() == {"rate": 3}
+    victim.resource_manager._calls = TokenBuckets(RateLimit(messages=1000, senders=8))
+    victim.resource_manager.access_policy = AccessPolicy(victim.peer_id, lists=PeerLists(deny=frozenset({caller.peer_id})))
     assert caller.call(pings(), 30) == [False] * 6
-    assert victim.entrance.refused() == {"rate": 3, "denied": 6}
+    assert victim.resource_manager.refused() == {"rate": 3, "denied": 6}
     assert honest.call(ask(honest, victim.peer_id), 15) == b"hello"

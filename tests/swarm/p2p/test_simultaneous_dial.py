@@ -70,10 +70,10 @@ def test_peers_that_dial_each_other_at_once_both_get_through():
 
 def test_a_peer_does_not_dial_from_the_port_it_listens_on_and_is_remembered_by_that_port():
     with Host.start(Identity.ephemeral()) as a, Host.start(Identity.ephemeral(), bootstrap=a.addresses()) as b:
-        (p2pd,) = psutil.Process(b._uplink.daemon._child.pid).children()
+        (p2pd,) = psutil.Process(b._supervisor.daemon._child.pid).children()
         theirs, ours = (int(host.addresses()[0].split("/")[4]) for host in (a, b))
         used = [c.laddr.port for c in p2pd.net_connections("tcp") if c.raddr and c.raddr.port == theirs]
         assert used
         assert ours not in used
-        assert a.call(a._uplink.daemon.where(b.peer_id), 10) == b.addresses()
-        assert a.call(a._uplink.daemon.peers(), 10) == (b.peer_id,)
+        assert a.call(a._supervisor.daemon.where(b.peer_id), 10) == b.addresses()
+        assert a.call(a._supervisor.daemon.peers(), 10) == (b.peer_id,)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.stream import CHUNK, Stream, Traffic
+from shoal.swarm.p2p.stream import CHUNK, Stream, TrafficMeter
 
 PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 
@@ -17,7 +17,7 @@ async def pair():
     ends = []
     for end in socket.socketpair():
         reader, writer = await asyncio.open_connection(sock=end)
-        ends.append(Stream(PEER, reader, writer, Traffic()))
+        ends.append(Stream(PEER, reader, writer, TrafficMeter()))
     return ends
 
 

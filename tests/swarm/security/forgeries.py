@@ -9,7 +9,7 @@ from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.exchange.contribution import contribution
 from shoal.swarm.exchange.group.roster import ready_message
-from shoal.swarm.gossip.envelope import Notice
+from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.topics.attestation import Attestation, sign_record
@@ -17,7 +17,8 @@ from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.group import GroupDecision
-from shoal.swarm.wire.member import Member, Offer
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.pair import Offer
 from tests.swarm.conftest import MODEL, SWARM
 
 ELSEWHERE = "b" * 52
@@ -57,7 +58,7 @@ def attestation(**changes):
 
 def notice(**changes):
     fields = {"swarm": SWARM, "peer": HONEST.peer_id, "encoding": "zlib", "size": 300_000, "nbytes": 100, "sha256": bytes(32)}
-    return Notice(**{**fields, **changes})
+    return BodyAnnouncement(**{**fields, **changes})
 
 
 def manifest(**changes):

@@ -14,23 +14,23 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
-from shoal.node.watch.record_filter import Gate
+from shoal.node.watch.record_filter import RecordFilter
 from shoal.optim import FLOAT32
 from shoal.swarm.access.invitation import Admission
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
-from shoal.swarm.exchange.group.decision_log import Decisions
+from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
-from shoal.swarm.exchange.group.roster import enlist, open_group
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.group.roster import encode_roster, open_roster
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
 from shoal.swarm.gossip.envelope import Body, make_parcel
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest.manifest import open_manifest, swarm_id
 from shoal.swarm.membership.dht_record import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.p2p.stream import Stream, Traffic
-from shoal.swarm.seed.registry import SeedBook
+from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout_pool import RolloutPool
 from shoal.swarm.wire import member as m
@@ -89,7 +89,7 @@ def until(condition):
 
 
 def stream_from(peer, pipe):
-    return Stream(peer, *pipe, Traffic())
+    return Stream(peer, *pipe, TrafficMeter())
 
 
 class Court:
@@ -143,7 +143,7 @@ class Seeds(Court):
     make = staticmethod(member)
 
     def __init__(self, network):
-        self.book = SeedBook()
+        self.book = SeedRegistry()
 
     def judge(self, sealed, sender):
         return self.book.answer(sender.peer_id, SeedRequest(swarm=SWARM, record=sealed)).reason
@@ -166,11 +166,11 @@ class Doors(Court):
     make, old = staticmethod(invitation), {"expires": time.time() - 400}
 
     def __init__(self, network):
-        self.door = Door(VICTIM.peer_id, swarm=SWARM, creator=HONEST.peer_id)
+        self.access_policy = AccessPolicy(VICTIM.peer_id, swarm=SWARM, creator=HONEST.peer_id)
 
     def judge(self, sealed, sender):
         peer = GUEST if sender is HONEST else sender
-        return word(self.door.refusal(peer.peer_id, pack(Admission(invitation=sealed))))
+        return word(self.access_policy.refusal(peer.peer_id, pack(Admission(invitation=sealed))))
 
 
 class Pairs(Court):
@@ -181,7 +181,7 @@ class Pairs(Court):
     def __init__(self, network):
         self.network, self.host = network, network.host()
         self.members = [HONEST.peer_id, self.host.peer_id]
-        self.exchange = SwarmExchange(
+        self.exchange = PairExchange(
             self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0,
             members=lambda: {peer: network.member(peer, ROUND) for peer in self.members},
             wait=1.0, chunk_timeout=1.0, exchange_timeout=5.0,
@@ -278,8 +278,8 @@ class Rosters(Court):
         self.mine = seal(ready(), VICTIM)
 
     def judge(self, sealed, sender):
-        formed = GroupFormed(nonce=bytes(16), reduction="gather", alone=True, members=enlist([self.mine, sealed]))
-        return reason_of(open_group, formed, LIAR.peer_id, self.mine, 32)
+        formed = GroupFormed(nonce=bytes(16), reduction="gather", alone=True, members=encode_roster([self.mine, sealed]))
+        return reason_of(open_roster, formed, LIAR.peer_id, self.mine, 32)
 
 
 class Judgements(Court):
@@ -288,7 +288,7 @@ class Judgements(Court):
     make, old = staticmethod(decision), {"nonce": bytes(15) + b"1"}
 
     def __init__(self, network):
-        self.decisions = Decisions(network.host(), VICTIM, SWARM)
+        self.decisions = DecisionLog(network.host(), VICTIM, SWARM)
 
     def judge(self, sealed, sender):
         return reason_of(self.decisions.open, sealed, sender.peer_id, bytes(16))
@@ -367,7 +367,7 @@ class Gates(Court):
     make, old, again = staticmethod(status), {"issued": time.time() - 1000}, True
 
     def __init__(self, network):
-        self.gate = Gate(SWARM)
+        self.gate = RecordFilter(SWARM)
 
     def judge(self, sealed, sender):
         return reason_of(self.gate.open, sender.peer_id, make_parcel(SWARM, Body("plain", len(sealed), sealed)))

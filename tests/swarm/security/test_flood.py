@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon_process import CONNECTIONS
 from shoal.swarm.p2p.host import Host
@@ -42,13 +42,13 @@ class Members:
         self.hosts.append(Host.start(identities[1], timeout=20, bootstrap=self.hosts[0].addresses()))
         records = {host.peer_id: member(peer=host.peer_id, addresses=host.addresses()) for host in self.hosts}
         self.exchanges = [
-            SwarmExchange(
+            PairExchange(
                 host, identity, swarm=SWARM, model=MODEL, seed=0,
                 members=lambda: records, wait=30.0, chunk_timeout=15.0, exchange_timeout=60.0,
             )
             for host, identity in zip(self.hosts, identities, strict=True)
         ]  # fmt: skip
-        (self.daemon,) = psutil.Process(self.hosts[0]._uplink.daemon._child.pid).children()
+        (self.daemon,) = psutil.Process(self.hosts[0]._supervisor.daemon._child.pid).children()
 
     def exchange(self):
         key = RoundKey(SWARM, next(self.rounds))

@@ -23,24 +23,25 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from shoal.swarm.access.policy import Door
+from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.gossip.envelope import Parcel
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.admission import Introductions
+from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.dht_record import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.topics.attestation import Attestations
-from shoal.swarm.topics.evidence import Evidence
+from shoal.swarm.topics.evidence import EvidenceStore
 from shoal.swarm.topics.log_sync import LogServer
 from shoal.swarm.topics.rollout_pool import RolloutPool
-from shoal.swarm.wire.member import StateRequest, pack
+from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.state import StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 UNPICKLING = ("pickle.find_class", "marshal.loads", "marshal.load")
@@ -86,15 +87,15 @@ def victim():
     identity = Identity.ephemeral()
     with Host.start(identity, timeout=20, validator=MemberValidator(SWARM)) as host:
         directory = Directory(host, identity, SWARM)
-        Introductions(host, Door())
+        AdmissionHandshake(host, AccessPolicy())
         serve_manifest(host, SWARM, b"manifest")
         StateServer(host, SWARM, MODEL, [(4,)])
         about = {"swarm": SWARM, "model": MODEL, "seed": 0, "members": directory.members, "wait": 1.0, "chunk_timeout": 1.0}
-        SwarmExchange(host, identity, exchange_timeout=2.0, **about)
+        PairExchange(host, identity, exchange_timeout=2.0, **about)
         GroupExchange(host, identity, exchange_timeout=2.0, **about)
         gossip = Gossip(host, identity, SWARM)
         topics = [RolloutPool(gossip, lambda *env: True).topic, Attestations(gossip, lambda *record: None).topic]
-        Evidence(host, SWARM)
+        EvidenceStore(host, SWARM)
         logs = LogServer(host, SWARM, lambda since: b"log")
         yield host, topics
         logs.close()
@@ -144,7 +145,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     host, topics = victim
     kinds, folder = bombs
     monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.SMALL_S", 0.5)
-    served = sorted(host._uplink._handlers)
+    served = sorted(host._supervisor._handlers)
     assert len(served) >= 10
     with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=20) as attacker:
 
@@ -155,10 +156,10 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
                     await asyncio.gather(*throws[start : start + 8])
 
         attacker.call(at_streams(), 240)
-        until(lambda: not host.entrance._busy)
+        until(lambda: not host.resource_manager._busy)
 
         async def at_the_dht():
-            protocol, peer = attacker._uplink.running_dht().protocol, PeerID.from_base58(host.peer_id)
+            protocol, peer = attacker._supervisor.running_dht().protocol, PeerID.from_base58(host.peer_id)
             later = get_dht_time() + 60
             for bomb in kinds:
                 key = DHTID.generate(source=key_of(SWARM, ""))
@@ -173,8 +174,8 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
         for topic in topics:
             for bomb in kinds:
                 body = zlib.compress(bomb)
-                parcels = [Parcel(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
-                parcels += [Parcel(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
+                parcels = [GossipEnvelope(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
+                parcels += [GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
                 for data in (bomb, *map(pack, parcels)):
                     attacker.call(attacker.pubsub.publish(topic.name, data), 5)
             until(lambda topic=topic: sum(topic.tally.rejected().values()) == 3 * len(kinds))

@@ -18,9 +18,9 @@ from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.seed_announcer import Presence
+from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedBook
+from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry
 from shoal.swarm.wire.member import Member, seal
 from shoal.swarm.wire.seed import TOLD, SeedRequest
 
@@ -52,7 +52,7 @@ class Clock:
 
 def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
     clock = Clock()
-    book = SeedBook(clock)
+    book = SeedRegistry(clock)
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
     assert note(book, ada).members == ()
     (named,) = note(book, bob).members
@@ -71,7 +71,7 @@ def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
 
 
 def test_only_the_own_record_for_the_swarm_asked_about_is_noted():
-    book = SeedBook()
+    book = SeedRegistry()
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
     stolen = seal(member(ada), ada)
     for record, swarm in ((stolen, SWARM), (seal(member(bob, "b" * 52), bob), SWARM), (stolen[:-1], SWARM), (b"", SWARM)):
@@ -80,7 +80,7 @@ def test_only_the_own_record_for_the_swarm_asked_about_is_noted():
 
 
 def test_the_book_is_bounded(monkeypatch):
-    book = SeedBook(chance=random.Random(0))
+    book = SeedRegistry(chance=random.Random(0))
     many = [Identity.ephemeral() for _ in range(MAX_MEMBERS + 3)]
     for one in many:
         note(book, one)
@@ -94,7 +94,7 @@ def test_the_book_is_bounded(monkeypatch):
     for i, swarm in enumerate(names):
         note(book, many[1 + i // MAX_PLACES % 30], swarm)
     assert book.count()[0] <= MAX_SWARMS
-    full = SeedBook()
+    full = SeedRegistry()
     monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 1)
     assert note(full, many[0], names[0]).reason == ""
     assert note(full, many[1], names[1]).reason == "full"
@@ -145,7 +145,7 @@ class Node:
             timeout=15,
         )  # fmt: skip
         self.directory = Directory(self.host, self.identity, SWARM, ttl=10, period=1)
-        self.presence = Presence(self.host, self.directory, self.identity, SWARM)
+        self.announcer = SeedAnnouncer(self.host, self.directory, self.identity, SWARM)
         self.directory.announce(
             name="x", round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="waiting", version="0"
         )
@@ -154,7 +154,7 @@ class Node:
         return set(self.directory.members())
 
     def close(self):
-        self.presence.close()
+        self.announcer.close()
         self.directory.close()
         self.host.close()
 
@@ -197,7 +197,7 @@ def test_a_seed_runs_without_torch_and_hivemind():
 def test_strangers_meet_through_a_seed_alone(seed, nodes):
     first = nodes(seed.addresses, must_join=False)
     until(lambda: first.host.seeds())
-    first.presence.report(10)
+    first.announcer.report(10)
     second = nodes(seed.addresses)
     until(lambda: first.sees() == second.sees() == {first.host.peer_id, second.host.peer_id})
     # The seed may go: who has met needs it no more, and says so to nobody.
@@ -225,7 +225,7 @@ def test_a_seed_keeps_its_address_when_its_daemon_dies(seed, nodes):
     until(lambda: [g for g in _children(seed.process.pid) if g != guard])
 
     def joined():
-        first.presence.report(5)
+        first.announcer.report(5)
         try:
             return nodes(seed.addresses)
         except StartupError:
@@ -245,7 +245,7 @@ def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
     other = nodes(creator.host.addresses())
     third = nodes(creator.host.addresses(), known=tmp_path / "peers.json")
     until(lambda: len(third.sees()) == len(other.sees()) == 3)
-    until(lambda: other.host.peer_id in third.host._uplink.known)
+    until(lambda: other.host.peer_id in third.host._supervisor.known)
     dead = creator.host.addresses()
     third.close()
     creator.close()

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import Mean
-from shoal.swarm.exchange.group.allgather import Gathering
+from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.allreduce import _Runner
-from shoal.swarm.exchange.group.commit import Verdict
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.exchange.pair.matchmaking import Rendezvous
-from shoal.swarm.exchange.pair.transfer import Received, Transfers
+from shoal.swarm.exchange.group.commit import GroupCommit
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.p2p import stream
 from shoal.swarm.sim.faults import Fault
 from shoal.swarm.sim.peers import Setting
@@ -25,15 +25,15 @@ SEEDS = 500
 
 def half_of_the_other(patch):
     """Half of what was received counts, as if the stream had broken in the middle of writing it."""
-    swap = Transfers._swap
+    swap = PairTransfer._swap
 
     async def halved(self, stream, mine, theirs):
         received = await swap(self, stream, mine, theirs)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
                    for a, b in zip(received.tensors, mine.tensors(), strict=True)]  # fmt: skip
-        return Received(received.peer, received.weight, tensors)
+        return PartnerContribution(received.peer, received.weight, tensors)
 
-    patch.setattr(Transfers, "_swap", halved)
+    patch.setattr(PairTransfer, "_swap", halved)
 
 
 def callee_does_not_wait(patch):
@@ -42,12 +42,12 @@ def callee_does_not_wait(patch):
     async def follow(self, stream, offer, received, decision):
         decision.received = received
 
-    patch.setattr(Transfers, "_follow", follow)
+    patch.setattr(PairTransfer, "_follow", follow)
 
 
 def two_decisions(patch):
     """A leader tells the first member of a group another decision than the others."""
-    tell = Verdict._tell
+    tell = GroupCommit._tell
 
     async def lying(self, seat, message):
         if isinstance(message, GroupReply) and seat is next(iter(self._seats.values())) and len(self._seats) > 2:
@@ -56,23 +56,23 @@ def two_decisions(patch):
             message = GroupReply(decision=seal(other, self._decisions._identity))
         await tell(self, seat, message)
 
-    patch.setattr(Verdict, "_tell", lying)
+    patch.setattr(GroupCommit, "_tell", lying)
 
 
 def takes_what_it_does_not_hold(patch):
     """A member takes a mean without the parts that it lacks."""
-    result, places = Gathering.result, Gathering.places
+    result, places = AllGather.result, AllGather.places
 
     def lacking(self, mean):
         return result(self, mean & places(self))
 
-    patch.setattr(Gathering, "result", lacking)
-    patch.setattr(Gathering, "places", lambda self: self.group.everybody)
+    patch.setattr(AllGather, "result", lacking)
+    patch.setattr(AllGather, "places", lambda self: self.group.everybody)
 
 
 def round_forgotten(patch):
     """A call from another swarm round throws the own one back."""
-    meet = Rendezvous.meet
+    meet = PairMatchmaker.meet
 
     async def back(self, contribution):
         outcome = await meet(self, contribution)
@@ -80,7 +80,7 @@ def round_forgotten(patch):
             self.next_round = contribution.key.round - 1
         return outcome
 
-    patch.setattr(Rendezvous, "meet", back)
+    patch.setattr(PairMatchmaker, "meet", back)
 
 
 def no_deadline(patch):
@@ -95,7 +95,7 @@ def no_deadline(patch):
 
 def held_for_ever(patch):
     """Calls that were held stay in the table."""
-    hold = Rendezvous._hold
+    hold = PairMatchmaker._hold
 
     async def kept(self, stream, round):
         try:
@@ -103,7 +103,7 @@ def held_for_ever(patch):
         finally:
             self._held.setdefault(f"{stream.peer_id} {round}", (round, asyncio.get_running_loop().create_future()))
 
-    patch.setattr(Rendezvous, "_hold", kept)
+    patch.setattr(PairMatchmaker, "_hold", kept)
 
 
 def streams_left_open(patch):
@@ -129,25 +129,25 @@ def streams_left_to_the_garbage_collector(patch):
 
 def wrong_weights(patch):
     """A mean that forgets the weights."""
-    mean = SwarmExchange._mean
+    mean = PairExchange._mean
 
     def unweighted(self, mine, theirs):
-        right = mean(self, mine, Received(theirs.peer, mine.weight, theirs.tensors))
+        right = mean(self, mine, PartnerContribution(theirs.peer, mine.weight, theirs.tensors))
         return Mean(right.tensors, mine.weight + theirs.weight, right.members)
 
-    patch.setattr(SwarmExchange, "_mean", unweighted)
+    patch.setattr(PairExchange, "_mean", unweighted)
 
 
 def an_error_of_ours(patch):
     """Something that nobody thought of."""
-    note = Rendezvous._note
+    note = PairMatchmaker._note
 
     def stumbling(self, meeting, peer, answer):
         if answer.verdict == "wait":
             raise KeyError(peer)
         return note(self, meeting, peer, answer)
 
-    patch.setattr(Rendezvous, "_note", stumbling)
+    patch.setattr(PairMatchmaker, "_note", stumbling)
 
 
 MUTANTS = {

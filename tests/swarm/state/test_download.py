@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.state import chunks as pieces
 from shoal.swarm.state import snapshot
-from shoal.swarm.state.chunks import Pieces
-from shoal.swarm.state.download import Memory, Plan, download, fetch_digests
-from shoal.swarm.state.snapshot import Kept, State, chunk_size, chunks_in, encode, make
+from shoal.swarm.state.chunks import ChunkServer
+from shoal.swarm.state.download import MemorySink, Plan, download, fetch_digests
+from shoal.swarm.state.snapshot import SnapshotCache, State, chunk_size, chunks_in, encode, make
 from shoal.swarm.wire.digest import CHUNK
 
 SWARM = "a" * 52
@@ -65,10 +65,10 @@ class Giver:
     """A host that holds snapshots, and can answer as a test wants."""
 
     def __init__(self, network, *held):
-        self.host, self.kept, self.asked = network.host(), Kept(), []
+        self.host, self.kept, self.asked = network.host(), SnapshotCache(), []
         for one in held:
             self.kept.put(one)
-        Pieces(self.host, SWARM, self.kept)
+        ChunkServer(self.host, SWARM, self.kept)
 
     @property
     def reached(self):
@@ -106,7 +106,7 @@ def spy(monkeypatch):
 def test_a_snapshot_comes_from_all_who_hold_it(network):
     wanted = made()
     givers = [Giver(network, wanted) for _ in range(3)] + [Giver(network, made(1)), Giver(network)]
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, givers, sink) == set()
     assert torch.equal(sink.payload, wanted.payload)
     assert sink.have == set(range(6))
@@ -116,7 +116,7 @@ def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, capl
     wanted = made()
     spoiled = snapshot.Snapshot(wanted.header, wanted.payload.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
     liar, honest = Giver(network, spoiled), Giver(network, wanted)
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, [liar, honest], sink) == {liar.host.peer_id}
     assert torch.equal(sink.payload, wanted.payload)
     assert f"…{liar.host.peer_id[-8:]} handed out a chunk of the weights that does not match its digest" in caplog.text
@@ -125,12 +125,12 @@ def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, capl
 def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
     wanted = made()
     liar = Giver(network, snapshot.Snapshot(wanted.header, wanted.payload, bytes(len(wanted.digests))))
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     take(network, wanted, [liar, Giver(network, wanted)], sink)
     assert torch.equal(sink.payload, wanted.payload)
     assert "handed out digests that are not those of the weights it stated" in caplog.text
     with pytest.raises(NetworkError, match="holds the weights any more"):
-        take(network, wanted, [liar], Memory(wanted.header.nbytes))
+        take(network, wanted, [liar], MemorySink(wanted.header.nbytes))
 
 
 def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
@@ -148,7 +148,7 @@ def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
         return data
 
     change[0] = die
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, [dying, other], sink) == set()
     assert (dead, torch.equal(sink.payload, wanted.payload)) == ([True], True)
 
@@ -163,7 +163,7 @@ def test_what_has_come_is_not_asked_for_again(network, spy):
         return data
 
     change[3] = gone
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     with pytest.raises(NetworkError, match="chunks missing"):
         take(network, wanted, [giver], sink)
     came = set(sink.have)
@@ -178,13 +178,13 @@ def test_what_has_come_is_not_asked_for_again(network, spy):
 
 def test_some_chunks_can_be_had_alone(network, spy):
     wanted = made()
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     take(network, wanted, [Giver(network, wanted)], sink, chunks=[1, 5])
     assert (sink.have, set(spy[0])) == ({1, 5}, {None, 1, 5})
 
 
 def test_what_a_sink_raises_ends_the_download(network):
-    class Full(Memory):
+    class Full(MemorySink):
         def write(self, chunk, data):
             raise OSError(28, "No space left on device")
 
@@ -196,13 +196,13 @@ def test_a_piece_of_another_size_is_refused_before_it_is_taken(network, spy, cap
     wanted = made()
     spy[1][0] = lambda data: memoryview(bytes(CHUNK + 1))
     with pytest.raises(NetworkError, match="chunks missing"):
-        take(network, wanted, [Giver(network, wanted)], Memory(wanted.header.nbytes))
+        take(network, wanted, [Giver(network, wanted)], MemorySink(wanted.header.nbytes))
     assert f"announced a piece of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
 
 
 def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
     now = [0.0]
-    kept = Kept(lambda: now[0])
+    kept = SnapshotCache(lambda: now[0])
     one, two, three = (made(seed) for seed in range(3))
     kept.put(one)
     now[0] = 1.0
@@ -246,6 +246,6 @@ def test_a_state_has_another_version_after_every_change():
 def test_a_lane_waits_for_news_without_asking(network):
     # One chunk and many lanes: the others wait, and end when it is there.
     wanted = make(State(1, [torch.ones(3)]), encode(State(1, [torch.ones(3)])))
-    sink = Memory(wanted.header.nbytes)
+    sink = MemorySink(wanted.header.nbytes)
     take(network, wanted, [Giver(network, wanted) for _ in range(4)], sink)
     assert torch.equal(sink.payload, wanted.payload)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from shoal.optim.outer.sketch import NUMBERS, distance, sketch
 from shoal.swarm.identity import Identity
-from shoal.swarm.state.drift import DOUBTS, Drift, Split
-from shoal.swarm.wire.member import SKETCH, Member
+from shoal.swarm.state.drift import DOUBTS, DriftDetector, SplitDecision
+from shoal.swarm.wire.fields import SKETCH
+from shoal.swarm.wire.member import Member
 
 MODEL = "0" * 64
 PEERS = sorted(Identity.ephemeral().peer_id for _ in range(6))
@@ -29,7 +30,7 @@ def at(place, round):
 
 def walk(rounds, places, most=16):
     """{peer: drift} after ``rounds`` rounds in which each is at its place."""
-    made = {peer: Drift(peer, MODEL, most) for peer in places}
+    made = {peer: DriftDetector(peer, MODEL, most) for peer in places}
     for peer, place in places.items():
         for round in range(rounds):
             made[peer].finished(round, 0, at(place, round))
@@ -74,7 +75,7 @@ def test_a_swarm_that_is_together_does_nothing():
 def test_the_smaller_part_gives_way_to_the_larger():
     drifts = walk(5, {peer: 3.0 * (place in (0, 4)) for place, peer in enumerate(PEERS)})
     assert yielding(drifts) == {
-        peer: Split(frozenset({0}), frozenset(PEERS[place] for place in (1, 2, 3, 5))) for peer in (PEERS[0], PEERS[4])
+        peer: SplitDecision(frozenset({0}), frozenset(PEERS[place] for place in (1, 2, 3, 5))) for peer in (PEERS[0], PEERS[4])
     }
 
 

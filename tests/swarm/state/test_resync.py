@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
-from shoal.swarm.exchange.robust import LEAST, Watch
-from shoal.swarm.exchange.stats import Health
+from shoal.swarm.exchange.robust import LEAST, UpdateScreen
+from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.state import resync as anchoring
-from shoal.swarm.state.drift import Split
-from shoal.swarm.state.resync import FAR, Anchor
+from shoal.swarm.state.drift import SplitDecision
+from shoal.swarm.state.resync import FAR, Resynchronizer
 from shoal.swarm.state.snapshot import State
 
 EVERY, MODEL = 4, "0" * 64
@@ -43,9 +43,9 @@ class Swarm:
         self.members = {peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=()) for peer in others}
         directory = SimpleNamespace(members=lambda: self.members)
         membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
-        self.health, self.moves, self.behind, self.met, self.split = Health(), 0, 0, (), None
+        self.stats, self.moves, self.behind, self.met, self.split = ExchangeStats(), 0, 0, (), None
         self.server = SimpleNamespace(astray=None)
-        self.anchor = Anchor(membership, MODEL, self.server, self.opt, self.health, self.moved)
+        self.anchor = Resynchronizer(membership, MODEL, self.server, self.opt, self.stats, self.moved)
         monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
         self.theirs = [torch.zeros(1, 4)]
 
@@ -113,7 +113,7 @@ def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monk
     swarm.met, swarm.theirs = ("me", "mate"), [torch.full((1, 4), 100.0)]
     swarm.train(2)
     assert swarm.asked == []
-    swarm.split = Split(frozenset({0}), frozenset({"far", "other"}))
+    swarm.split = SplitDecision(frozenset({0}), frozenset({"far", "other"}))
     swarm.train(1)
     assert swarm.asked == [["far", "other"]]
     assert torch.equal(swarm.opt.slow[0], swarm.theirs[0])
@@ -122,7 +122,7 @@ def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monk
 
 def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
     swarm = Swarm(monkeypatch)
-    swarm.split = Split(frozenset({0}), frozenset({"other"}))
+    swarm.split = SplitDecision(frozenset({0}), frozenset({"other"}))
     monkeypatch.setattr(swarm.anchor, "settle", lambda: False)  # what it asked for is still on its way
     swarm.train(1)
     assert swarm.anchor.astray
@@ -157,14 +157,14 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
 
     def refused(round):
         peer, kind = turned_down[round % 3]
-        swarm.health.failed(RoundKey("run", round), peer, kind)
+        swarm.stats.failed(RoundKey("run", round), peer, kind)
         swarm.train(1)
 
     for round in range(5):
         refused(round)  # it was never behind: it may be the others who are far
     assert swarm.asked == []
     swarm.met = ("me", "other")
-    swarm.health.done(RoundKey("run", 5), 1.0)
+    swarm.stats.done(RoundKey("run", 5), 1.0)
     swarm.train(1)
     swarm.met, swarm.behind = (), FAR
     refused(6)
@@ -177,7 +177,7 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
 
 
 def test_a_watch_that_forgets_begins_anew():
-    watch = Watch()
+    watch = UpdateScreen()
     own = [torch.tensor([1.0, 0.0])]
 
     def problem(number, far):

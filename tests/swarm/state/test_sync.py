@@ -12,8 +12,10 @@ from shoal.swarm.state.chunks import PIECES_PROTOCOL
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State, encode
-from shoal.swarm.state.sync import ModelDiffersError, Wish, begin_fetch, fetch_state
-from shoal.swarm.wire.member import Answer, StateRequest, pack
+from shoal.swarm.state.sync import ModelDiffersError, StateQuery, begin_fetch, fetch_state
+from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.state import StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 1000), (3,)]
@@ -21,7 +23,7 @@ SHAPES = [(300, 1000), (3,)]
 
 def wish(extra=None, shapes=SHAPES, model=MODEL, swarm=SWARM, astray=False, round=0, **options):
     request = StateRequest(swarm=swarm, model=model, astray=astray, round=round)
-    return Wish(request, shapes, extra or {}, **options)
+    return StateQuery(request, shapes, extra or {}, **options)
 
 
 def to(*hosts):

@@ -16,7 +16,7 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, Attestation, Attestations, sign_record, verify_record
 from shoal.swarm.wire.member import pack, seal, unpack, unseal
 
@@ -105,7 +105,7 @@ class Node:
 def pair():
     nodes = [Node()]
     try:
-        nodes.append(Node(nodes[0].host.addresses(), quota=Quota(messages=60)))
+        nodes.append(Node(nodes[0].host.addresses(), quota=RateLimit(messages=60)))
         until(lambda: all(node.attestations.topic.listeners() for node in nodes))
         yield nodes
     finally:

@@ -1,4 +1,4 @@
-"""Evidence: bodies by their digest, between real hosts and fake ones; bounded in what is taken, kept and handed out."""
+"""EvidenceStore: bodies by their digest, between real hosts and fake ones; bounded in what is taken, kept and handed out."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics import evidence as evidence_module
-from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BODIES, Evidence
+from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
 from shoal.swarm.wire.member import pack, unpack
 
 SWARM = swarm_id(b"")
@@ -26,7 +26,7 @@ def pair():
     author, reader = Identity.ephemeral(), Identity.ephemeral()
     with Host.start(author, timeout=15) as one, Host.start(reader, bootstrap=one.addresses(), timeout=15) as other:
         known = {one.peer_id: one.addresses(), other.peer_id: other.addresses()}
-        yield tuple(Evidence(host, SWARM, lambda peer: known.get(peer, ())) for host in (one, other))
+        yield tuple(EvidenceStore(host, SWARM, lambda peer: known.get(peer, ())) for host in (one, other))
 
 
 def peer_of(evidence):
@@ -70,7 +70,7 @@ def test_unknown_bodies_and_unknown_peers(pair):
 
 @pytest.fixture
 def two(network):
-    return Evidence(network.host(), SWARM), Evidence(network.host(), SWARM)
+    return EvidenceStore(network.host(), SWARM), EvidenceStore(network.host(), SWARM)
 
 
 def test_own_bodies_and_those_fetched_lately_need_no_network(network, two):
@@ -153,7 +153,7 @@ def test_other_bytes_than_those_named_are_refused(network, two):
 
 def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monkeypatch, network):
     monkeypatch.setattr(evidence_module, "QUOTA", evidence_module.Quota(messages=3, nbytes=10))
-    author, greedy, modest = (Evidence(network.host(), SWARM) for _ in range(3))
+    author, greedy, modest = (EvidenceStore(network.host(), SWARM) for _ in range(3))
     bodies = [author.put(body) for body in (b"123456", b"abcdef", b"x")]
     me = peer_of(author)
     assert greedy.get(me, bodies[0], 100, 5) == b"123456"
@@ -165,7 +165,7 @@ def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monke
 
 
 def test_the_body_of_another_swarm_is_not_held(network):
-    author, stranger = Evidence(network.host(), SWARM), Evidence(network.host(), swarm_id(b"other"))
+    author, stranger = EvidenceStore(network.host(), SWARM), EvidenceStore(network.host(), swarm_id(b"other"))
     with pytest.raises(MessageError) as caught:
         stranger.get(peer_of(author), author.put(b"body"), 100, 5)
     assert caught.value.reason == "unavailable"

@@ -9,7 +9,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics import log_sync
 from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG, LogReply, LogRequest, LogServer, fetch_log
 from shoal.swarm.wire.member import pack, unpack
@@ -87,7 +87,7 @@ def test_from_the_round_that_was_asked_for_and_empty_logs_too(network, serve):
 
 def test_a_log_is_made_once_a_second(network, serve):
     log, clock = Log(), Clock()
-    host, readers = serve(log, clock=clock, quota=Quota(messages=100)), [network.host() for _ in range(3)]
+    host, readers = serve(log, clock=clock, quota=RateLimit(messages=100)), [network.host() for _ in range(3)]
     for reader in readers:
         assert fetch(reader, host, 1) == b"since 1"
     assert log.asked == [1]

@@ -10,16 +10,16 @@ import pytest
 from hivemind.proto import p2pd_pb2
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import Body, Parcel, make_body, make_notice, make_parcel
+from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_body, make_notice, make_parcel
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.counters import Tally
+from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
-from shoal.swarm.p2p.rate_limit import Quota
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
-from shoal.swarm.topics.rollout_pool import REASONS, Limits, RolloutPool
+from shoal.swarm.topics.rollout_pool import REASONS, PoolLimits, RolloutPool
 from shoal.swarm.wire.member import pack, seal
 
 SWARM = swarm_id(b"")
@@ -42,7 +42,7 @@ def record(identity=OTHER, **changes):
 
 class FakeTopic:
     def __init__(self, handler):
-        self.handler, self.tally, self.published = handler, Tally(), []
+        self.handler, self.tally, self.published = handler, Counters(), []
 
     def publish(self, message):
         self.published.append(message)
@@ -75,7 +75,7 @@ class Clock:
 
 def pool_of(knows=lambda *env: env == KNOWN, **limits):
     gossip, clock = FakeGossip(), Clock()
-    pool = RolloutPool(gossip, knows, limits=Limits(**limits), clock=clock)
+    pool = RolloutPool(gossip, knows, limits=PoolLimits(**limits), clock=clock)
     pool.advance(10)
     return pool, gossip, clock
 
@@ -208,7 +208,7 @@ class Node:
         self.identity = Identity.ephemeral()
         self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
         self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
-        self.pool = RolloutPool(self.gossip, lambda *env: env == KNOWN, limits=Limits(**limits))
+        self.pool = RolloutPool(self.gossip, lambda *env: env == KNOWN, limits=PoolLimits(**limits))
         self.pool.advance(10)
 
     def record(self, **changes):
@@ -223,7 +223,7 @@ class Node:
 def pair():
     """An attacker and its victim."""
     attacker = Node()
-    victim = Node(attacker.host.addresses(), max_age=4, max_ahead=4, quota=Quota(messages=60))
+    victim = Node(attacker.host.addresses(), max_age=4, max_ahead=4, quota=RateLimit(messages=60))
     try:
         until(lambda: victim.pool.topic.listeners() and attacker.pool.topic.listeners())
         yield attacker, victim
@@ -233,7 +233,7 @@ def pair():
 
 
 def parcel(body, **changes):
-    return pack(Parcel(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
+    return pack(GossipEnvelope(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
 
 
 def plain(sealed):

@@ -7,7 +7,7 @@ import pytest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.topics.status import BANNED, PARTNERS, ROUNDS, Status
-from shoal.swarm.topics.status_reporter import Reporter
+from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.wire.member import pack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
@@ -32,71 +32,71 @@ def membership(method="noloco"):
     )
 
 
-def over(reporter, number, members, **changes):
+def over(status_reporter, number, members, **changes):
     usual = {"round": number, "step": 10 * number, "sent": 7, "received": 6, "wait_s": 0.5, "loss": 1.5}
-    reporter.round(members, **{**usual, **changes})
+    status_reporter.round(members, **{**usual, **changes})
 
 
 @pytest.fixture
-def reporter():
-    return Reporter(membership(), "anna")
+def status_reporter():
+    return StatusReporter(membership(), "anna")
 
 
-def test_before_anything_happened_it_waits(reporter):
-    status = reporter.status()
+def test_before_anything_happened_it_waits(status_reporter):
+    status = status_reporter.status()
     assert (status.peer, status.name, status.state, status.rounds, status.loss) == (ME, "anna", "waiting", (), None)
     assert (status.sent, status.received, len(status.addresses)) == (100, 50, 4)
     assert status.reward is status.claims is None
 
 
-def test_the_newest_rounds_are_told_with_their_partners(reporter):
+def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     for number in range(ROUNDS + 3):
-        over(reporter, number, [ME, PEERS[1]])
-    reporter.progress("training", 9, 90, 1.25, 4.0)
-    status = reporter.status()
+        over(status_reporter, number, [ME, PEERS[1]])
+    status_reporter.progress("training", 9, 90, 1.25, 4.0)
+    status = status_reporter.status()
     assert [done.round for done in status.rounds] == list(range(3, ROUNDS + 3))
     assert {done.partners for done in status.rounds} == {(PEERS[1][-8:],)}
     assert (status.state, status.round, status.step, status.loss, status.steps_per_s) == ("training", 9, 90, 1.25, 4.0)
     assert status.faults == ()
 
 
-def test_faults_are_counted(reporter):
-    over(reporter, 1, [ME])
-    over(reporter, 2, [], suspicious=2)
-    reporter._membership.host.restarts = 1
-    assert reporter.status().faults == (("alone", 2), ("daemon-restarts", 1), ("refused", 2))
+def test_faults_are_counted(status_reporter):
+    over(status_reporter, 1, [ME])
+    over(status_reporter, 2, [], suspicious=2)
+    status_reporter._membership.host.restarts = 1
+    assert status_reporter.status().faults == (("alone", 2), ("daemon-restarts", 1), ("refused", 2))
 
 
 def test_alone_is_no_fault_where_nobody_averages():
-    reporter = Reporter(membership("none"), "anna")
-    over(reporter, 1, [ME])
-    assert reporter.status().faults == ()
+    status_reporter = StatusReporter(membership("none"), "anna")
+    over(status_reporter, 1, [ME])
+    assert status_reporter.status().faults == ()
 
 
-def test_reinforcement_learning_and_verification_are_told(reporter):
+def test_reinforcement_learning_and_verification_are_told(status_reporter):
     for reward in (0.25, 0.5):
-        reporter.event("rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1)
-    reporter.event("verify", round=1, banned=PEERS[1:], check_s=0.1)
-    reporter.event("evaluation", step=3, loss=1.0)
-    reporter.verified({"claimed": 5, "planted": 1, "checked": 4, "invalid": 1})
-    status = reporter.status()
+        status_reporter.event("rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1)
+    status_reporter.event("verify", round=1, banned=PEERS[1:], check_s=0.1)
+    status_reporter.event("evaluation", step=3, loss=1.0)
+    status_reporter.verified({"claimed": 5, "planted": 1, "checked": 4, "invalid": 1})
+    status = status_reporter.status()
     assert (status.reward, status.rollouts_own, status.rollouts_foreign) == (0.5, 8, 4)
     assert (status.claims, status.checked, status.invalid, len(status.banned)) == (5, 4, 1, BANNED)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_is_left_out(reporter, bad):
-    reporter.progress("training", 1, 1, bad, bad)
-    over(reporter, 1, [ME, PEERS[1]], loss=bad)
-    reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1)
-    status = reporter.status()
+def test_what_is_no_number_is_left_out(status_reporter, bad):
+    status_reporter.progress("training", 1, 1, bad, bad)
+    over(status_reporter, 1, [ME, PEERS[1]], loss=bad)
+    status_reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1)
+    status = status_reporter.status()
     assert status.loss is status.reward is status.rounds[0].loss is None
     assert status.steps_per_s == 0.0
 
 
-def test_a_large_group_fits(reporter):
+def test_a_large_group_fits(status_reporter):
     for number in range(ROUNDS):
-        over(reporter, number, [ME, *(PEERS[1:] * 50)[:499]])
-    status = reporter.status()
+        over(status_reporter, number, [ME, *(PEERS[1:] * 50)[:499]])
+    status = status_reporter.status()
     assert all((done.members, len(done.partners)) == (500, PARTNERS) for done in status.rounds)
     assert len(pack(status)) < Status.LIMIT // 2

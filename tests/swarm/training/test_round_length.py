@@ -6,8 +6,8 @@ import pytest
 
 from shoal.optim import Every, Seconds, Steps, Tokens
 from shoal.optim.schedule.auto_length import LONGEST_S, SHORTEST_S
-from shoal.swarm.manifest.round_setting import parse_round
-from shoal.swarm.training.round_length import WINDOW, Speed, round_length
+from shoal.swarm.manifest.outer import parse_round
+from shoal.swarm.training.outer_factory import WINDOW, Speed, round_length
 
 
 @pytest.mark.parametrize(

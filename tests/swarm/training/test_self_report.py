@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 from shoal.optim import RoundKey
-from shoal.swarm.exchange.stats import RECENT, Health
+from shoal.swarm.exchange.stats import RECENT, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.partition_detector import CONFIRM
-from shoal.swarm.training.self_report import Condition
+from shoal.swarm.training.self_report import SelfReport
 from shoal.swarm.wire.member import Member
 
 ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))
@@ -24,20 +24,20 @@ def member(peer, **changes):
 def test_the_record_holds_what_went_wrong_and_who_is_missing():
     there, now = {peer: member(peer) for peer in (ME, ANNA, BERT)}, [0.0]
     directory = SimpleNamespace(everyone=lambda: there, departed=dict)
-    health = Health()
-    condition = Condition(health, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
-    assert condition.news() == []
-    assert member(ME, **condition.details()).wait_s == 0.0
-    health.failed(RoundKey("run", 1), ANNA, "timeout")
+    stats = ExchangeStats()
+    self_report = SelfReport(stats, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
+    assert self_report.news() == []
+    assert member(ME, **self_report.details()).wait_s == 0.0
+    stats.failed(RoundKey("run", 1), ANNA, "timeout")
     for seconds in [9.0, *[0.5] * RECENT]:
-        condition.waited(seconds)
+        self_report.waited(seconds)
     there = {ME: member(ME)}
     now[0] = 1.5
-    assert condition.news() == []
+    assert self_report.news() == []
     now[0] += CONFIRM
-    (said,) = condition.news()
+    (said,) = self_report.news()
     assert said.startswith("a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)")
-    record = member(ME, **condition.details())
+    record = member(ME, **self_report.details())
     assert (record.wait_s, record.failures, record.blamed) == (0.5, (("timeout", 1),), ((ANNA, "timeout", 1),))
     assert (record.missing, record.missing_of, record.missing_names) == (2, 3, ("anna", "bert"))
     assert record.sketch == (3, 0, (1.0, 2.0, 3.0, 4.0))
@@ -46,8 +46,8 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
 def test_it_looks_at_most_once_a_second():
     looks, now = [], [0.0]
     directory = SimpleNamespace(everyone=lambda: looks.append(now[0]) or {}, departed=dict)
-    condition = Condition(Health(), directory, ME, clock=lambda: now[0])
+    self_report = SelfReport(ExchangeStats(), directory, ME, clock=lambda: now[0])
     for quarter in range(12):
         now[0] = quarter / 4
-        condition.news()
+        self_report.news()
     assert looks == [0.0, 1.0, 2.0]

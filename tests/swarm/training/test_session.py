@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from shoal import swarm
+import shoal
 from shoal.optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
 from shoal.optim.codecs.registry import INT8
 from shoal.swarm.access.invitation import issue
@@ -17,7 +17,7 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, parameters_of
 
-HERE = swarm.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+HERE = shoal.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
 
 
@@ -63,7 +63,7 @@ def sgd(module):
 @pytest.mark.parametrize(("method", "make"), [("noloco", NoLoCo), ("diloco", DiLoCo)])
 def test_two_loops_compute_what_a_simulation_computes(method, make):
     begin = model(0)
-    first = swarm.create(state=begin, method=method, every=EVERY, start_when=2, place=HERE, node="anna")
+    first = shoal.create(state=begin, method=method, every=EVERY, start_when=2, network=HERE, node="anna")
     link, seen = first.link, {}
 
     def anna():
@@ -74,7 +74,7 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
 
     def bert():
         other = model(7)  # it takes over what anna begins with
-        with swarm.join(link, state=other, place=HERE, node="bert") as s:
+        with shoal.join(link, state=other, network=HERE, node="bert") as s:
             opt = s.optimizer(sgd(other), on_round=lambda info: seen.update({info.key.round: len(info.members)}))
             s.report(0.5)
             loop(opt, other, 2)
@@ -101,7 +101,7 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
 
 def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alone():
     begin, stop, joined = model(0), threading.Event(), []
-    first = swarm.create(state=begin, every=EVERY, place=HERE, wait_s=1.0, shards=2)
+    first = shoal.create(state=begin, every=EVERY, network=HERE, wait_s=1.0, shards=2)
     opt = first.optimizer(sgd(begin))
     loop(opt, begin, 1)
     assert opt.round == ROUNDS
@@ -113,7 +113,7 @@ def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alon
     def bert():
         try:
             other = model(7)
-            with swarm.join(first.link, state=other, place=HERE) as s:
+            with shoal.join(first.link, state=other, network=HERE) as s:
                 mine = s.optimizer(sgd(other))
                 joined.extend((mine.round, s.shard, first.shard, mine.steps, set(mine._listening)))
             loop(mine, other, 2)  # the session is over
@@ -133,7 +133,7 @@ def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alon
 @pytest.fixture(scope="module")
 def alone():
     module = model(0)
-    with swarm.create(state=module, every=EVERY, lr=0.5, place=HERE, wait_s=1.0) as session:
+    with shoal.create(state=module, every=EVERY, lr=0.5, network=HERE, wait_s=1.0) as session:
         yield session, module
 
 
@@ -180,7 +180,7 @@ def test_a_session_has_one_optimizer(alone):
 def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_weights():
     """As nodes of `shoal up` do, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
     module = model(0)
-    with swarm.create(state=module, method="diloco", every=EVERY, place=HERE, wait_s=0.2) as s:
+    with shoal.create(state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2) as s:
         opt = s.optimizer(sgd(module))
         s.report(1.5)
         loop(opt, module, 1)
@@ -196,24 +196,24 @@ def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_w
 
 def test_a_swarm_by_invitation_only_lets_in_who_has_one(tmp_path):
     key = Identity.create(tmp_path / "key")
-    with swarm.create(state=model(0), identity=key, invite_only=True, place=HERE) as first:
+    with shoal.create(state=model(0), identity=key, invite_only=True, network=HERE) as first:
         open_link = Link.parse(first.link)
         with pytest.raises(AdmissionError, match="by invitation only: ask the creator"):
-            swarm.join(open_link, state=model(0), place=HERE)
+            shoal.join(open_link, state=model(0), network=HERE)
         invited = Link(open_link.swarm, open_link.bootstrap, issue(key, open_link.swarm, lives=600.0))
-        with swarm.join(str(invited), state=model(0), place=HERE) as s:
+        with shoal.join(str(invited), state=model(0), network=HERE) as s:
             assert s.status()["name"] == "own-loop"
 
 
 def test_lists_of_peers_hold_peer_ids():
     with pytest.raises(AdmissionError, match="'anna' is no peer id: correct the list"):
-        swarm.create(state=model(0), place=swarm.Place(deny=("anna",)))
+        shoal.create(state=model(0), network=shoal.Place(deny=("anna",)))
 
 
 def test_another_model_does_not_get_in(alone):
     session, _ = alone
     with pytest.raises(ModelDiffersError, match="model does not fit the swarm"):
-        swarm.join(session.link, state=torch.nn.Linear(3, 1), place=HERE)
+        shoal.join(session.link, state=torch.nn.Linear(3, 1), network=HERE)
 
 
 def test_what_is_averaged_is_what_requires_a_gradient_or_the_list_as_given():
@@ -238,19 +238,19 @@ def test_what_is_averaged_is_what_requires_a_gradient_or_the_list_as_given():
 )
 def test_settings_that_cannot_be_used_are_named_before_anything_starts(settings, sentence):
     with pytest.raises(SessionError, match=sentence):
-        swarm.create(state=model(0), place=HERE, **settings)
+        shoal.create(state=model(0), network=HERE, **settings)
 
 
 def test_a_name_is_checked_before_anything_starts():
     for name in ("x" * 65, "a\nb"):
         with pytest.raises(SessionError, match="at most 64 printable characters"):
-            swarm.create(state=model(0), node=name)
+            shoal.create(state=model(0), node=name)
 
 
 def test_fragments_by_layer_want_the_module():
     module = model(0)
     with (
-        swarm.create(state=list(module.parameters()), method="streaming", every=8, fragments=2, place=HERE) as s,
+        shoal.create(state=list(module.parameters()), method="streaming", every=8, fragments=2, network=HERE) as s,
         pytest.raises(SessionError, match="hand in the module as state"),
     ):
         StreamingDiLoCo(sgd(module), s.exchange(), every=8, fragments=2)
@@ -258,8 +258,8 @@ def test_fragments_by_layer_want_the_module():
 
 def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path):
     with pytest.raises(LinkError, match="shoal up"):
-        swarm.join("http://example.org", state=model(0))
-    with swarm.create(state=model(0), identity=tmp_path / "key", place=HERE) as s:
+        shoal.join("http://example.org", state=model(0))
+    with shoal.create(state=model(0), identity=tmp_path / "key", network=HERE) as s:
         assert s.status()["peer"] == Identity.load(tmp_path / "key").peer_id
     with pytest.raises(AttributeError, match="no attribute 'leave'"):
-        _ = swarm.leave
+        _ = shoal.leave

@@ -9,8 +9,8 @@ from shoal.swarm.access.invitation import admission as shown
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht_record import MAX_RECORD, bits_of, make_record, open_record
 from shoal.swarm.wire.envelope import ENVELOPE
-from shoal.swarm.wire.fields import BLAMED, FAILURES, MAX_COUNT
-from shoal.swarm.wire.member import MAX_MISSING, SKETCH, Member, pack, seal, unpack, unseal
+from shoal.swarm.wire.fields import BLAMED, FAILURES, MAX_COUNT, SKETCH
+from shoal.swarm.wire.member import MAX_MISSING, Member, pack, seal, unpack, unseal
 from shoal.swarm.wire.seed import TOLD, SeedReply, SeedRequest
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

@@ -211,9 +211,7 @@ def test_random_bytes(data):
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
 anything = st.recursive(
     scalars | st.text(max_size=9) | st.binary(max_size=40),
-    lambda inner: (
-        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9) | st.integers(0, 9), inner, max_size=5)
-    ),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9) | st.integers(0, 9), inner, max_size=5),
     max_leaves=20,
 )
 

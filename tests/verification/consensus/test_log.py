@@ -11,7 +11,7 @@ from stories import Story, claim_of, digest, electorates
 import shoal.verification.consensus.log as module
 from shoal.verification.consensus.log import Log, decode_log, encode
 from shoal.verification.consensus.records import Signed
-from shoal.verification.consensus.reputation import Prices, Standing, Table, reckon
+from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.simulation.peers import Peer, toy_signer
 from shoal.verification.simulation.run import Swarm, World
@@ -127,5 +127,7 @@ def test_records_of_a_log_are_learnt_once_and_make_no_duties():
     assert late.learn(log) == len(log.records)
     assert not any(late.consensus.duties(peer.name) for peer in found.peers)
     assert late.consensus.counts == {}
-    again = reckon(late.consensus.ledger, {e.round: e for e in log.electorates}, late.rules, Prices(), other.table.round)
+    again = compute_scores(
+        late.consensus.ledger, {e.round: e for e in log.electorates}, late.rules, ScoreRules(), other.table.round
+    )
     assert again.standings == other.table.standings

@@ -11,7 +11,7 @@ from shoal.verification.consensus.protocol import REASONS, Consensus
 from shoal.verification.consensus.records import Claim, Dispute, Entry, Opening, Reveal, Signed, Verdict
 from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.consensus.types import Limits, Refused
-from shoal.verification.consensus.voter import Checked, Member
+from shoal.verification.consensus.voter import Checked, Voter
 from shoal.verification.simulation.peers import toy_signer, toy_verify
 
 PEERS = tuple(f"p{number:02}" for number in range(16))
@@ -329,7 +329,7 @@ class Silent:
 
 def member(scene, peer, check):
     board = Silent()
-    return Member(peer, scene.consensus, board.publish, toy_signer(peer), check, lambda: digest("salt", peer)), board
+    return Voter(peer, scene.consensus, board.publish, toy_signer(peer), check, lambda: digest("salt", peer)), board
 
 
 def test_a_member_commits_reveals_and_states():

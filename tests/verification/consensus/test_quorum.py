@@ -9,9 +9,9 @@ from stories import RULES, Story, claim_of, digest
 
 from shoal.verification.consensus.electorate import electorate, root, void
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.quorum import Agreement
+from shoal.verification.consensus.quorum import ViewQuorum
 from shoal.verification.consensus.records import Entry, View
-from shoal.verification.consensus.reputation import Prices, Standing, Table, reckon
+from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import first_draws
 from shoal.verification.consensus.sortition import Electorate
 
@@ -28,7 +28,7 @@ def view(peer, number, table=0, round=7):
 
 
 def stated(numbers, own=0, voters=PEERS, tables=None):
-    agreement = Agreement(7)
+    agreement = ViewQuorum(7)
     for at, number in enumerate(numbers):
         agreement.take(view(PEERS[at], number, (tables or [0] * len(numbers))[at]))
     agreement.propose(view(PEERS[0], own, (tables or [0])[0]), one(own), voters)
@@ -93,7 +93,7 @@ def test_the_table_of_a_minority_is_not_asked_for():
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(0, 3))
 def test_what_counts_is_the_same_for_all_and_stated_by_more_than_a_third(numbers, own):
-    agreement, other = stated(numbers, own=numbers[0]), Agreement(7)
+    agreement, other = stated(numbers, own=numbers[0]), ViewQuorum(7)
     for at in reversed(range(9)):
         other.take(view(PEERS[at], numbers[at]))
     other.propose(view(PEERS[8], numbers[8]), one(numbers[8]), PEERS)
@@ -165,18 +165,18 @@ EVENT = st.tuples(st.integers(4, 23), st.sampled_from(MANY), st.tuples(BEHAVIOUR
 @settings(deadline=None, max_examples=40)
 @given(st.lists(EVENT, max_size=14), st.lists(st.integers(0, 26), min_size=1, max_size=3), st.sampled_from([1, 3, 64]))
 def test_reckoning_with_pruning_equals_reckoning_without(events, cuts, ban):
-    story, prices = Story(MANY), Prices(ban=ban)
+    story, prices = Story(MANY), ScoreRules(ban=ban)
     for slot, (round, peer, behaviours) in enumerate(events):
         claim = story.claim(peer, round, slot, behaviours)
         if slot % 3 == 0:
             story.dispute(MANY[-1], claim, "valid", round=round + 2)
     whole, ledger, base = Ledger(story.records), Ledger(story.records), EMPTY
     for cut in sorted(cuts):
-        base = reckon(ledger, story.electorates, story.rules, prices, cut, base).base()
+        base = compute_scores(ledger, story.electorates, story.rules, prices, cut, base).base()
         ledger = ledger.newer(cut + 1, RULES.life)
     for round in range(max(cuts), 32):
-        pruned = reckon(ledger, story.electorates, story.rules, prices, round, base)
-        full = reckon(whole, story.electorates, story.rules, prices, round)
+        pruned = compute_scores(ledger, story.electorates, story.rules, prices, round, base)
+        full = compute_scores(whole, story.electorates, story.rules, prices, round)
         assert pruned.standings == full.standings
         assert pruned.digest == full.digest
         assert pruned.rulings == {key: ruling for key, ruling in full.rulings.items() if ruling.claim.round > max(cuts)}

@@ -10,7 +10,7 @@ from stories import BEHAVIOURS, Story
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.odds import lazy_pay
 from shoal.verification.consensus.records import Verdict
-from shoal.verification.consensus.reputation import Prices, reckon
+from shoal.verification.consensus.reputation import ScoreRules, compute_scores
 from shoal.verification.consensus.rulings import quorum
 from shoal.verification.consensus.sortition import SETTLED
 
@@ -18,11 +18,11 @@ PEERS = tuple(f"p{number:02}" for number in range(12))
 ROUNDS = range(4, 24)
 BEHAVIOUR = st.sampled_from(BEHAVIOURS)
 EVENT = st.tuples(st.sampled_from(ROUNDS), st.sampled_from(PEERS), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR))
-PRICES = Prices()
+PRICES = ScoreRules()
 
 
 def table(story, round=30, prices=PRICES):
-    return reckon(Ledger(story.records), story.electorates, story.rules, prices, round)
+    return compute_scores(Ledger(story.records), story.electorates, story.rules, prices, round)
 
 
 def told(events):
@@ -102,7 +102,7 @@ def test_a_ban_ends_and_the_next_is_longer():
     story = Story(PEERS)
     for round in (5, 6, 20, 21):
         story.claim(PEERS[0], round, 0, ("invalid",) * 3)
-    prices = Prices(ban=8, longest=12)
+    prices = ScoreRules(ban=8, longest=12)
     assert not table(story, 5, prices).is_banned(PEERS[0])
     assert table(story, 6, prices).banned_until(PEERS[0]) == 14
     assert table(story, 13, prices).is_banned(PEERS[0])
@@ -183,4 +183,4 @@ def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
 )  # fmt: skip
 def test_prices_under_which_cheating_would_pay_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
-        Prices(**wrong)
+        ScoreRules(**wrong)

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.verification.consensus.planted_claims import BEHIND
 from shoal.verification.consensus.records import Claim, Signed
-from shoal.verification.consensus.reputation import reckon
+from shoal.verification.consensus.reputation import compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED
 from shoal.verification.simulation.peers import digest, is_right, toy_signer
@@ -55,7 +55,7 @@ def test_a_liar_and_a_copier_are_banned_within_thirty_claims_and_no_honest_peer_
     # The same records, though they came at other times and in another order; and the pruned past counts as it was.
     for peer in swarm.peers:
         known = peer.participant
-        again = reckon(
+        again = compute_scores(
             known.consensus.ledger, known.consensus.electorates, swarm.world.rules, swarm.world.prices, table.round, known.base
         )
         assert again.standings == table.standings

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.node.verify.audit.network import SwarmNetwork
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.counters import Tally
+from shoal.swarm.p2p.counters import Counters
 from tests.swarm.conftest import SWARM, Network
 
 
@@ -15,7 +15,7 @@ class Gossip:
     """Of all nodes in ``everyone``; a topic of itself."""
 
     def __init__(self, everyone, identity):
-        self.everyone, self.identity, self.swarm, self.tally = everyone, identity, SWARM, Tally()
+        self.everyone, self.identity, self.swarm, self.tally = everyone, identity, SWARM, Counters()
         everyone.append(self)
 
     def join(self, kind, handler, quota, inbox):

@@ -19,7 +19,7 @@ from shoal.node.verify.training.checker import TrainingChecker
 from shoal.node.verify.training.material import Stretch, TrainingMaterial, TrainingTerms, projection_seed
 from shoal.node.verify.training.replica import MODEL, Replica
 from shoal.optim import Alone
-from shoal.swarm.manifest.manifest import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.verification.calibration.calibration import Calibration, Pair
 from shoal.verification.fingerprints import WeightProjection

@@ -6,7 +6,7 @@ from shoal.node.verify.training.audit import prove
 from shoal.node.verify.training.calibrate import stretches
 from shoal.node.verify.training.checker import TrainingChecker
 from shoal.node.verify.training.material import TrainingTerms
-from shoal.swarm.manifest.manifest import TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.verification.calibration.calibration import Calibration, Pair
 from shoal.verification.consensus.voter import Checked
 from shoal.verification.fingerprints import Evidence, WeightProjection

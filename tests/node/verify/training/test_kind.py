@@ -22,7 +22,8 @@ from shoal.node.verify.training.material import TrainingMaterial
 from shoal.node.verify.training.terms import check_stretch_terms, make_stretch_terms, training_terms
 from shoal.optim import Alone
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, OuterSettings
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.wire.envelope import unpack
 from tests.node.verify.board import ROUND_S, SWARM, TICKS, Board, Net
 

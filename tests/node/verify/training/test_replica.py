@@ -10,7 +10,7 @@ from shoal.node.verify.training.calibrate import stretches
 from shoal.node.verify.training.checker import TrainingChecker
 from shoal.node.verify.training.material import TrainingTerms
 from shoal.node.verify.training.replica import NotAsClaimed, Replica, before, moving, numbers_of
-from shoal.swarm.manifest.manifest import TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.verification.calibration.calibration import Calibration
 
 SHARD = Shard(1, 2, 3)

@@ -12,11 +12,11 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import contribution
 from shoal.swarm.exchange.group import allreduce as group_allreduce
 from shoal.swarm.exchange.group import commit as group_verdict
-from shoal.swarm.exchange.group.allgather import Gathering
-from shoal.swarm.exchange.group.commit import Verdict
-from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, Decisions
+from shoal.swarm.exchange.group.allgather import AllGather
+from shoal.swarm.exchange.group.commit import GroupCommit
+from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
-from shoal.swarm.exchange.group.roster import enlist, ready_message
+from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import seal, unpack, unseal
@@ -57,7 +57,7 @@ def freeze(monkeypatch, frozen):
 @pytest.fixture
 def attempts(monkeypatch):
     """Every attempt of a leader: the way, how many took part, and whether a mean was decided on."""
-    made, attempt = [], Verdict._attempt
+    made, attempt = [], GroupCommit._attempt
 
     async def noted(verdict, reduction, until):
         came = len(verdict._seats)
@@ -65,7 +65,7 @@ def attempts(monkeypatch):
         made.append((reduction, came, decided))
         return decided
 
-    monkeypatch.setattr(Verdict, "_attempt", noted)
+    monkeypatch.setattr(GroupCommit, "_attempt", noted)
     return made
 
 
@@ -121,7 +121,7 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
     peers = school.ranked(school.peers(5, chunk_timeout=1.0))
     victim, frozen = peers[-1], []
     freeze(monkeypatch, frozen)
-    received, swap = group_allreduce._Runner._received, Gathering._swap
+    received, swap = group_allreduce._Runner._received, AllGather._swap
 
     def end(me):
         if me == victim.id:
@@ -136,7 +136,7 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
         await swap(gathering, stream)
 
     monkeypatch.setattr(group_allreduce._Runner, "_received", at_part)
-    monkeypatch.setattr(Gathering, "_swap", at_swap)
+    monkeypatch.setattr(AllGather, "_swap", at_swap)
     handles = start(peers, codec)
     mean = check_same(handles, dead={4})
     if len(mean.members) == 4:
@@ -149,14 +149,14 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
 @WAYS
 def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(school, monkeypatch, codec):
     leader, *others = peers = school.ranked(school.peers(4))
-    reports = Verdict._reports
+    reports = GroupCommit._reports
 
     async def dying(verdict, *args):
         await reports(verdict, *args)
         kill(leader)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Verdict, "_reports", dying)
+    monkeypatch.setattr(GroupCommit, "_reports", dying)
     handles = start(peers, codec)
     assert [handle.result(20.0) for handle in handles[1:]] == [None] * 3
     assert all(handle._future.done() and not handle._future.cancelled() for handle in handles[1:])
@@ -165,14 +165,14 @@ def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(scho
 
 def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school, monkeypatch):
     leader, *_ = peers = school.ranked(school.peers(4, chunk_timeout=0.5))
-    frozen, reports = [], Verdict._reports
+    frozen, reports = [], GroupCommit._reports
     freeze(monkeypatch, frozen)
 
     async def stopping(verdict, *args):
         frozen.extend(leader.host.streams)
         await reports(verdict, *args)
 
-    monkeypatch.setattr(Verdict, "_reports", stopping)
+    monkeypatch.setattr(GroupCommit, "_reports", stopping)
     handles = start(peers, FLOAT32)
     assert [handle.result(20.0) for handle in handles[1:]] == [None] * 3
     assert all(handle._future.done() and not handle._future.cancelled() for handle in handles[1:])
@@ -181,7 +181,7 @@ def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school,
 @WAYS
 def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(school, monkeypatch, codec):
     leader, heard, *_ = peers = school.ranked(school.peers(4))
-    tell, told = Verdict._tell, asyncio.Event()
+    tell, told = GroupCommit._tell, asyncio.Event()
 
     async def telling(verdict, seat, message):
         if not isinstance(message, GroupReply):
@@ -198,13 +198,13 @@ def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(sch
         while not heard.exchange._groups._decisions._sealed:
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(Verdict, "_tell", telling)
+    monkeypatch.setattr(GroupCommit, "_tell", telling)
     assert len(check_same(start(peers, codec), dead={0}).members) == 4
 
 
 def test_a_member_whose_line_broke_asks_the_leader(school, monkeypatch, network):
     leader, unlucky, *_ = peers = school.ranked(school.peers(3))
-    tell = Verdict._tell
+    tell = GroupCommit._tell
 
     async def losing(verdict, seat, message):
         if isinstance(message, GroupReply) and seat.line.peer == unlucky.id:
@@ -212,7 +212,7 @@ def test_a_member_whose_line_broke_asks_the_leader(school, monkeypatch, network)
         else:
             await tell(verdict, seat, message)
 
-    monkeypatch.setattr(Verdict, "_tell", losing)
+    monkeypatch.setattr(GroupCommit, "_tell", losing)
     assert len(check_same(start(peers, FLOAT32)).members) == 3
     assert (unlucky.id, leader.id, DECISION_PROTOCOL) in network.opened
 
@@ -248,7 +248,7 @@ def test_a_payload_that_does_not_match_its_digest_is_left_out(school, monkeypatc
 def test_two_members_that_cannot_reach_each_other_do_not_both_take_part(school, monkeypatch):
     peers = school.peers(4, gather=True)
     apart = {peer.id for peer in peers[:2]}
-    swap = Gathering._swap
+    swap = AllGather._swap
 
     async def cut(gathering, stream):
         if {gathering._me, stream.peer_id} == apart:
@@ -256,7 +256,7 @@ def test_two_members_that_cannot_reach_each_other_do_not_both_take_part(school, 
         else:
             await swap(gathering, stream)
 
-    monkeypatch.setattr(Gathering, "_swap", cut)
+    monkeypatch.setattr(AllGather, "_swap", cut)
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert [mean is None for mean in means].count(True) == 1
     assert (means[0] is None) != (means[1] is None)
@@ -284,14 +284,14 @@ def reseal(listed, change, identity=None):
 )
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
-    monkeypatch.setattr(group_verdict, "enlist", lambda listed: enlist(forge(list(listed))))
+    monkeypatch.setattr(group_verdict, "encode_roster", lambda listed: encode_roster(forge(list(listed))))
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert means == [None] * 3
 
 
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0, gather=True)
-    monkeypatch.setattr(group_verdict, "enlist", lambda listed: enlist(reseal(listed, {"weight": 9.0})))
+    monkeypatch.setattr(group_verdict, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
     means = {peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)}
     assert means[min(means)] is None  # whose place was taken
     for mean in means.values():
@@ -299,13 +299,13 @@ def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
 
 
 def test_a_forged_decision_is_not_believed(school, monkeypatch):
-    settle = Decisions.settle
+    settle = DecisionLog.settle
 
     def forging(decisions, nonce, mean):
         decisions._identity = Identity.ephemeral()
         return settle(decisions, nonce, mean)
 
-    monkeypatch.setattr(Decisions, "settle", forging)
+    monkeypatch.setattr(DecisionLog, "settle", forging)
     assert [handle.result() for handle in start(school.peers(3), FLOAT32)] == [None] * 3
 
 
@@ -328,7 +328,7 @@ def test_strangers_get_no_payload(school, monkeypatch):
     stranger = school.peers(1)[0]
     for peer in peers:
         peer.sees = [other.id for other in peers]
-    refused, run = [], Gathering.run
+    refused, run = [], AllGather.run
 
     async def running(gathering):
         stream = await stranger.exchange._groups._streams.open(gathering._me, gathering.group.nonce)
@@ -337,20 +337,20 @@ def test_strangers_get_no_payload(school, monkeypatch):
         refused.append(gathering._me)
         await run(gathering)
 
-    monkeypatch.setattr(Gathering, "run", running)
+    monkeypatch.setattr(AllGather, "run", running)
     check_same(start(peers, FLOAT32))
     assert sorted(refused) == sorted(peer.id for peer in peers)
 
 
 def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
     peers = school.peers(3)
-    handles, settle = [], Decisions.settle
+    handles, settle = [], DecisionLog.settle
 
     def closing(decisions, nonce, mean):
         handles[0]._decision.closed = True
         return settle(decisions, nonce, mean)
 
-    monkeypatch.setattr(Decisions, "settle", closing)
+    monkeypatch.setattr(DecisionLog, "settle", closing)
     handles.extend(start(peers, FLOAT32))
     assert handles[0].result() is None
     assert check_same(handles, dead={0}).tensors[0][0, 0].item() == 1.0

@@ -312,6 +312,4 @@ def test_mistakes_of_the_caller(school, network):
         peer.exchange.start(RoundKey("another", 0), [])
     for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}, {"quorum": -1}, {"grace": float("nan")}):
         with pytest.raises(ValueError, match="must be"):
-            GroupExchange(
-                peer.host, peer.host.identity, swarm="a" * 52, model="0" * 64, seed=0, members=peer.members, **wrong
-            )
+            GroupExchange(peer.host, peer.host.identity, swarm="a" * 52, model="0" * 64, seed=0, members=peer.members, **wrong)

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.exchange.pairing import common
-from shoal.swarm.exchange.group.partition import deal
-from shoal.swarm.exchange.group.rounds import Rounds
+from shoal.swarm.exchange.group.leader import partition_into_groups
+from shoal.swarm.exchange.group.rounds import RoundTracker
 
 
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=40), st.integers(2, 9), st.integers(0, 5), st.integers(0, 99))
 def test_everybody_is_dealt_into_one_group_of_nearly_equal_size(peers, largest, seed, round):
-    groups = deal(seed, round, peers, largest)
+    groups = partition_into_groups(seed, round, peers, largest)
     assert sorted(itertools.chain(*groups)) == sorted(peers)
     sizes = [len(group) for group in groups]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 2
     assert max(sizes) <= largest + (largest == 2 and len(peers) % 2)
-    assert groups == deal(seed, round, sorted(peers, reverse=True), largest)
+    assert groups == partition_into_groups(seed, round, sorted(peers, reverse=True), largest)
 
 
 def test_a_largest_group_of_one_is_a_mistake():
     with pytest.raises(ValueError, match="at least two"):
-        deal(0, 0, "ab", 1)
+        partition_into_groups(0, 0, "ab", 1)
 
 
 @given(st.integers(2, 7).flatmap(lambda n: st.dictionaries(st.integers(0, n - 1), st.integers(0, 2**n - 1), max_size=n)))
@@ -62,7 +62,7 @@ def test_what_is_decided(held, expected):
 
 
 def test_a_latecomer_is_sent_to_the_next_round_of_its_fragment():
-    rounds = Rounds(3)
+    rounds = RoundTracker(3)
     rounds.begin(4, 1)
     assert rounds.instead(4, 1) is None
     assert rounds.instead(1, 1) == 4
@@ -75,13 +75,13 @@ def test_a_latecomer_is_sent_to_the_next_round_of_its_fragment():
 
 
 def test_a_node_that_joined_tells_of_no_round_before_its_first():
-    rounds = Rounds(2)
+    rounds = RoundTracker(2)
     rounds.next_round = 5
     assert [rounds.instead(round, 0) for round in (1, 4, 5, 6)] == [5, 6, None, None]
 
 
 def test_what_a_node_leads_says_nothing_of_its_own_rounds():
-    rounds = Rounds(1)
+    rounds = RoundTracker(1)
     rounds.formed(10**6, 0)
     assert rounds.instead(10**6, 0) == 10**6 + 1
     assert rounds.instead(3, 0) is None
@@ -89,5 +89,5 @@ def test_what_a_node_leads_says_nothing_of_its_own_rounds():
 
 @given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, limit):
-    moved = Rounds(fragments).within(wanted, mine, limit)
+    moved = RoundTracker(fragments).within(wanted, mine, limit)
     assert moved == mine or (mine < moved <= min(wanted, limit) and (wanted - moved) % fragments == 0)

@@ -10,9 +10,10 @@ import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import mate
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
-from shoal.swarm.wire.member import ENVELOPE, Answer, Offer, pack, seal, unseal
+from shoal.swarm.wire.member import ENVELOPE, pack, seal, unseal
+from shoal.swarm.wire.pair import Answer, Offer
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5
@@ -29,7 +30,7 @@ class Peer:
         self.gone = {}
         self.rounds = {}
         self.model = model
-        self.exchange = SwarmExchange(
+        self.exchange = PairExchange(
             self.host, self.host.identity, swarm=swarm, model=model, seed=SEED, members=self.members,
             departed=lambda: self.gone, look=self.look, wait=wait, chunk_timeout=0.5, exchange_timeout=5.0,
         )  # fmt: skip
@@ -87,9 +88,7 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
         thread.start()
     for thread in threads:
         thread.join(60)
-    expected = {
-        (peer, round): tuple(sorted((peer, mate(SEED, round, peer, ids)))) for peer in ids for round in range(30)
-    }
+    expected = {(peer, round): tuple(sorted((peer, mate(SEED, round, peer, ids)))) for peer in ids for round in range(30)}
     assert met == expected
 
 
@@ -184,9 +183,7 @@ def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
     a, b, c, d = peers = [Peer(network) for _ in range(4)]
     ids = [peer.id for peer in peers]
     three = [b.id, c.id, d.id]
-    round = next(
-        r for r in range(1000) if mate(SEED, r, a.id, ids) == b.id and mate(SEED, r, c.id, three) != d.id
-    )
+    round = next(r for r in range(1000) if mate(SEED, r, a.id, ids) == b.id and mate(SEED, r, c.id, three) != d.id)
     a.host.die()
     for peer in (c, d):
         peer.sees, peer.gone = three, {a.id: network.member(a.id, round + 1)}

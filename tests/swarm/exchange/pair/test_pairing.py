@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.exchange.pairing import mate
-from shoal.swarm.exchange.pair.pairing import Mates
+from shoal.swarm.exchange.pair.pairing import PairSelector
 
 SEED, MODEL = 3, "0" * 64
 
@@ -25,7 +25,7 @@ def directory(count):
 
 
 def mates(me, here):
-    return Mates(me, SEED, MODEL, lambda: here)
+    return PairSelector(me, SEED, MODEL, lambda: here)
 
 
 @given(st.integers(2, 12), st.integers(0, 50), st.data())

@@ -12,10 +12,11 @@ import torch
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.pair import transfer
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.wire.member import Commit, OutcomeReply, OutcomeRequest, Ready, pack, unpack
+from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.pair import Commit, OutcomeReply, OutcomeRequest, Ready
 
 SWARM, MODEL = "a" * 52, "0" * 64
 CHUNK_TIMEOUT = 0.5
@@ -29,7 +30,7 @@ class Pair:
         self.hosts = [network.host(), network.host()]
         members = {host.peer_id: network.member(host.peer_id) for host in self.hosts}
         self.exchanges = [
-            SwarmExchange(
+            PairExchange(
                 host, host.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=3.0,
                 chunk_timeout=CHUNK_TIMEOUT, exchange_timeout=5.0,
             )
@@ -122,21 +123,21 @@ def test_if_ready_is_lost_neither_commits(pair, monkeypatch):
 
 def test_a_callee_that_cannot_ask_keeps_its_own_contribution(pair, monkeypatch):
     lose(monkeypatch, Commit)
-    tell = transfer.Transfers._tell
+    tell = transfer.PairTransfer._tell
 
     async def last_words(transfers, stream, message):
         if isinstance(message, Commit):
             pair.hosts[0].dead = True
         await tell(transfers, stream, message)
 
-    monkeypatch.setattr(transfer.Transfers, "_tell", last_words)
+    monkeypatch.setattr(transfer.PairTransfer, "_tell", last_words)
     assert pair.run() == [(2.0, -2.0), None]
 
 
 def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair, monkeypatch):
     """READY is on its way for longer than the callee waits: the answer to its question decides."""
-    hear, asked = transfer.Transfers._hear, threading.Event()
-    answer = transfer.Transfers._answer_outcome
+    hear, asked = transfer.PairTransfer._hear, threading.Event()
+    answer = transfer.PairTransfer._answer_outcome
 
     async def late(transfers, stream, *types):
         reply = await hear(transfers, stream, *types)
@@ -149,7 +150,7 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair
         asked.set()
         transfers.test_asked.set()
 
-    monkeypatch.setattr(transfer.Transfers, "_hear", late)
+    monkeypatch.setattr(transfer.PairTransfer, "_hear", late)
     transfers = pair.exchanges[0]._rendezvous._transfers
     transfers.test_asked = asyncio.Event()
     pair.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
@@ -192,7 +193,7 @@ def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(pair, 
 
 def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatch):
     """Time is up while READY is awaited: what comes later changes nothing, and the partner goes on alone too."""
-    decide = transfer.Transfers._decide
+    decide = transfer.PairTransfer._decide
     entered, leave = threading.Event(), []
 
     async def slowly(transfers, stream, offer, received, decision):
@@ -202,7 +203,7 @@ def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatc
         await event.wait()
         await decide(transfers, stream, offer, received, decision)
 
-    monkeypatch.setattr(transfer.Transfers, "_decide", slowly)
+    monkeypatch.setattr(transfer.PairTransfer, "_decide", slowly)
     first, second = pair.begin()
     assert entered.wait(5)
     pair.exchanges[0].hurry(0.0)
@@ -243,7 +244,7 @@ class OnSwarm:
         results = [None] * len(peers)
 
         def work(number):
-            exchange = SwarmExchange(
+            exchange = PairExchange(
                 hosts[number], hosts[number].identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=2.0
             )
             ready.wait()

@@ -1,20 +1,20 @@
-"""Which exchange a node takes: pairs, or everyone."""
+"""The exchange that the settings of a manifest ask for."""
 
 from __future__ import annotations
 
 from shoal.optim import method_named
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import SwarmExchange
-from shoal.swarm.exchange.robust import Watch
-from shoal.swarm.manifest.manifest import OuterSettings
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.robust import UpdateScreen
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.membership import Membership
 
 
-def make_watch(outer: OuterSettings) -> Watch:
+def make_screen(outer: OuterSettings) -> UpdateScreen:
     """How a node defends itself against what others send."""
     method = method_named(outer.method)
     # Methods with one partner divide whole weights by what the peer counts.
-    return Watch(
+    return UpdateScreen(
         robust=outer.robust,
         suspect=outer.suspect,
         times=outer.radius,
@@ -24,8 +24,8 @@ def make_watch(outer: OuterSettings) -> Watch:
 
 
 def make_exchange(
-    membership: Membership, outer: OuterSettings, watch: Watch, *, seed: int, model: str, fragments: int = 1
-) -> SwarmExchange | GroupExchange:
+    membership: Membership, outer: OuterSettings, watch: UpdateScreen, *, seed: int, model: str, fragments: int = 1
+) -> PairExchange | GroupExchange:
     """The exchange of the swarm's method, which asks ``watch`` what to refuse. ``fragments``: that its optimizer sends in turn."""
     if method_named(outer.method).group == "everyone":
         return GroupExchange(
@@ -48,7 +48,7 @@ def make_exchange(
             exchange_timeout=outer.exchange_timeout_s,
             defence=watch,
         )
-    return SwarmExchange(
+    return PairExchange(
         membership.host,
         membership.identity,
         swarm=membership.swarm,
