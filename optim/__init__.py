@@ -16,7 +16,7 @@ from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
 from shoal.optim.exchange.distributed import Distributed
-from shoal.optim.exchange.pairing import candidates, groups, mate, order
+from shoal.optim.exchange.pairing import candidates, groups, order, partner_of
 from shoal.optim.exchange.simulation import Faults, Simulation
 from shoal.optim.methods.factories import (
     CO2,
@@ -111,11 +111,11 @@ __all__ = [
     "equal",
     "float_buffers",
     "groups",
-    "mate",
     "method_named",
     "methods_with",
     "migrate_state",
     "order",
+    "partner_of",
     "rda",
     "strided",
     "weighted_mean",

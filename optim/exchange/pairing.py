@@ -30,7 +30,7 @@ def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[t
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
 
 
-def mate(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
+def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
     """My partner of the round, or None when I am the odd one out."""
     ordered = order(seed, round, {*peers, me})
     return _beside(ordered, ordered.index(me))
@@ -43,7 +43,7 @@ def _beside(ordered: list[str], here: int) -> str | None:
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
-    """My mate first, then every other peer in the order of the round, starting behind me and wrapping around."""
+    """My partner first, then every other peer in the order of the round, starting behind me and wrapping around."""
     ordered = order(seed, round, {*peers, me})
     here = ordered.index(me)
     behind = ordered[here + 1 :] + ordered[:here]

@@ -23,7 +23,7 @@ import psutil
 import script
 import torch.distributed as dist
 
-from shoal.optim import Faults, Simulation, mate
+from shoal.optim import Faults, Simulation, partner_of
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -212,7 +212,7 @@ class OnSwarm:
     def suits(self, seed, ids):
         """Of three, the last has a partner in round 1, and the others are partners from round 4 on."""
         partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
-        return all(mate(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
+        return all(partner_of(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
 
     def exchange(self, host, identity, **options):
         return PairExchange(host, identity, **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shoal.optim.exchange.pairing import candidates, groups, mate
+from shoal.optim.exchange.pairing import candidates, groups, partner_of
 from shoal.swarm.wire.member import Member
 
 
@@ -33,7 +33,7 @@ class PairSelector:
     def of(self, round: int) -> tuple[str | None, list[str]]:
         """The mate of ``round``, or None for the odd one out, and whom to call, in order: the mate first, unless it is dead."""
         here, peers = self._members(), self._in(round)
-        partner = mate(self._seed, round, self._me, peers)
+        partner = partner_of(self._seed, round, self._me, peers)
         others = self.left_over(round)
         order = [p for p in candidates(self._seed, round, self._me, peers) if p in here]
         return partner, order if others is None else [p for p in order if p in others]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim import candidates, groups, mate, order, weighted_mean
+from shoal.optim import candidates, groups, order, partner_of, weighted_mean
 
 PEERS = st.lists(st.text(max_size=8), unique=True, min_size=1, max_size=12)
 SEEDS = st.integers(0, 2**63)
@@ -20,12 +20,12 @@ def test_both_sides_name_each_other_whatever_order_they_see(seed, round, peers, 
     other_order = random.sample(peers, len(peers))
     alone = 0
     for me in peers:
-        partner = mate(seed, round, me, [peer for peer in other_order if peer != me])
+        partner = partner_of(seed, round, me, [peer for peer in other_order if peer != me])
         if partner is None:
             alone += 1
         else:
             assert partner != me
-            assert mate(seed, round, partner, peers) == me
+            assert partner_of(seed, round, partner, peers) == me
     assert alone == len(peers) % 2
 
 
@@ -45,7 +45,7 @@ def test_candidates_are_everyone_else_mate_first_then_onwards_from_me(seed, roun
     for here, me in enumerate(ordered):
         found = candidates(seed, round, me, peers)
         assert sorted([*found, me]) == sorted(peers)
-        partner = mate(seed, round, me, peers)
+        partner = partner_of(seed, round, me, peers)
         onwards = [peer for peer in ordered[here + 1 :] + ordered[:here] if peer != partner]
         assert found == ([] if partner is None else [partner]) + onwards
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.optim import RoundKey
-from shoal.optim.exchange.pairing import mate
+from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -60,7 +60,7 @@ def test_the_others_pair_as_if_the_banned_one_were_not_there(network):
         met = {peer.id: handles[peer.id].result() for peer in peers}
         ids = [peer.id for peer in good]
         for peer in good:
-            partner = mate(0, round, peer.id, ids)
+            partner = partner_of(0, round, peer.id, ids)
             expected = None if partner is None else tuple(sorted((peer.id, partner)))
             assert (met[peer.id] and met[peer.id].members) == expected
         assert met[bad.id] is None
@@ -70,7 +70,7 @@ def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, sch
     a, b, bad = (Pairing(network, wait=10.0) for _ in range(3))
     a.banned.add(bad.id)
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
-    round = next(round for round in range(1000) if mate(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
+    round = next(round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
     listener = a.start(round)
     school.until(lambda: getattr(a.exchange._rendezvous._meeting, "listening", False))  # None: not begun yet
     caller = bad.start(round)

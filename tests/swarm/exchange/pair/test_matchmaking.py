@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
-from shoal.optim.exchange.pairing import mate
+from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
 from shoal.swarm.wire.member import ENVELOPE, pack, seal, unseal
@@ -60,7 +60,7 @@ def until(condition, seconds=5.0):
 def a_round(ids, wanted):
     """A round in which the mates are as wanted: pairs of peers."""
     for round in range(1000):
-        if all(mate(SEED, round, a, ids) == b for a, b in wanted):
+        if all(partner_of(SEED, round, a, ids) == b for a, b in wanted):
             return round
     raise AssertionError
 
@@ -88,7 +88,7 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
         thread.start()
     for thread in threads:
         thread.join(60)
-    expected = {(peer, round): tuple(sorted((peer, mate(SEED, round, peer, ids)))) for peer in ids for round in range(30)}
+    expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in range(30)}
     assert met == expected
 
 
@@ -104,7 +104,7 @@ def test_a_partner_that_is_late_is_waited_for(network):
 def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
     peers = a, b, c, d = [Peer(network, wait=5.0) for _ in range(4)]
     ids = [peer.id for peer in peers]
-    first = next(r for r in range(1000) if mate(SEED, r, a.id, ids) == c.id and mate(SEED, r + 1, a.id, ids) == b.id)
+    first = next(r for r in range(1000) if partner_of(SEED, r, a.id, ids) == c.id and partner_of(SEED, r + 1, a.id, ids) == b.id)
     c.start(first)
     assert value(a.start(first).result()) == 0.0  # in that round b and d are to meet, and neither has begun it
     handle = a.start(first + 1, 1.0)
@@ -143,7 +143,7 @@ def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
 def test_the_odd_one_out_does_not_wait(network):
     peers = [Peer(network) for _ in range(3)]
     ids = [peer.id for peer in peers]
-    (odd,) = [peer for peer in peers if mate(SEED, 0, peer.id, ids) is None]
+    (odd,) = [peer for peer in peers if partner_of(SEED, 0, peer.id, ids) is None]
     handles = [peer.start(value=1.0) for peer in peers if peer is not odd]
     began = time.monotonic()
     assert odd.start().result() is None
@@ -183,7 +183,7 @@ def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
     a, b, c, d = peers = [Peer(network) for _ in range(4)]
     ids = [peer.id for peer in peers]
     three = [b.id, c.id, d.id]
-    round = next(r for r in range(1000) if mate(SEED, r, a.id, ids) == b.id and mate(SEED, r, c.id, three) != d.id)
+    round = next(r for r in range(1000) if partner_of(SEED, r, a.id, ids) == b.id and partner_of(SEED, r, c.id, three) != d.id)
     a.host.die()
     for peer in (c, d):
         peer.sees, peer.gone = three, {a.id: network.member(a.id, round + 1)}

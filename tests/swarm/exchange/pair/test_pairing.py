@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.pairing import mate
+from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.exchange.pair.pairing import PairSelector
 
 SEED, MODEL = 3, "0" * 64
@@ -36,7 +36,7 @@ def test_those_left_over_name_each_other(count, round, data):
     for me in sorted(here.keys() - dead):
         node = mates(me, here)
         assert node.left_over(round) is None
-        assert node.of(round)[0] == mate(SEED, round, me, here)
+        assert node.of(round)[0] == partner_of(SEED, round, me, here)
         for peer in dead:
             node.failed(peer)
         partner, order = node.of(round)
@@ -45,7 +45,7 @@ def test_those_left_over_name_each_other(count, round, data):
             assert partner not in order
         elif partner is not None:
             assert order[0] == partner
-    odd = {me for me in here.keys() - dead if mate(SEED, round, me, here) is None}
+    odd = {me for me in here.keys() - dead if partner_of(SEED, round, me, here) is None}
     for me, others in alone.items():
         assert others == (alone.keys() | odd) - {me}
 
