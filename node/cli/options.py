@@ -62,7 +62,7 @@ def limit_overrides(flags: dict[str, Any]) -> dict[str, Any]:
         "peers.deny": list(flags["deny"]) or None,
         "node.upload": flags["upload"],
         "node.ram": flags["ram"],
-        "shoal.node.checkpoint.disk_budget": flags["disk"],
+        "node.disk": flags["disk"],
         "swarm.invite_only": flags.get("invite_only"),
     }
 
