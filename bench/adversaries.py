@@ -107,7 +107,7 @@ def run(method: str, attack: str, defence: str, seed: int, options: argparse.Nam
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         size = 2 if chosen.group == "pair" else len(names)
-        losses = Simulation[float](names, seed=seed, size=size, wait=30.0, defences=watches).run(peer)
+        losses = Simulation[float](names, seed=seed, size=size, wait=30.0, screens=watches).run(peer)
     honest = [losses[name] for name in watches]
     loss = mean(honest) if all(math.isfinite(one) for one in honest) else None
     refused = [found.peer for watch in watches.values() for found in watch.suspicions()]

@@ -61,7 +61,7 @@ class Exchange(Protocol):
 
 
 @runtime_checkable
-class TellsAbsence(Protocol):
+class AnnouncesAbsence(Protocol):
     """An exchange in which the others would wait for a peer that has nothing to contribute, unless it says so."""
 
     def absent(self, key: RoundKey) -> None:

@@ -9,7 +9,7 @@
     opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of a peer with shard r of the others
 
 A round goes as in the swarm: find out who is there, move the bytes, count them only if everybody has them. The first and the last
-of these go through the job's store (optim/agreement.py), so somebody late is waited for without any collective in flight. The
+of these go through the job's store (optim/consensus.py), so somebody late is waited for without any collective in flight. The
 bytes go through gloo groups of our own, in main memory, whatever the training uses: they do not mix with the training's
 collectives, which may run meanwhile, and other than nccl's a failure leaves the process alive. A thread does it all.
 
@@ -63,9 +63,9 @@ class _Round:
     """An exchange in flight; also its handle."""
 
     key: RoundKey
-    seat: RoundTicket
+    ticket: RoundTicket
     offer: Offer | None
-    load: Payload | None
+    payload: Payload | None
     limit: float
     finished: threading.Event = field(default_factory=threading.Event)
     mean: Mean | None = None
@@ -78,10 +78,10 @@ class _Round:
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds, then call the round off, for all its members (and shards) or for none."""
         if not self.finished.wait(self.limit if deadline is None else min(deadline, self.limit)):
-            self.seat.closed.set()
+            self.ticket.closed.set()
             self.finished.wait(CLOSE_S)
-            with self.seat.lock:
-                voted = self.seat.voted
+            with self.ticket.lock:
+                voted = self.ticket.voted
             if voted:  # the others may count on the mean: what they decided is in the store, and near
                 self.finished.wait(self.limit)
         if self.error is not None:
@@ -127,11 +127,11 @@ class Distributed:
             store = store.clone()  # a connection of its own: whoever waits in the other one would hold us up
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
         self._peers, self._size, self._seed = [str(number) for number in range(len(ranks) // shards)], size, seed
-        self._place = ProcessCoordinates(peer, shard, shards)
+        self._process = ProcessCoordinates(peer, shard, shards)
         self._timeout, self._limit = exchange_timeout, wait + 3 * exchange_timeout
         store = PrefixStore(f"shoal/{'-'.join(map(str, ranks))}/{next(_instances[ranks])}", store)
-        self._agreement = StoreConsensus(store, self._place, wait)
-        self._wires = GlooGroups(store, self._place, exchange_timeout)
+        self._consensus = StoreConsensus(store, self._process, wait)
+        self._gloo = GlooGroups(store, self._process, exchange_timeout)
         self._uses: Counter[RoundKey] = Counter()
         self._old: deque[tuple[RoundKey, RoundTicket]] = deque()
         self._broken = False
@@ -154,7 +154,7 @@ class Distributed:
     @property
     def peer(self) -> str:
         """The own peer id."""
-        return str(self._place.peer)
+        return str(self._process.peer)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
         """Copy the tensors and return; the rest happens in the background. ValueError from the codec, or for no weight."""
@@ -162,13 +162,13 @@ class Distributed:
             raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
         shapes = [tuple(tensor.shape) for tensor in tensors]
         try:
-            payload = codec.encode(tensors)
+            encoded = codec.encode(tensors)
         except ValueError:
             self.absent(key)  # so that the others do not wait for this one
             raise
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-        what = f"{len(shapes)} tensors of shapes {digest}, {payload.numel()} bytes of {codec.name}"
-        return self._begin(key, Offer(what, float(weight)), Payload(payload, shapes, codec))
+        what = f"{len(shapes)} tensors of shapes {digest}, {encoded.numel()} bytes of {codec.name}"
+        return self._begin(key, Offer(what, float(weight)), Payload(encoded, shapes, codec))
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and tell the others, so that they do not wait."""
@@ -178,7 +178,7 @@ class Distributed:
         """End the exchanges in flight, without a mean, and tell the others not to wait any more."""
         self._closing()
 
-    def _begin(self, key: RoundKey, offer: Offer | None, load: Payload | None) -> Handle:
+    def _begin(self, key: RoundKey, offer: Offer | None, payload: Payload | None) -> Handle:
         if self._broken or not self._closing.alive:
             return NoPartner()
         expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
@@ -187,7 +187,7 @@ class Distributed:
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
         name = f"round {key.round}, fragment {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
         self._uses[key] += 1
-        round = _Round(key, RoundTicket(name, peers), offer, load, self._limit * (1 + len(self._pending)))
+        round = _Round(key, RoundTicket(name, peers), offer, payload, self._limit * (1 + len(self._pending)))
         self._pending.append(round)
         self._queue.put(round)
         return round
@@ -205,57 +205,57 @@ class Distributed:
                 )  # fmt: skip
             except BaseException as error:
                 round.error = error
-            round.load = None  # the handle may be kept for long
+            round.payload = None  # the handle may be kept for long
             self._pending.remove(round)
             round.finished.set()
         with contextlib.suppress(RuntimeError):
-            self._agreement.leave()
+            self._consensus.leave()
 
     def _meet(self, round: _Round) -> Mean | None:
-        agreement, seat = self._agreement, round.seat
+        consensus, ticket = self._consensus, round.ticket
         self._forget(round)
-        if len(seat.expected) < 2:
+        if len(ticket.expected) < 2:
             return None
-        if round.offer is None or round.load is None or seat.closed.is_set():
-            agreement.come(seat, None)
+        if round.offer is None or round.payload is None or ticket.closed.is_set():
+            consensus.arrive(ticket, None)
             return None
-        agreement.come(seat, round.offer)
-        members = agreement.members(seat)
-        if self._place.peer not in members:
+        consensus.arrive(ticket, round.offer)
+        members = consensus.members(ticket)
+        if self._process.peer not in members:
             return None
         mean: Mean | str = GIVEN_UP
         began = time.monotonic()
         try:
-            offers = agreement.offers(seat, members)
+            offers = consensus.offers(ticket, members)
             if (other := next((o.what for o in offers if o.what != round.offer.what), None)) is not None:
                 mean = f"peers sent {round.offer.what} and {other}; all must be set up alike"
             else:
                 weights = [offer.weight for offer in offers]
-                mean = self._wires.mean(seat, members, weights, round.load, lambda: agreement.over(seat))
+                mean = self._gloo.mean(ticket, members, weights, round.payload, lambda: consensus.over(ticket))
         finally:
             # The bytes end at about the same time for all, so who takes much longer to say so is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
-            counts = agreement.agree(seat, members, isinstance(mean, Mean), limit)
+            counts = consensus.agree(ticket, members, isinstance(mean, Mean), limit)
             if not counts:
-                self._wires.drop(members)
+                self._gloo.drop(members)
         if isinstance(mean, Mean) and counts:
             return mean
-        logger.warning("no mean in %s: %s.", seat.label, mean if isinstance(mean, str) else GIVEN_UP)
+        logger.warning("no mean in %s: %s.", ticket.label, mean if isinstance(mean, str) else GIVEN_UP)
         return None
 
     def _forget(self, round: _Round) -> None:
-        self._old.append((round.key, round.seat))
+        self._old.append((round.key, round.ticket))
         if len(self._old) > KEEP:
-            self._agreement.forget_offer(self._old[-KEEP - 1][1])
+            self._consensus.forget_offer(self._old[-KEEP - 1][1])
         if len(self._old) > 2 * KEEP:
-            key, seat = self._old.popleft()
-            self._agreement.forget(seat)
+            key, ticket = self._old.popleft()
+            self._consensus.forget(ticket)
             if all(key != other for other, _ in self._old):
                 del self._uses[key]
 
 
 def _close(rounds: queue.SimpleQueue[_Round | None], pending: deque[_Round], thread: threading.Thread) -> None:
     for round in list(pending):
-        round.seat.closed.set()
+        round.ticket.closed.set()
     rounds.put(None)
     thread.join(2 * CLOSE_S)

@@ -27,7 +27,7 @@ Gloo = Any
 class Payload:
     """What a process brings into a round."""
 
-    payload: Tensor
+    data: Tensor
     shapes: list[Shape]
     codec: Codec
 
@@ -44,13 +44,13 @@ class GlooGroups:
     All members keep a group, or all make a new one: whoever is among them calls ``drop`` when a round did not count.
     """
 
-    def __init__(self, store: Store, place: ProcessCoordinates, timeout: float) -> None:
-        self._store, self._place, self._timeout = store, place, timedelta(seconds=timeout)
+    def __init__(self, store: Store, process: ProcessCoordinates, timeout: float) -> None:
+        self._store, self._process, self._timeout = store, process, timedelta(seconds=timeout)
         self._groups: dict[tuple[int, ...], Gloo] = {}
         self._abandoned: list[tuple[Work, Gloo]] = []
 
     def mean(
-        self, seat: RoundTicket, members: tuple[int, ...], weights: Sequence[float], load: Payload, over: Callable[[], bool]
+        self, ticket: RoundTicket, members: tuple[int, ...], weights: Sequence[float], own: Payload, over: Callable[[], bool]
     ) -> Mean | str:
         """The weighted mean of what the members' payloads stand for, the same bits on all; or why it cannot be had.
 
@@ -60,18 +60,18 @@ class GlooGroups:
         self._abandoned = [(work, group) for work, group in self._abandoned if not work.is_completed()]
         peers = [str(peer) for peer in members]
         try:
-            group = self._group(seat, members)
+            group = self._group(ticket, members)
             # Of two equal weights the sum has the bits of ``weighted_mean``, the swarm's and the simulation's.
-            if load.plain and (len(members) > 2 or weights[0] == weights[1]):
-                share = weights[members.index(self._place.peer)] / sum(weights)
-                if not self._sum(group, load.payload, share, over):
+            if own.plain and (len(members) > 2 or weights[0] == weights[1]):
+                share = weights[members.index(self._process.peer)] / sum(weights)
+                if not self._sum(group, own.data, share, over):
                     return GIVEN_UP
-                mean = Mean(load.codec.decode(load.payload, load.shapes), sum(weights), tuple(sorted(peers)))
+                mean = Mean(own.codec.decode(own.data, own.shapes), sum(weights), tuple(sorted(peers)))
             else:
-                payloads = self._gather(group, load.payload, len(members), over)
+                payloads = self._gather(group, own.data, len(members), over)
                 if not payloads:
                     return GIVEN_UP
-                parts = [self._decoded(load, payload) for payload in payloads]
+                parts = [self._decoded(own, payload) for payload in payloads]
                 mean = weighted_mean(list(zip(peers, weights, parts, strict=True)))
             check_finite(mean.tensors, "the mean")
         except ValueError as error:
@@ -88,11 +88,11 @@ class GlooGroups:
         """Use this group no more."""
         self._groups.pop(members, None)
 
-    def _group(self, seat: RoundTicket, members: tuple[int, ...]) -> Gloo:
+    def _group(self, ticket: RoundTicket, members: tuple[int, ...]) -> Gloo:
         if members not in self._groups:
-            store = PrefixStore(f"gloo/{seat.name}/{self._place.shard}", self._store)
+            store = PrefixStore(f"gloo/{ticket.name}/{self._process.shard}", self._store)
             timeout = min(timedelta(seconds=CONNECT_S), self._timeout)
-            self._groups[members] = ProcessGroupGloo(store, members.index(self._place.peer), len(members), timeout)
+            self._groups[members] = ProcessGroupGloo(store, members.index(self._process.peer), len(members), timeout)
         return self._groups[members]
 
     def _gather(self, group: Gloo, payload: Tensor, count: int, over: Callable[[], bool]) -> list[Tensor]:
@@ -102,9 +102,9 @@ class GlooGroups:
         payloads = [torch.empty_like(payload) for _ in range(count)]
         return payloads if self._finish(group, group.allgather([payloads], [payload], options), over) else []
 
-    def _decoded(self, load: Payload, payload: Tensor) -> Iterable[Tensor]:
+    def _decoded(self, own: Payload, payload: Tensor) -> Iterable[Tensor]:
         """Decoded when its turn has come, so that not all are in memory at once."""
-        yield from load.codec.decode(payload, load.shapes)
+        yield from own.codec.decode(payload, own.shapes)
 
     def _sum(self, group: Gloo, payload: Tensor, share: float, over: Callable[[], bool]) -> bool:
         """Adds on the way: each process sends and receives two payloads' worth, however many there are. False if it is over."""

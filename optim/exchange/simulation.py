@@ -64,7 +64,7 @@ class Simulation(Generic[T]):
         seed: of the pairing.
         size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
         wait: virtual seconds that a peer waits for its group in a round before it goes on alone.
-        defences: what each peer refuses, and takes for the mean; the others trust everybody. As over the network, a pair of which
+        screens: what each peer refuses, and takes for the mean; the others trust everybody. As over the network, a pair of which
             one refuses goes apart, and a group goes on without whom not all of the others can use.
     """
 
@@ -76,10 +76,10 @@ class Simulation(Generic[T]):
         size: int = 2,
         wait: float = 10.0,
         faults: Faults | None = None,
-        defences: Mapping[str, UpdateScreen] | None = None,
+        screens: Mapping[str, UpdateScreen] | None = None,
     ) -> None:
         self.peers, self.seed, self.size, self.wait = list(peers), seed, size, wait
-        self.faults, self.defences = faults or Faults(), dict(defences or {})
+        self.faults, self.screens = faults or Faults(), dict(screens or {})
         self.now = 0.0
         self._peers = {name: _Peer(name) for name in self.peers}
         self._scheduler = threading.Event()
@@ -189,12 +189,12 @@ class Simulation(Generic[T]):
 
     def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
         """The places of those whose contributions a member does not refuse, as bits."""
-        defence, own = self.defences.get(group[me], TRUSTING), self._posted[key, group[me]][2]
+        screen, own = self.screens.get(group[me], TRUSTING), self._posted[key, group[me]][2]
         held = 1 << me
         for at, peer in enumerate(group):
             theirs = self._posted[key, peer][2]
             if at != me and all(bool(tensor.isfinite().all()) for tensor in theirs):
-                held |= (defence.problem(key, lambda: own, peer, theirs) is None) << at
+                held |= (screen.problem(key, lambda: own, peer, theirs) is None) << at
         return held
 
     def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
@@ -215,7 +215,7 @@ class SimulatedExchange:
         """Let virtual time pass, as computing does."""
         self.simulation._yield(self.peer, self.simulation.now + seconds)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> _Waiting:
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> _SimulatedHandle:
         """Post the contribution, as the codec would deliver it."""
         simulation = self.simulation
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -224,10 +224,10 @@ class SimulatedExchange:
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
         simulation._posted[key, self.peer] = (at, weight, arrived)
         heapq.heappush(simulation._events, at)
-        return _Waiting(simulation, self.peer, key, simulation.now + simulation.wait)
+        return _SimulatedHandle(simulation, self.peer, key, simulation.now + simulation.wait)
 
 
-class _Waiting:
+class _SimulatedHandle:
     def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float) -> None:
         self.simulation, self.peer, self.key, self.until = simulation, peer, key, until
         self._mean: Mean | None = None
@@ -258,5 +258,5 @@ class _Waiting:
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
         simulation._release(group, self.peer, key)
         if contributions:
-            self._mean = simulation.defences.get(self.peer, TRUSTING).mean(self.peer, key.fragment, contributions)
+            self._mean = simulation.screens.get(self.peer, TRUSTING).mean(self.peer, key.fragment, contributions)
         return self._mean

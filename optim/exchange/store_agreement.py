@@ -66,92 +66,92 @@ class StoreConsensus:
 
     Args:
         store: of the job; it must answer at once, so nothing here waits inside of it.
-        place: of this process.
+        process: this process.
         wait: seconds that a peer is waited for, in all, until it comes to some round again. A dead one costs that much once.
     """
 
-    def __init__(self, store: Store, place: ProcessCoordinates, wait: float) -> None:
-        self.store, self.place, self.wait = store, place, wait
+    def __init__(self, store: Store, process: ProcessCoordinates, wait: float) -> None:
+        self.store, self.process, self.wait = store, process, wait
         self._silent: dict[int, tuple[int, float]] = {}  # peer: the rounds it had come to, and the seconds it was waited for since
 
-    def come(self, seat: RoundTicket, offer: Offer | None) -> None:
+    def arrive(self, ticket: RoundTicket, offer: Offer | None) -> None:
         """Say that this process is there; None: that it takes no part, so that nobody waits for it."""
         text = ABSENT if offer is None else json.dumps([offer.what, offer.weight])
-        self.store.set(self._offer(seat, self.place.peer, self.place.shard), text)
-        self.store.add(f"come/{self.place.peer}", 1)
-        self.store.add(f"{seat.name}/come", 1)
+        self.store.set(self._offer(ticket, self.process.peer, self.process.shard), text)
+        self.store.add(f"come/{self.process.peer}", 1)
+        self.store.add(f"{ticket.name}/come", 1)
 
     def leave(self) -> None:
         """Nobody has to wait for this peer any more."""
-        self.store.set(f"gone/{self.place.peer}", ABSENT)
+        self.store.set(f"gone/{self.process.peer}", ABSENT)
 
-    def members(self, seat: RoundTicket) -> tuple[int, ...]:
+    def members(self, ticket: RoundTicket) -> tuple[int, ...]:
         """Wait for the expected peers; whom the round is between. Less than two or without this one: there is nothing to do."""
-        if self.place.peer not in seat.expected or len(seat.expected) < 2:
+        if self.process.peer not in ticket.expected or len(ticket.expected) < 2:
             return ()
         began = looked = time.monotonic()
         until, processes = began, -1
-        pause = Pause(seat.closed)
-        while not self.store.check([f"{seat.name}/members"]):
+        pause = Pause(ticket.closed)
+        while not self.store.check([f"{ticket.name}/members"]):
             now = time.monotonic()
-            before, processes = processes, self.store.add(f"{seat.name}/come", 0)
-            if processes == len(seat.expected) * self.place.shards or seat.closed.is_set():
-                self._propose(seat)
+            before, processes = processes, self.store.add(f"{ticket.name}/come", 0)
+            if processes == len(ticket.expected) * self.process.shards or ticket.closed.is_set():
+                self._propose(ticket)
                 break
             if processes != before or now - looked > LOOK_S:  # who is missing, and is it worth the wait?
-                looked, until = now, began + self._patience(seat, 0.0)
+                looked, until = now, began + self._patience(ticket, 0.0)
             if now >= until:
-                self._patience(seat, now - began)
-                self._propose(seat)
+                self._patience(ticket, now - began)
+                self._propose(ticket)
                 break
             pause()
-        text = self.store.get(f"{seat.name}/members").decode()
+        text = self.store.get(f"{ticket.name}/members").decode()
         return tuple(int(peer) for peer in text.split(",") if peer)
 
-    def offers(self, seat: RoundTicket, members: Sequence[int]) -> list[Offer]:
+    def offers(self, ticket: RoundTicket, members: Sequence[int]) -> list[Offer]:
         """What the members' processes of the own shard said."""
-        texts = [self.store.get(self._offer(seat, peer, self.place.shard)) for peer in members]
+        texts = [self.store.get(self._offer(ticket, peer, self.process.shard)) for peer in members]
         return [Offer(str(what), float(weight)) for what, weight in map(json.loads, texts)]
 
-    def over(self, seat: RoundTicket) -> bool:
+    def over(self, ticket: RoundTicket) -> bool:
         """The outcome is decided, or this process gives up: as long as it has not voted, the mean will not count."""
-        return seat.closed.is_set() or self.store.check([f"{seat.name}/outcome"])
+        return ticket.closed.is_set() or self.store.check([f"{ticket.name}/outcome"])
 
-    def agree(self, seat: RoundTicket, members: Sequence[int], whole: bool, limit: float) -> bool:
+    def agree(self, ticket: RoundTicket, members: Sequence[int], whole: bool, limit: float) -> bool:
         """True if the mean counts: all processes of all members have it ``whole``, and nobody gave up within ``limit`` seconds."""
-        with seat.lock:
-            seat.voted = whole and not seat.closed.is_set()
-        if not seat.voted:
-            return self._decide(seat, VOID)
-        if self.store.add(f"{seat.name}/votes", 1) == len(members) * self.place.shards:
-            return self._decide(seat, MEAN)
+        with ticket.lock:
+            ticket.voted = whole and not ticket.closed.is_set()
+        if not ticket.voted:
+            return self._decide(ticket, VOID)
+        if self.store.add(f"{ticket.name}/votes", 1) == len(members) * self.process.shards:
+            return self._decide(ticket, MEAN)
         until = time.monotonic() + limit
-        pause = Pause(seat.closed)
-        while not self.over(seat) and time.monotonic() < until:
+        pause = Pause(ticket.closed)
+        while not self.over(ticket) and time.monotonic() < until:
             pause()
-        return self._decide(seat, VOID)
+        return self._decide(ticket, VOID)
 
-    def forget_offer(self, seat: RoundTicket) -> None:
+    def forget_offer(self, ticket: RoundTicket) -> None:
         """Delete what this process said about a round that is long over."""
-        self.store.delete_key(self._offer(seat, self.place.peer, self.place.shard))
+        self.store.delete_key(self._offer(ticket, self.process.peer, self.process.shard))
 
-    def forget(self, seat: RoundTicket) -> None:
+    def forget(self, ticket: RoundTicket) -> None:
         """Delete the rest, once nobody can come to that round any more."""
-        if (self.place.peer, self.place.shard) == (min(seat.expected), 0):
+        if (self.process.peer, self.process.shard) == (min(ticket.expected), 0):
             for what in ("come", "members", "votes", "outcome"):
-                self.store.delete_key(f"{seat.name}/{what}")
+                self.store.delete_key(f"{ticket.name}/{what}")
 
-    def _offer(self, seat: RoundTicket, peer: int, shard: int) -> str:
-        return f"{seat.name}/{peer}/{shard}"
+    def _offer(self, ticket: RoundTicket, peer: int, shard: int) -> str:
+        return f"{ticket.name}/{peer}/{shard}"
 
-    def _there(self, seat: RoundTicket, peer: int) -> bool:
-        return self.store.check([self._offer(seat, peer, shard) for shard in range(self.place.shards)])
+    def _has_arrived(self, ticket: RoundTicket, peer: int) -> bool:
+        return self.store.check([self._offer(ticket, peer, shard) for shard in range(self.process.shards)])
 
-    def _patience(self, seat: RoundTicket, waited: float) -> float:
+    def _patience(self, ticket: RoundTicket, waited: float) -> float:
         """Seconds that are left to wait for those who are missing; ``waited`` is noted down."""
         left = 0.0
-        for peer in seat.expected:
-            if self._there(seat, peer):
+        for peer in ticket.expected:
+            if self._has_arrived(ticket, peer):
                 continue
             came = self.store.add(f"come/{peer}", 0)
             before, used = self._silent.get(peer, (came, 0.0))
@@ -160,25 +160,25 @@ class StoreConsensus:
                 if used - waited < self.wait - 1e-3 <= used:
                     logger.warning(
                         "peer %d did not come to %s within %g s: rounds go on without it until it comes again.",
-                        peer, seat.label, self.wait,
+                        peer, ticket.label, self.wait,
                     )  # fmt: skip
                 self._silent[peer] = came, used
             if not self.store.check([f"gone/{peer}"]):
                 left = max(left, self.wait - used)
         return left
 
-    def _propose(self, seat: RoundTicket) -> None:
-        there = [peer for peer in seat.expected if self._there(seat, peer)]
+    def _propose(self, ticket: RoundTicket) -> None:
+        there = [peer for peer in ticket.expected if self._has_arrived(ticket, peer)]
         willing = [
             peer
             for peer in there
-            if not (peer == self.place.peer and seat.closed.is_set())
-            and not any(self.store.get(self._offer(seat, peer, shard)) == ABSENT.encode() for shard in range(self.place.shards))
+            if not (peer == self.process.peer and ticket.closed.is_set())
+            and not any(self.store.get(self._offer(ticket, peer, shard)) == ABSENT.encode() for shard in range(self.process.shards))
         ]
-        self.store.compare_set(f"{seat.name}/members", "", ",".join(map(str, willing)) if len(willing) > 1 else ",")
+        self.store.compare_set(f"{ticket.name}/members", "", ",".join(map(str, willing)) if len(willing) > 1 else ",")
 
-    def _decide(self, seat: RoundTicket, outcome: str) -> bool:
-        return self.store.compare_set(f"{seat.name}/outcome", "", outcome).decode() == MEAN
+    def _decide(self, ticket: RoundTicket, outcome: str) -> bool:
+        return self.store.compare_set(f"{ticket.name}/outcome", "", outcome).decode() == MEAN
 
 
 class Pause:

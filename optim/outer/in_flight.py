@@ -22,24 +22,24 @@ class PendingExchange:
     step: int
     position: int
     """In the schedule, when it was sent."""
-    landed: bool = False
+    finished: bool = False
     mean: Mean | None = None
     listening: bool = False
     """It went with weight 0."""
 
-    def land(self, codec: Codec) -> None:
+    def wait(self, codec: Codec) -> None:
         """Wait for the outcome, once, and tell it to the codec."""
-        if self.landed:
+        if self.finished:
             return
         self.mean = self.handle.result()
-        self.landed = True
+        self.finished = True
         if isinstance(codec, Rejectable) and codec.pending:  # an exchange without a partner in view need not have encoded
             if self.mean is None:
                 codec.rejected(self.contribution)
             else:
                 codec.accepted()
 
-    def drop(self, codec: Codec) -> None:
+    def cancel(self, codec: Codec) -> None:
         """Forget it. What it carried is still in the difference of slow and fast weights, and will be sent with that."""
-        if not self.landed and isinstance(codec, Rejectable) and codec.pending:
+        if not self.finished and isinstance(codec, Rejectable) and codec.pending:
             codec.rejected(self.contribution)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.state import fresh
 from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.base import Exchange, Handle, KnowsOptimizer, Mean, NoPartner, RoundKey, TellsAbsence
+from shoal.optim.exchange.base import AnnouncesAbsence, Exchange, Handle, KnowsOptimizer, Mean, NoPartner, RoundKey
 from shoal.optim.outer.buffers import float_buffers
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.fsdp import check_whole, local
@@ -156,11 +156,13 @@ class OuterOptimizer(OuterState):
             self.position = position
             for action in self.schedule.at(position):
                 if isinstance(action, Send):
-                    yield from [in_flight.handle for in_flight in self._in_flight.get(action.fragment, ()) if not in_flight.landed]
+                    yield from [
+                        in_flight.handle for in_flight in self._in_flight.get(action.fragment, ()) if not in_flight.finished
+                    ]
                     self._send(action.fragment)
                 else:
-                    due = self._flight_due(action.fragment, action.after)
-                    if due is not None and not due.landed:
+                    due = self._find_due(action.fragment, action.after)
+                    if due is not None and not due.finished:
                         yield due.handle
                     self._due(action.fragment, action.after)
         self._detach()
@@ -210,7 +212,7 @@ class OuterOptimizer(OuterState):
         if fragment >= len(self._parts):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
         for in_flight in self._in_flight[fragment]:
-            in_flight.land(self._codecs[fragment])  # a fragment is in one exchange at a time
+            in_flight.wait(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
@@ -227,39 +229,39 @@ class OuterOptimizer(OuterState):
             handle: Handle = self.exchange.start(context.key, [*contribution, *tail], sent, wire)
         else:
             handle = NoPartner()
-            if isinstance(self.exchange, TellsAbsence):
+            if isinstance(self.exchange, AnnouncesAbsence):
                 self.exchange.absent(context.key)
         in_flight = PendingExchange(
-            handle, context, contribution, self.steps, self.position, landed=weight == 0, listening=listening
+            handle, context, contribution, self.steps, self.position, finished=weight == 0, listening=listening
         )
         self._in_flight[fragment].append(in_flight)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
-    def _flight_due(self, fragment: int, after: int | None) -> PendingExchange | None:
+    def _find_due(self, fragment: int, after: int | None) -> PendingExchange | None:
         return next((f for f in self._in_flight[fragment] if after is None or f.position == self.position - after), None)
 
     def _due(self, fragment: int, after: int | None) -> None:
-        flights, due = self._in_flight[fragment], self._flight_due(fragment, after)
+        under_way, due = self._in_flight[fragment], self._find_due(fragment, after)
         if due is not None:
             self._apply(fragment, due)
-        elif flights and flights[-1].position == self.position:  # a delayed schedule's first round: there was none before
+        elif under_way and under_way[-1].position == self.position:  # a delayed schedule's first round: there was none before
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
-                self.rule.apply(slow, fast, [], state, RoundContext(flights[-1].context.key, members=0))
+                self.rule.apply(slow, fast, [], state, RoundContext(under_way[-1].context.key, members=0))
             self._restart(self._parts[fragment])
 
     def _detach(self) -> None:
         """Copy what this step's contributions share with the staging buffers or the slow weights, before those change."""
-        just_sent = [in_flight for flights in self._in_flight.values() for in_flight in flights if in_flight.step == self.steps]
+        just_sent = [in_flight for under_way in self._in_flight.values() for in_flight in under_way if in_flight.step == self.steps]
         ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
         for in_flight in just_sent:
             in_flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in in_flight.contribution]
 
     @torch.no_grad()
     def _apply(self, fragment: int, in_flight: PendingExchange) -> None:
-        in_flight.land(self._codecs[fragment])
+        in_flight.wait(self._codecs[fragment])
         lag, mean, part = self.steps - in_flight.step, in_flight.mean, self._parts[fragment]
         if lag > 0:
             self._detach()
@@ -305,8 +307,8 @@ class OuterOptimizer(OuterState):
         ``average``: then take the plain mean of the slow weights (and the averaged buffers) over the group once more, as float32,
         and leave it in the model too. Gossip leaves the peers an ensemble; this makes the group equal. All must do it.
         """
-        for fragment, flights in self._in_flight.items():
-            for in_flight in list(flights):
+        for fragment, under_way in self._in_flight.items():
+            for in_flight in list(under_way):
                 self._apply(fragment, in_flight)
         if not average:
             return

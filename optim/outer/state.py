@@ -84,8 +84,8 @@ class OuterState(torch.optim.Optimizer):
         """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
-        for fragment, flights in self._in_flight.items() if START in rule else ():
-            for in_flight in flights:
+        for fragment, under_way in self._in_flight.items() if START in rule else ():
+            for in_flight in under_way:
                 for index, motion in zip(self._parts[fragment], in_flight.contribution, strict=True):
                     rule[START][index].add_(motion)
         return {
@@ -239,14 +239,14 @@ class OuterState(torch.optim.Optimizer):
 
     def _unsent(self, fragment: int) -> list[Tensor] | None:
         """The contribution whose exchange is under way."""
-        return next((in_flight.contribution for in_flight in self._in_flight[fragment] if not in_flight.landed), None)
+        return next((in_flight.contribution for in_flight in self._in_flight[fragment] if not in_flight.finished), None)
 
     def _drop(self, fragment: int, until: float = math.inf) -> None:
         """Forget what is in flight of a fragment from rounds up to ``until``."""
-        flights = self._in_flight[fragment]
-        for in_flight in [in_flight for in_flight in flights if in_flight.context.key.round <= until]:
-            in_flight.drop(self._codecs[fragment])
-            flights.remove(in_flight)
+        under_way = self._in_flight[fragment]
+        for in_flight in [in_flight for in_flight in under_way if in_flight.context.key.round <= until]:
+            in_flight.cancel(self._codecs[fragment])
+            under_way.remove(in_flight)
 
 
 def _copied(tensor: Tensor, copy: bool) -> Tensor:

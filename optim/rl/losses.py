@@ -173,13 +173,6 @@ def policy_loss(batch: Completions, loss: TokenLoss = sapo, *, per: str = "token
     return terms.sum() / (length.sum().clamp(min=1) if total is None else total)
 
 
-def clip_fraction(batch: Completions, low: float = LOW, high: float = HIGH) -> Tensor:
-    """Scalar without gradient: the part of the tokens which the clip keeps from moving any further; 0 if there are none."""
-    ratio, gain = batch.ratio().detach(), batch.advantages[:, None]
-    held = ((gain > 0) & (ratio > 1 + high)) | ((gain < 0) & (ratio < 1 - low))
-    return (held & batch.mask).sum() / batch.mask.sum().clamp(min=1)
-
-
 def effective_sample_size(logs: Tensor) -> Tensor:
     """(sum w)^2 / sum w^2 (Kish, Survey Sampling, 1965): how many equally weighted samples the weighted ones are worth.
 

@@ -74,7 +74,7 @@ def dies_in_transfer(rank, exchange):
 
 def dies_before_its_vote(rank, exchange):
     if rank == 2:
-        exchange._agreement.agree = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        exchange._consensus.agree = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stalls_in_transfer(rank, exchange):
@@ -83,9 +83,9 @@ def stalls_in_transfer(rank, exchange):
     if rank == 2:
         stuck = []
 
-        def stalling(wires, group, payload, count, over):
+        def stalling(gloo, group, payload, count, over):
             if stuck:
-                return gather(wires, group, payload, count, over)
+                return gather(gloo, group, payload, count, over)
             stuck.append(True)
             while not over():
                 time.sleep(0.01)
@@ -104,7 +104,7 @@ def loses_its_store(rank, exchange):
         def __getattr__(self, name):
             raise dist.DistNetworkError("connection reset\nby the other side")
 
-    exchange._agreement.store = Gone()
+    exchange._consensus.store = Gone()
 
 
 SPOILERS = {
@@ -140,7 +140,7 @@ def same_key_again():
         value = torch.tensor([float(rank + len(found))])
         mean = exchange.start(RoundKey("run", round), [value]).result()
         found.append(mean.tensors[0].item())
-    left = sum(exchange._agreement.store.check([f"{seat.name}/0/0"]) for _, seat in exchange._old)
+    left = sum(exchange._consensus.store.check([f"{ticket.name}/0/0"]) for _, ticket in exchange._old)
     exchange.close()
     return {"found": found, "left": left, "old": len(exchange._old), "uses": len(exchange._uses)}
 

@@ -65,7 +65,7 @@ def sharded(kind, method="DiLoCo", fails_in=None, evaluates=False):
         trained = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
     exchange = Distributed.for_shards(mesh, wait=20.0)
     if fails_in is not None and dist.get_rank() == 1:
-        fail(exchange._wires, fails_in)
+        fail(exchange._gloo, fails_in)
     peer, shard = divmod(dist.get_rank(), 2)
 
     def evaluate(opt):
@@ -82,15 +82,15 @@ def sharded(kind, method="DiLoCo", fails_in=None, evaluates=False):
         return {"slow": whole(model), "fast": fast, "members": members, "shapes": shapes}
 
 
-def fail(wires, round):
-    mean = wires.mean
+def fail(gloo, round):
+    mean = gloo.mean
 
-    def failing(seat, *arguments):
-        found = mean(seat, *arguments)
-        return "it was to fail" if seat.name.startswith(f"round {round},") else found
+    def failing(ticket, *arguments):
+        found = mean(ticket, *arguments)
+        return "it was to fail" if ticket.name.startswith(f"round {round},") else found
 
-    wires.mean = failing
-    assert isinstance(wires, GlooGroups)
+    gloo.mean = failing
+    assert isinstance(gloo, GlooGroups)
 
 
 def pairs(shards, rounds):

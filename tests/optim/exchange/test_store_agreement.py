@@ -13,15 +13,15 @@ PEERS, SHARDS = 3, 2
 
 
 def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1):
-    """What ``behave(agreement, seat, place)`` returned for each process in each round."""
+    """What ``behave(consensus, ticket, place)`` returned for each process in each round."""
     store = store or dist.HashStore()
     found, errors = {}, []
 
     def process(place):
-        agreement = StoreConsensus(dist.PrefixStore("test", store), place, wait)
+        consensus = StoreConsensus(dist.PrefixStore("test", store), place, wait)
         for round in range(rounds):
             try:
-                found[place.peer, place.shard, round] = behave(agreement, RoundTicket(f"round {round}", tuple(range(peers))), place)
+                found[place.peer, place.shard, round] = behave(consensus, RoundTicket(f"round {round}", tuple(range(peers))), place)
             except BaseException as error:
                 errors.append(error)
 
@@ -44,25 +44,25 @@ PLANS = ["takes part", "absent", "never comes", "closed before", "closes while i
 @settings(max_examples=40, deadline=None)
 @given(plans=st.lists(st.sampled_from(PLANS), min_size=PEERS * SHARDS, max_size=PEERS * SHARDS))
 def test_all_learn_the_same_members_and_the_same_outcome(plans):
-    def behave(agreement, seat, place):
+    def behave(consensus, ticket, place):
         plan = plans[place.peer * SHARDS + place.shard]
         if plan == "never comes":
             return None
-        agreement.come(seat, None if plan == "absent" else Offer("alike", 1.0 + place.peer))
+        consensus.arrive(ticket, None if plan == "absent" else Offer("alike", 1.0 + place.peer))
         if plan == "absent":
             return None
         if plan == "closed before":
-            seat.closed.set()
-        closer = threading.Timer(0.005, seat.closed.set)
+            ticket.closed.set()
+        closer = threading.Timer(0.005, ticket.closed.set)
         if plan == "closes while it waits":
             closer.start()
-        members = agreement.members(seat)
+        members = consensus.members(ticket)
         if place.peer not in members:
             return members, None
-        assert [offer.weight for offer in agreement.offers(seat, members)] == [1.0 + peer for peer in members]
+        assert [offer.weight for offer in consensus.offers(ticket, members)] == [1.0 + peer for peer in members]
         if plan == "closes before the vote":
-            seat.closed.set()
-        return members, agreement.agree(seat, members, plan != "has failed", 1.0)
+            ticket.closed.set()
+        return members, consensus.agree(ticket, members, plan != "has failed", 1.0)
 
     found = [note for note in together(behave, wait=0.05).values() if note is not None]
     assert len({members for members, _ in found}) <= 1
@@ -81,12 +81,12 @@ def test_all_learn_the_same_members_and_the_same_outcome(plans):
 def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
     waited = []
 
-    def behave(agreement, seat, place):
+    def behave(consensus, ticket, place):
         if place.peer == 2:
             return None
-        agreement.come(seat, Offer("alike", 1.0))
-        members = agreement.members(seat)
-        waited.append(agreement._silent.get(2, (0, 0.0))[1])
+        consensus.arrive(ticket, Offer("alike", 1.0))
+        members = consensus.members(ticket)
+        waited.append(consensus._silent.get(2, (0, 0.0))[1])
         return members
 
     found = together(behave, shards=1, rounds=10, wait=1.0)
@@ -97,12 +97,12 @@ def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
 
 
 def test_who_has_left_costs_no_wait():
-    def behave(agreement, seat, place):
+    def behave(consensus, ticket, place):
         if place.peer == 2:
-            agreement.leave()
+            consensus.leave()
             return None
-        agreement.come(seat, Offer("alike", 1.0))
-        return agreement.members(seat)
+        consensus.arrive(ticket, Offer("alike", 1.0))
+        return consensus.members(ticket)
 
     found = together(behave, shards=1, wait=1000.0)
     assert found[0, 0, 0] == found[1, 0, 0] == (0, 1)
@@ -110,20 +110,20 @@ def test_who_has_left_costs_no_wait():
 
 @pytest.mark.parametrize("expected", [(0,), (1, 2)])
 def test_alone_or_not_expected_there_is_nothing_to_wait_for(expected):
-    agreement = StoreConsensus(dist.HashStore(), ProcessCoordinates(0, 0, 1), 1000.0)
-    assert agreement.members(RoundTicket("round 0", expected)) == ()
+    consensus = StoreConsensus(dist.HashStore(), ProcessCoordinates(0, 0, 1), 1000.0)
+    assert consensus.members(RoundTicket("round 0", expected)) == ()
 
 
 def test_what_is_over_leaves_nothing_in_the_store():
     store = dist.HashStore()
     barrier = threading.Barrier(PEERS * SHARDS)
 
-    def behave(agreement, seat, place):
-        agreement.come(seat, Offer("alike", 1.0))
-        counts = agreement.agree(seat, agreement.members(seat), True, 5.0)
+    def behave(consensus, ticket, place):
+        consensus.arrive(ticket, Offer("alike", 1.0))
+        counts = consensus.agree(ticket, consensus.members(ticket), True, 5.0)
         barrier.wait(20)
-        agreement.forget_offer(seat)
-        agreement.forget(seat)
+        consensus.forget_offer(ticket)
+        consensus.forget(ticket)
         return counts
 
     assert set(together(behave, store=store).values()) == {True}

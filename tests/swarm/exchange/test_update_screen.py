@@ -197,7 +197,7 @@ def train(method, attack, make_defence, peers=8, hostile=2, rounds=24, warmup=0)
         return (opt.slow[0] - goal).norm().item()
 
     size = peers if method == "diloco" else 2
-    found = Simulation(names, seed=3, size=size, wait=30.0, defences=watches).run(peer)
+    found = Simulation(names, seed=3, size=size, wait=30.0, screens=watches).run(peer)
     return max(found[name] for name in watches), watches
 
 
@@ -247,7 +247,7 @@ def test_all_members_of_a_group_take_the_same_bits():
 
     made = {f"p{number}": tensors(number, 100.0 if number == 4 else 1.0) for number in range(5)}
     watches = {name: UpdateScreen(robust="centered-clip", suspect=0) for name in made}
-    first, *others = Simulation(list(made), size=5, defences=watches).run(peer).values()
+    first, *others = Simulation(list(made), size=5, screens=watches).run(peer).values()
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
     plain = weighted_mean([(name, 1.0, [t.clone() for t in some]) for name, some in made.items()]).tensors
     assert first[0].norm() < 0.2 * plain[0].norm()
