@@ -21,7 +21,7 @@ from shoal.node.runtime.join import BUILT_IN_TASKS, RL
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer, TrainingError, plain
 from shoal.optim import OuterOptimizer, method_named
-from shoal.optim import migrate_state as carry_over_outer
+from shoal.optim import migrate_state as migrate_outer_state
 from shoal.optim.rules.base import kind_of
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.manifest import Manifest, open_manifest
@@ -163,7 +163,7 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
     # An older shoal did not note the kind of rule; of the same method it is the same.
     kind = kind_of(opt.rule) if was.method == trainer.outer.method else _momentum_of(was)
     try:
-        dropped = carry_over_outer(opt, saved, kind=kind, groups=fits, methods=(was.method, trainer.outer.method))
+        dropped = migrate_outer_state(opt, saved, kind=kind, groups=fits, methods=(was.method, trainer.outer.method))
     except ValueError as error:
         raise TrainingError(f"The checkpoint is of another model ({error}): use the same task and options.") from error
     trainer.model.load_state_dict(state["model"])

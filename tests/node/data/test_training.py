@@ -10,7 +10,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.data import dealing
-from shoal.node.runtime.resume import carry_over
+from shoal.node.runtime.resume import migrate_state
 from shoal.node.task import Shard
 from shoal.node.tasks.corpus import DataError
 from shoal.node.tasks.text import TextTask
@@ -83,7 +83,7 @@ def test_into_another_swarm_with_other_windows_all_but_the_place_comes_over(stre
     for _ in range(3):
         old.step()
     new = trainer(TextTask(data=stream, shuffle=80, **TINY))
-    assert carry_over(new, old.state(), old.outer) == ["the place in the data (it is other data now, or cut otherwise)"]
+    assert migrate_state(new, old.state(), old.outer) == ["the place in the data (it is other data now, or cut otherwise)"]
     assert same(new.model.parameters(), old.model.parameters())
     assert same(next(new._batches), next(TextTask(data=stream, shuffle=80, **TINY).batches(Shard(1, 2, 1))))
 

@@ -13,7 +13,7 @@ lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not in
 
 from shoal.node.integrations.lightning import SwarmCallback  # noqa: E402
 
-HERE = shoal.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
 
 

@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 from shoal.node.integrations.transformers import SwarmCallback  # noqa: E402
 
-HERE = shoal.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
 
 

@@ -10,7 +10,7 @@ from shoal.node.checkpoint.store import CheckpointError
 from shoal.node.config.settings import load
 from shoal.node.runtime import resume as beginning
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.resume import SavedRun, carry_over, check_same_outer, find, is_newer, restore, with_its_task
+from shoal.node.runtime.resume import SavedRun, check_same_outer, find, is_newer, migrate_state, restore, with_its_task
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
@@ -101,7 +101,7 @@ def test_weights_inner_state_and_steps_come_over_to_every_method(tmp_path, ident
 
 def test_the_same_settings_in_another_swarm_go_on_bit_by_bit():
     old, new = trained("noloco"), trainer("noloco")
-    assert carry_over(new, copy.deepcopy(old.state()), old.outer) == []
+    assert migrate_state(new, copy.deepcopy(old.state()), old.outer) == []
     ends = []
     for made in (old, new):
         torch.manual_seed(5)
@@ -114,7 +114,7 @@ def test_the_same_settings_in_another_swarm_go_on_bit_by_bit():
 
 def test_what_is_different_now_is_named():
     old, new = trained("noloco"), trainer("gasloc", shard=(1, 8), task=Small(decay=0.5, lr=0.2))
-    assert carry_over(new, old.state(), old.outer) == [
+    assert migrate_state(new, old.state(), old.outer) == [
         "the outer momentum of noloco (the method is gasloc now)",
         "the learning-rate schedule (it is another one now)",
         "the place in the data (the shard is 1/8 now, not 0/2)",
@@ -123,7 +123,7 @@ def test_what_is_different_now_is_named():
     assert torch.equal(next(new._batches), next(new.task.batches(new.shard)))
     new.step()
     without = trainer("noloco", task=Small(decay=None))
-    assert carry_over(without, old.state(), old.outer) == ["the learning-rate schedule (it is another one now)"]
+    assert migrate_state(without, old.state(), old.outer) == ["the learning-rate schedule (it is another one now)"]
 
 
 def test_checkpoints_of_older_versions_come_over_too():
@@ -132,7 +132,7 @@ def test_checkpoints_of_older_versions_come_over_too():
         state = old.state()
         state["optimizer"] = {name: value for name, value in state["optimizer"].items() if name not in ("kind", "schedule")}
         del state["rng_device"]
-        dropped = carry_over(new, state, old.outer)
+        dropped = migrate_state(new, state, old.outer)
         assert dropped == ([f"the outer momentum of {was} (the method is {now} now)"] if lost else [])
         again = trainer(was)
         again.resume(state)
@@ -141,7 +141,7 @@ def test_checkpoints_of_older_versions_come_over_too():
 
 def test_who_joins_takes_over_these_weights_and_not_those_of_the_seed():
     new = trainer()
-    carry_over(new, trained(steps=2).state(), new.outer)
+    migrate_state(new, trained(steps=2).state(), new.outer)
     assert (new.opt.round, new.opt.applied) == (1, [0])
 
 
@@ -149,7 +149,7 @@ def test_another_model_is_refused_and_nothing_is_changed():
     new = trainer(task=Small(width=7))
     before = [tensor.clone() for tensor in new.opt.slow]
     with pytest.raises(TrainingError, match=r"of another model \(its '0.bias' differs\)"):
-        carry_over(new, trained().state(), new.outer)
+        migrate_state(new, trained().state(), new.outer)
     assert same(before, new.opt.slow)
     assert new.opt.steps == 0
 

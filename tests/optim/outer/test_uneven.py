@@ -15,7 +15,7 @@ from shoal.optim import (
     LocalSGD,
     NoLoCo,
     NoLoCoRule,
-    RoundFacts,
+    RoundContext,
     RoundKey,
     Seconds,
     Simulation,
@@ -49,11 +49,11 @@ def one_round(rule, slow, states, weights, met, moved):
     total = torch.zeros(4, dtype=torch.float64)
     for group in met:
         members = [int(name) for name in group]
-        sent = {i: rule.contribution(slow[i], fast[i], states[i], RoundFacts(key, weights[i], weights[i])) for i in members}
+        sent = {i: rule.contribution(slow[i], fast[i], states[i], RoundContext(key, weights[i], weights[i])) for i in members}
         sent = {i: [tensor.clone() for tensor in tensors] for i, tensors in sent.items()}
         for i in members:
             mean = weighted_mean([(str(j), weights[j], [tensor.clone() for tensor in sent[j]]) for j in members])
-            rule.apply(slow[i], fast[i], mean.tensors, states[i], RoundFacts(key, weights[i], mean.weight, len(members)))
+            rule.apply(slow[i], fast[i], mean.tensors, states[i], RoundContext(key, weights[i], mean.weight, len(members)))
             assert torch.equal(fast[i][0], slow[i][0])
             total += sum(weights[j] * moved[j] for j in members) / sum(weights[j] for j in members)
     return total

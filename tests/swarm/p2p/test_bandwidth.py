@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.swarm.p2p import bandwidth as pace_module
+from shoal.swarm.p2p import rate_limit
 from shoal.swarm.p2p.rate_limit import BURST_S, PIECE_S, BandwidthLimiter
 
 
@@ -13,7 +13,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(pace_module.asyncio, "sleep", self.sleep)
+        monkeypatch.setattr(rate_limit.asyncio, "sleep", self.sleep)
 
     def __call__(self):
         return self.now

@@ -152,7 +152,7 @@ def test_other_bytes_than_those_named_are_refused(network, two):
 
 
 def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monkeypatch, network):
-    monkeypatch.setattr(evidence_module, "QUOTA", evidence_module.Quota(messages=3, nbytes=10))
+    monkeypatch.setattr(evidence_module, "QUOTA", evidence_module.RateLimit(messages=3, nbytes=10))
     author, greedy, modest = (EvidenceStore(network.host(), SWARM) for _ in range(3))
     bodies = [author.put(body) for body in (b"123456", b"abcdef", b"x")]
     me = peer_of(author)

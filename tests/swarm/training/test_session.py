@@ -17,7 +17,7 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, parameters_of
 
-HERE = shoal.Place(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
 
 
@@ -207,7 +207,7 @@ def test_a_swarm_by_invitation_only_lets_in_who_has_one(tmp_path):
 
 def test_lists_of_peers_hold_peer_ids():
     with pytest.raises(AdmissionError, match="'anna' is no peer id: correct the list"):
-        shoal.create(state=model(0), network=shoal.Place(deny=("anna",)))
+        shoal.create(state=model(0), network=shoal.NetworkOptions(deny=("anna",)))
 
 
 def test_another_model_does_not_get_in(alone):

@@ -86,8 +86,8 @@ ALL = st.one_of(
     st.builds(m.OutcomeRequest, nonce=nonces),
     st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
     st.builds(m.StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
-    st.builds(m.PieceRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
-    st.builds(m.PieceReply, nbytes=st.integers(0, 2**40), reason=reasons),
+    st.builds(m.ChunkRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
+    st.builds(m.ChunkReply, nbytes=st.integers(0, 2**40), reason=reasons),
     st.builds(
         m.StateHeader,
         round=counts,
