@@ -1,7 +1,10 @@
 """The rules of the house: who may import whom, how long a file may be, and what never stands in it."""
 
 import ast
+import functools
 import re
+import statistics
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -11,20 +14,92 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("optim", "swarm", "verification", "node")
+TOPS = ("optim", "swarm", "verification", "node")
 MAY_IMPORT = {
     "optim": {"optim"},
     "verification": {"verification"},
-    "swarm": {"swarm", "optim", "verification"},
-    "node": set(PACKAGES),
+    "swarm": {"swarm", "optim"},
+    "node": set(TOPS),
 }
-PRODUCT = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+# Which packages a package may import from the same top-level folder: everywhere in it, inside functions and for type checkers too.
+# A package may import its own modules, and every package may use the modules in FREE.
+PACKAGES = {
+    "optim": {
+        "codecs": set(),
+        "schedule": set(),
+        "rl": set(),
+        "exchange": {"codecs"},
+        "rules": {"exchange"},
+        "outer": {"codecs", "exchange", "rules", "schedule"},
+        "methods": {"codecs", "exchange", "outer", "rules", "schedule"},
+    },
+    "verification": {
+        "fingerprints": set(),
+        "calibration": {"fingerprints"},
+        "consensus": set(),
+        "simulation": {"consensus"},
+    },
+    "swarm": {
+        "wire": set(),
+        "access": {"wire"},
+        "manifest": {"wire"},
+        "p2p": {"access", "wire"},
+        "seed": {"p2p", "wire"},
+        "gossip": {"access", "p2p", "wire"},
+        "membership": {"access", "gossip", "manifest", "p2p", "wire"},
+        "exchange": {"p2p", "wire"},
+        "exchange.pair": {"exchange", "p2p", "wire"},
+        "exchange.group": {"exchange", "p2p", "wire"},
+        "topics": {"gossip", "membership", "p2p", "wire"},
+        "state": {"exchange", "membership", "p2p", "wire"},
+        "sim": {"exchange", "exchange.group", "exchange.pair", "membership", "p2p", "wire"},
+        "training": {
+            "access", "exchange", "exchange.group", "exchange.pair", "manifest", "membership", "p2p", "state", "topics", "wire",
+        },
+    },
+    "node": {
+        "config": set(),
+        "data": set(),
+        "training": set(),
+        "watch": set(),
+        "integrations": set(),
+        "tasks": {"data"},
+        "checkpoint": {"tasks"},
+        "metrics": {"config"},
+        "rl": {"config", "tasks", "training"},
+        "verify.audit": {"rl"},
+        "verify.completions": {"config", "rl", "verify.audit"},
+        "verify.training": {"config", "rl", "training", "verify.audit"},
+        "verify": {"config", "rl", "training", "verify.audit", "verify.completions", "verify.training"},
+        "runtime": {"checkpoint", "config", "data", "metrics", "rl", "tasks", "training", "verify"},
+        "commands": {"checkpoint", "config", "data", "runtime", "tasks"},
+        "doctor": {"config", "data", "runtime", "tasks"},
+        "demo": {"checkpoint", "config", "data", "metrics", "rl", "runtime", "tasks"},
+        "sim": {"config"},
+        "chaos": {"checkpoint", "config", "data", "demo", "runtime", "tasks", "training"},
+        "cli": {
+            "chaos", "checkpoint", "commands", "config", "demo", "doctor", "runtime", "sim", "training", "verify",
+            "verify.completions", "watch",
+        },
+    },
+}  # fmt: skip
+FREE = {"swarm": {"errors", "identity"}, "node": {"exit_codes", "logs", "task"}, "optim": set(), "verification": set()}
+# Packages that show the public names of their modules; every other `__init__.py` is a docstring.
+FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
+MAX_FILES, MAX_LINES, MEDIAN_LINES = 20, 400, 120
+
+PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
+TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]
 SHOWN = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "bench").glob("*.py")])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+EVERYTHING = [*PRODUCT, *SHOWN, *TESTS]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 UNPICKLE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle", "joblib"}
 EVALUATE = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("yaml", "load"), ("os", "system"), ("os", "popen")}
+OURS = f"(?:{'|'.join(TOPS)})"
+BARE = re.compile(rf"\bfrom {OURS}(?:\.\w+)* import\b|(?<!from shoal )\bimport {OURS}\b(?=[.;\n\"'\\]| as )|-m {OURS}\b")
 
 
 def relative(file):
@@ -32,31 +107,109 @@ def relative(file):
 
 
 def each(files):
-    return pytest.mark.parametrize("file", files, ids=relative)
+    """Turn a check of one file into a test of all of them that names every file at fault."""
+
+    def decorate(check):
+        def test():
+            faults = []
+            for file in files:
+                try:
+                    check(file)
+                except AssertionError as fault:
+                    faults.append(f"{relative(file)}: {fault}")
+            assert not faults, "\n".join(faults)
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
 
 
 def module_name(file):
     parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    name = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(name if name[0] == "shoal" else ("shoal", *name))
 
 
+MODULES = {module_name(file): file for file in PRODUCT}
+
+
+@functools.cache
+def tree(file):
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(file):
     """Every module that ``file`` imports, inside functions and for type checkers too. Only absolute imports are in use here."""
     found = set()
-    for item in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for item in ast.walk(tree(file)):
         if isinstance(item, ast.Import):
             found |= {alias.name for alias in item.names}
         elif isinstance(item, ast.ImportFrom):
             assert item.level == 0, f"{relative(file)}:{item.lineno} imports relatively"
-            found |= {item.module, *(f"{item.module}.{alias.name}" for alias in item.names)}
+            found |= {f"{item.module}.{alias.name}" for alias in item.names} | {item.module}
+    return frozenset(found)
+
+
+def package_of(name):
+    """Return the top-level folder and package of our module, as ("swarm", "exchange.pair"); a module beside them is its own."""
+    parts = MODULES[name].relative_to(ROOT).with_suffix("").parts
+    return parts[0], ".".join(parts[1:-1]) or parts[-1]
+
+
+def arrows(top):
+    """Each import from one package of ``top`` into another: (from, to, module)."""
+    found = set()
+    for name, file in MODULES.items():
+        if package_of(name)[0] != top or file in TEMPLATES or name == f"shoal.{top}":
+            continue
+        for other in imported(file) & set(MODULES):
+            if package_of(other)[0] == top and other != f"shoal.{top}" and package_of(other) != package_of(name):
+                # `import shoal.swarm.wire.pair` also names the packages above it.
+                if MODULES[other].name == "__init__.py" and any(deeper.startswith(f"{other}.") for deeper in imported(file)):
+                    continue
+                found.add((package_of(name)[1], package_of(other)[1], name))
     return found
 
 
-@each(PRODUCT)
+def on_a_ring(graph):
+    """What is left of a graph (node -> set of nodes) when all that lead to no ring have been taken away."""
+    left = {name: set(others) & set(graph) for name, others in graph.items()}
+    while ends := {name for name, others in left.items() if not others}:
+        left = {name: others - ends for name, others in left.items() if name not in ends}
+    return left
+
+
+@each([file for file in PRODUCT if file.relative_to(ROOT).parts[0] in TOPS])
 def test_import_direction(file):
-    room = file.relative_to(ROOT).parts[0]
-    ours = {name.split(".")[0] for name in imported(file)} & set(PACKAGES)
-    assert ours <= MAY_IMPORT[room]
+    ours = {name.split(".")[1] for name in imported(file) if name.startswith("shoal.")} & set(TOPS)
+    assert ours <= MAY_IMPORT[file.relative_to(ROOT).parts[0]]
+    assert not {name for name in imported(file) if re.fullmatch(r"shoal(\.[A-Z]\w+)?", name)} - {"shoal"} or file in TEMPLATES
+
+
+@pytest.mark.parametrize("top", TOPS)
+def test_packages_import_only_what_the_table_allows(top):
+    table, free = PACKAGES[top], FREE[top]
+    for package, other, module in sorted(arrows(top)):
+        if package in free or package == "__main__":
+            assert other in free or package == "__main__", f"{module} is used by every package, and imports {other}"
+        else:
+            assert other in table[package] | free, f"{module} imports {other}: {package} may import {sorted(table[package] | free)}"
+    folders = {".".join(file.parent.relative_to(ROOT / top).parts) for file in (ROOT / top).rglob("*.py") if file not in TEMPLATES}
+    assert folders - {""} <= set(table)
+
+
+@pytest.mark.parametrize("top", TOPS)
+def test_the_table_has_no_ring(top):
+    assert not on_a_ring(PACKAGES[top])
+
+
+def test_no_import_cycles():
+    # A module's own package is loaded before it; the faces only show what others define.
+    graph = {name: (imported(file) & set(MODULES)) - {name} - FACES for name, file in MODULES.items()}
+    assert not on_a_ring(graph)
+    assert on_a_ring({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == {"a": {"b"}, "b": {"a"}, "c": {"a"}}
 
 
 @each(PRODUCT)
@@ -64,33 +217,46 @@ def test_product_imports_no_tests_benchmarks_or_examples(file):
     assert not {name.split(".")[0] for name in imported(file)} & {"tests", "bench", "examples", "pytest", "hypothesis", "psutil"}
 
 
-def test_no_import_cycles():
-    names = {module_name(file): file for file in PRODUCT}
-    # A module's own package is loaded before it, and what `swarm/__init__.py` has of modules it gets only when it is asked for.
-    graph = {name: sorted((imported(file) & set(names)) - {name, "swarm"}) for name, file in names.items()}
-    done = set()
+def test_our_packages_are_imported_as_part_of_shoal():
+    bare = {(relative(file), name) for file in EVERYTHING for name in imported(file) if name.split(".")[0] in TOPS}
+    assert not bare
 
-    def visit(name, path):
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name not in done:
-            for other in graph[name]:
-                visit(other, [*path, name])
-            done.add(name)
 
-    for name in graph:
-        visit(name, [])
-    assert done == set(names)
+def test_programs_in_strings_and_pages_import_them_so_too():
+    files = {*EVERYTHING, *PAGES, *(ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml"))}
+    found = {relative(file): BARE.findall(file.read_text(encoding="utf-8")) for file in files - {Path(__file__).resolve()}}
+    assert not {file: programs for file, programs in found.items() if programs}
+
+
+def test_a_bare_import_would_be_found():
+    bare = ['"import swarm; run()"', "from optim.codecs import Codec\n", "import node.task as task\n", "python -m swarm.sim"]
+    right = ["from shoal.swarm.wire import pair\n", "from shoal import optim\n", "from swarm to swarm", "import nodes\n"]
+    assert [bool(BARE.search(text)) for text in [*bare, *right]] == [True] * 4 + [False] * 4
+
+
+def test_inner_packages_are_a_docstring():
+    inner = [file for file in PRODUCT if file.name == "__init__.py" and module_name(file) not in FACES]
+    assert not [relative(file) for file in inner if len(tree(file).body) != 1]
+
+
+def test_no_folder_holds_too_many_files():
+    counts = Counter(relative(file.parent) for file in PRODUCT)
+    assert max(counts.values()) <= MAX_FILES, counts.most_common(3)
+
+
+def test_files_are_short():
+    assert statistics.median(len(file.read_text(encoding="utf-8").splitlines()) for file in PRODUCT) <= MEDIAN_LINES
 
 
 @each([*PRODUCT, *SHOWN, *TESTS])
 def test_length(file):
-    longest = 120 if file.parent.name == "examples" else 400
+    longest = 120 if file.parent.name == "examples" else MAX_LINES
     assert len(file.read_text(encoding="utf-8").splitlines()) <= longest
 
 
 @each([*PRODUCT, *SHOWN])
 def test_module_docstring(file):
-    assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    assert ast.get_docstring(tree(file))
 
 
 @each([*PRODUCT, *SHOWN])
@@ -101,7 +267,7 @@ def test_syntax_of_the_oldest_python(file):
 @each(PRODUCT)
 def test_nothing_is_unpickled_or_evaluated(file):
     assert not {name.split(".")[0] for name in imported(file)} & UNPICKLE
-    for item in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for item in ast.walk(tree(file)):
         if not isinstance(item, ast.Call):
             continue
         where = f"{relative(file)}:{item.lineno}"
@@ -122,7 +288,7 @@ def test_nothing_is_left_undone(file):
     text = file.read_text(encoding="utf-8")
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
     assert not re.search(r"pytest\.mark\.(xfail|flaky)|pytest\.xfail", text)
-    for item in ast.walk(ast.parse(text)):
+    for item in ast.walk(tree(file)):
         if isinstance(item, ast.ExceptHandler) and len(item.body) == 1 and isinstance(item.body[0], ast.Pass):
             broad = item.type is None or getattr(item.type, "id", "") in ("Exception", "BaseException")
             assert not broad, f"{relative(file)}:{item.lineno} hides every error"

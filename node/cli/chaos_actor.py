@@ -1,4 +1,4 @@
-"""A node of ``shoal chaos``: ``python -m node.chaos.actor LOG PACE LIE up|join ...``, the rest as for ``shoal``.
+"""A node of ``shoal chaos``: ``python -m shoal.node.cli.chaos_actor LOG PACE LIE up|join ...``, the rest as for ``shoal``.
 
 It notes in LOG when each inner step was done, takes at least PACE seconds for one (so that many nodes fit on few cores), and tells
 the others LIE in place of what it learnt. That is no option of ``shoal up``: who wants to harm a swarm must write the code for it.

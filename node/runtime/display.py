@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
-from shoal.node.metrics import RoundRecord
+from shoal.node.metrics.log import RoundRecord
 
 LINE_EVERY_S = 10.0
 

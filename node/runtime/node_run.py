@@ -13,8 +13,8 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.disk_budget import room_maker
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import Settings, resolve_device, use_threads
-from shoal.node.metrics import Metrics, RoundRecord
 from shoal.node.metrics.factory import about, open_sinks
+from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.rl.rollout_sharing import RolloutSharing, make_task
 from shoal.node.rl.task import RLTask
 from shoal.node.runtime import resume as beginning

@@ -1,6 +1,6 @@
 """A swarm of provers and verifiers in one process, with a clock of its own, for tests and to try prices:
 
-    python -m verification.simulation --rounds 30 --honest 5 --lazy 1 --liar 1
+    python -m shoal.verification.simulation --rounds 30 --honest 5 --lazy 1 --liar 1
 
 Every peer is a `Participant` with its own view: records reach it late and in another order than they reach others, or not at all.
 Signatures are a toy. What kinds of peers there are, and what each does, is in `simulated_peers`.

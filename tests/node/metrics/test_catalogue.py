@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.metrics import RoundRecord
 from shoal.node.metrics.catalogue import LIVE, MEASURES, readings
 from shoal.node.metrics.curves import PROGRESS_S, Curves
+from shoal.node.metrics.log import RoundRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

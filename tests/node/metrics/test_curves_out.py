@@ -6,9 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shoal.node.metrics import MetricsError
 from shoal.node.metrics.background import Background
-from shoal.node.metrics.sink import About, Sinks
+from shoal.node.metrics.sink import About, MetricsError, Sinks
 from shoal.node.metrics.tensorboard_file import TensorBoardFile
 from shoal.node.metrics.wandb_run import FINISH_S, WandbRun
 

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from shoal.node.config.endpoint import Address, parse_address
-from shoal.node.metrics import MetricsError
 from shoal.node.metrics.catalogue import WAITS
 from shoal.node.metrics.endpoint import MOST_CALLERS, Endpoint
 from shoal.node.metrics.gauges import Gauges
-from shoal.node.metrics.sink import About
+from shoal.node.metrics.sink import About, MetricsError
 
 ABOUT = About(
     swarm='a "swarm"\\', swarm_id="s" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"

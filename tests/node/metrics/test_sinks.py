@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from shoal.node.config.settings import load
-from shoal.node.metrics import Metrics, MetricsError
 from shoal.node.metrics.background import Background, SinkError, installed
 from shoal.node.metrics.factory import check_demo, flags_of_demo, open_sinks
-from shoal.node.metrics.sink import About, Sinks
+from shoal.node.metrics.log import Metrics
+from shoal.node.metrics.sink import About, MetricsError, Sinks
 
 ABOUT = About(
     swarm="s", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"

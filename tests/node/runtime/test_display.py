@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from shoal.node.exit_codes import MEANING, ExitCode, epilogue
-from shoal.node.metrics import Metrics, MetricsError, RoundRecord
+from shoal.node.metrics.log import Metrics, RoundRecord
+from shoal.node.metrics.sink import MetricsError
 from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, make_display
 
 

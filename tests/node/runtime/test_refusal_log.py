@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.metrics import Metrics
+from shoal.node.metrics.log import Metrics
 from shoal.node.runtime.refusal_log import RECENT_S, SAY_S, RefusalLog, RefusalsError, read_refusals, sentence
 
 NOW = 1_800_000_000.0

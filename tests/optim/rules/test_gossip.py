@@ -147,7 +147,7 @@ builtin_round = round
 def test_the_mask_follows_from_the_key_alone():
     """The same in another process, whatever its random state; other keys have other masks. The numbers are part of the protocol."""
     code = (
-        "import torch; torch.manual_seed(5); from optim import RoundKey; from shoal.optim.rules.sparta import chosen;"
+        "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from shoal.optim.rules.sparta import chosen;"
         "print(chosen(RoundKey('r', 7, 1), 1000, 0.008).tolist())"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
