@@ -27,7 +27,7 @@ def test_a_peer_behind_a_relay_is_no_relay_and_each_counts_once():
 
 
 def test_those_that_answer_are_taken_in_order(monkeypatch):
-    monkeypatch.setattr(relays, "is_loopback", lambda address: False)
+    monkeypatch.setattr(dial, "is_loopback", lambda address: False)
     with socket.create_server(("127.0.0.1", 0)) as alive, socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))
         port = alive.getsockname()[1]
