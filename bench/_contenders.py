@@ -84,6 +84,7 @@ class Ours(Peer):
 
     def meet(self, other: dict[str, Any]) -> None:
         from shoal.optim.exchange.base import RoundKey
+        from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
         from shoal.swarm.exchange.pair.exchange import PairExchange
         from shoal.swarm.wire.member import Member
 
@@ -95,9 +96,8 @@ class Ours(Peer):
 
         members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other)}
         self.key = RoundKey
-        self.swarm = PairExchange(
-            self.host, self.identity, swarm=SWARM, model="0" * 64, seed=0, members=lambda: members, exchange_timeout=PATIENCE
-        )
+        context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: members)
+        self.swarm = PairExchange(context, ExchangeTimeouts(exchange=PATIENCE))
 
     def prepare(self, mb: int) -> None:
         self.got = None

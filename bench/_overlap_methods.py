@@ -123,17 +123,16 @@ class Ours(Method):
         self.exchange = self.make_exchange()
 
     def make_exchange(self) -> Any:
+        from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
         from shoal.swarm.exchange.group.exchange import GroupExchange
         from shoal.swarm.exchange.pair.exchange import PairExchange
 
-        common: dict[str, Any] = {
-            "swarm": SWARM, "model": "0" * 64, "seed": 0, "members": lambda: self.members,
-            "wait": 30.0, "chunk_timeout": 15.0, "exchange_timeout": PATIENCE,
-        }  # fmt: skip
+        context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: self.members)
+        timeouts = ExchangeTimeouts(30.0, 15.0, PATIENCE)
         if self.setup.method == "noloco":
-            return PairExchange(self.host, self.identity, **common)
+            return PairExchange(context, timeouts)
         fragments = self.setup.fragments if self.setup.method == "streaming" else 1
-        return GroupExchange(self.host, self.identity, fragments=fragments, **common)
+        return GroupExchange(context, timeouts, fragments=fragments)
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         from shoal import optim

@@ -9,7 +9,7 @@ from shoal.swarm.access.link import MAX_CHARS
 from shoal.swarm.exchange.group.allreduce import PART, SMALLEST
 from shoal.swarm.exchange.group.channel import BEATS
 from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL
-from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL

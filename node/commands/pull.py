@@ -33,8 +33,7 @@ from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.optim.outer.buffers import float_buffers
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import finite, shapes_differ
-from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.exchange.contribution import finite, model_digest, shapes_differ
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.host import Host

@@ -69,7 +69,7 @@ def model(visit: Visit, tell: Tell) -> str:
     from shoal.node.data.errors import DataError
     from shoal.node.runtime.join import RL, swarm_settings
     from shoal.node.tasks.loader import load_task
-    from shoal.swarm.exchange.pair.exchange import model_digest
+    from shoal.swarm.exchange.contribution import model_digest
     from shoal.swarm.membership.membership import OWN_LOOP
     from shoal.swarm.state.selection import ask
     from shoal.swarm.state.sync import StateQuery

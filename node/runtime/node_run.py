@@ -41,7 +41,7 @@ from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
 from shoal.optim import FLOAT32, Alone, RoundInfo
 from shoal.swarm.access.link import Link
-from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.directory import State as DirectoryState

@@ -17,8 +17,8 @@ from shoal.node.sim.plan import Surroundings
 from shoal.node.sim.toy_task import BATCH, LR, Lesson, ToyModel
 from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.handle import ExchangeHandle
-from shoal.swarm.exchange.pair.exchange import model_digest
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.sim.directory import EPOCH, SimDirectory
 from shoal.swarm.state.catch_up import query_for, sources_for

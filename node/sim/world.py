@@ -14,7 +14,7 @@ import torch
 from shoal.node.sim.peer import SimPeer
 from shoal.node.sim.plan import Plan
 from shoal.node.sim.toy_task import ToyModel, make_toy
-from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest.manifest import Manifest, swarm_id
 from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.p2p.memory_stream import NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,12 @@ def contribution(
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     sha256 = digest(payload.numpy().data)
     return Contribution(key, payload, shapes, codec, float(weight), sha256, defence=defence, stats=stats or ExchangeStats())
+
+
+def model_digest(tensors: Sequence[Tensor]) -> str:
+    """Return the hex SHA-256 of the tensors' types and shapes. Peers average only if theirs are equal."""
+    text = ";".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def finite(tensors: Sequence[Tensor]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.handle import ExchangeHandle
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -97,10 +98,9 @@ class SimPeer:
         setting = self.swarm.setting
         way = PairExchange if setting.kind == "pair" else GroupExchange
         options = dict(setting.options) | ({"departed": self.departed} if setting.kind == "pair" else {})
-        self.exchange: PairExchange | GroupExchange = way(
-            cast("Host", self.host), self.identity, swarm=SWARM, model=MODEL, seed=self.swarm.seed, members=self.members,
-            wait=setting.wait, chunk_timeout=setting.chunk_timeout, exchange_timeout=setting.exchange_timeout, **options,
-        )  # fmt: skip
+        context = PeerContext(cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members)
+        timeouts = ExchangeTimeouts(setting.wait, setting.chunk_timeout, setting.exchange_timeout)
+        self.exchange: PairExchange | GroupExchange = way(context, timeouts, **options)
         self.exchange.next_round = self.round
         self.host.start(self._announce())
         self.host.start(self._train())

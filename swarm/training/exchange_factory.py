@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.optim import method_named
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import UpdateScreen
@@ -27,39 +28,19 @@ def make_exchange(
     membership: Membership, outer: OuterSettings, watch: UpdateScreen, *, seed: int, model: str, fragments: int = 1
 ) -> PairExchange | GroupExchange:
     """The exchange of the swarm's method, which asks ``watch`` what to refuse. ``fragments``: that its optimizer sends in turn."""
+    host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
+    context = PeerContext(host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred)
+    timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s)
     if method_named(outer.method).group == "everyone":
         return GroupExchange(
-            membership.host,
-            membership.identity,
-            swarm=membership.swarm,
-            model=model,
-            seed=seed,
-            members=membership.directory.members,
-            look=membership.directory.look,
-            barred=membership.directory.is_barred,
+            context,
+            timeouts,
             fragments=fragments,
             quorum=outer.quorum,
             grace=outer.grace_s,
             max_group=outer.max_group,
             # A mask belongs to its round: in another one the others would send other values.
             follow=outer.method != "sparta",
-            wait=outer.wait_s,
-            chunk_timeout=outer.chunk_timeout_s,
-            exchange_timeout=outer.exchange_timeout_s,
-            defence=watch,
+            screen=watch,
         )
-    return PairExchange(
-        membership.host,
-        membership.identity,
-        swarm=membership.swarm,
-        model=model,
-        seed=seed,
-        members=membership.directory.members,
-        departed=membership.directory.departed,
-        look=membership.directory.look,
-        barred=membership.directory.is_barred,
-        wait=outer.wait_s,
-        chunk_timeout=outer.chunk_timeout_s,
-        exchange_timeout=outer.exchange_timeout_s,
-        defence=watch,
-    )
+    return PairExchange(context, timeouts, departed=directory.departed, screen=watch)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, config_diff
 from shoal.swarm.access.link import Link
-from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership import membership as members

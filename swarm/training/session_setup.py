@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from shoal.optim import FLOAT32, Codec, Handle, OuterOptimizer, RoundKey
 from shoal.optim.exchange.base import NoPartner
 from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.exchange import PairExchange, model_digest
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest

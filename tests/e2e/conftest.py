@@ -256,7 +256,7 @@ class Nursery:
         self.peers.append(peer)
         return peer
 
-    def pair(self, *, attack=None, **limits):
+    def pair(self, *, attack=None, **options):
         """Two workers with hosts that know each other; the second may be an attacker (bench/_attacks.py)."""
         two = [self.worker(), self.worker()]
         for peer in two:
@@ -264,19 +264,19 @@ class Nursery:
         places = [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in two]
         for peer, other in zip(two, reversed(places), strict=True):
             lies = {} if attack is None or peer is two[0] else {"attack": attack}
-            peer.tell("meet", other=other, **lies, **limits)
+            peer.tell("meet", other=other, **lies, **options)
         for peer in two:
             peer.wait("met")
         return two
 
-    def group(self, count, **limits):
+    def group(self, count, **timeouts):
         """Workers with hosts that know each other, for group exchanges; in the order in which they lead round 0."""
         peers = [self.worker() for _ in range(count)]
         for peer in peers:
             peer.tell("host")
         places = [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in peers]
         for peer in peers:
-            peer.tell("group", places=places, **limits)
+            peer.tell("group", places=places, **timeouts)
         for peer in peers:
             peer.wait("met")
         return sorted(peers, key=lambda peer: rank(0, 0, peer.wait("host")["peer"]))

@@ -12,7 +12,9 @@ from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.exchange.pair.exchange import PairExchange, model_digest
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
@@ -126,7 +128,7 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
     members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
     for (identity, host), (trainer, _) in zip(hosts, made, strict=True):
         trainer.opt.exchange = PairExchange(
-            host, identity, swarm=swarm, model=digest, seed=SEED, members=lambda: members, wait=30.0
+            PeerContext(host, identity, swarm, digest, SEED, lambda: members), ExchangeTimeouts(30.0)
         )
     threads = [threading.Thread(target=trainer.run) for trainer, _ in made]
     for thread in threads:

@@ -13,7 +13,7 @@ from shoal.optim import Alone, Simulation
 
 FLOATS = 1_000_000  # 4 MB: several chunks, so that "in the middle" means something
 WAIT, CHUNK_TIMEOUT = 20.0, 1.0
-GROUP = {"wait": 30.0, "chunk_timeout": 2.0, "exchange_timeout": 30.0}
+GROUP = {"wait": 30.0, "chunk": 2.0, "exchange": 30.0}
 ALONE, PAIR = {"alone"}, {"pair"}
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -58,7 +58,7 @@ SELDOM = [
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(value),
 )
 def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected):
-    pair = nursery.pair(wait=WAIT, chunk_timeout=CHUNK_TIMEOUT)
+    pair = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT)
     victim, survivor = (0, 1) if role == "caller" else (1, 0)
     caller, callee = pair
     pair[victim].ask("arm", "armed", point=point, number=int(number))
@@ -153,7 +153,7 @@ def test_the_givers_go_on_though_the_newcomer_goes_in_the_middle(nursery, number
 @pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
 def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(nursery, outcomes, tmp_path, number):
     """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its save when it is let go on."""
-    survivor, victim = nursery.pair(wait=WAIT, chunk_timeout=CHUNK_TIMEOUT)
+    survivor, victim = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT)
     victim.ask("save", "saved", folder=str(tmp_path), step=1, floats=FLOATS)
     victim.tell("save", folder=str(tmp_path), step=2, floats=FLOATS, number=int(number))
     victim.wait("point")

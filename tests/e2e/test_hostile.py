@@ -10,7 +10,7 @@ FLOATS = 1000
 )
 def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious):
     # Both have learnt the same, so nothing but the lie is between them.
-    honest, liar = nursery.pair(attack=attack, defence={"sends": "weights"}, wait=30.0, chunk_timeout=10.0)
+    honest, liar = nursery.pair(attack=attack, screen={"sends": "weights"}, wait=30.0, chunk=10.0)
     for peer in (honest, liar):
         peer.tell("mean", number=0, floats=FLOATS, round=0)
     assert "sha256" not in honest.wait("mean", round=0)
@@ -20,7 +20,7 @@ def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious
 
 
 def test_two_honest_processes_that_watch_exchange_as_ever(nursery):
-    pair = nursery.pair(defence={"robust": "clipped-gossip"}, wait=30.0, chunk_timeout=10.0)
+    pair = nursery.pair(screen={"robust": "clipped-gossip"}, wait=30.0, chunk=10.0)
     for number, peer in enumerate(pair):
         peer.tell("mean", number=number, floats=FLOATS, round=0)
     first, second = (peer.wait("mean", round=0) for peer in pair)

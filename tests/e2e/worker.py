@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench._attacks import ATTACKS, Scene
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey
+from shoal.optim.exchange.robust import TRUSTING
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.allreduce import _Runner
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -104,9 +106,8 @@ class Worker:
         self.host = Host.start(self.identity)
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
-    def do_meet(self, other, defence=None, attack=None, **limits):
-        if defence is not None:
-            limits["defence"] = self.watch = UpdateScreen(**defence)
+    def do_meet(self, other, screen=None, attack=None, **timeouts):
+        self.screen = TRUSTING if screen is None else UpdateScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
@@ -117,7 +118,11 @@ class Worker:
             return await hold(rendezvous, stream, round)
 
         PairMatchmaker._hold = held
-        self.exchange = PairExchange(self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits)
+        self.exchange = PairExchange(
+            PeerContext(self.host, self.identity, SWARM, MODEL, 0, lambda: members),
+            ExchangeTimeouts(**timeouts),
+            screen=self.screen,
+        )
         self.say("met")
 
     def lie(self, attack):
@@ -131,11 +136,13 @@ class Worker:
         exchange_module.contribution = lying
 
     def do_suspicions(self):
-        self.say("suspicions", found=[[found.key.round, str(found)] for found in self.watch.suspicions()])
+        self.say("suspicions", found=[[found.key.round, str(found)] for found in self.screen.suspicions()])
 
-    def do_group(self, places, **limits):
+    def do_group(self, places, **timeouts):
         members = {network["peer"]: member(**network) for network in places}
-        self.exchange = GroupExchange(self.host, self.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, **limits)
+        self.exchange = GroupExchange(
+            PeerContext(self.host, self.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(**timeouts)
+        )
         self.say("met")
 
     def do_mean(self, number, floats, round):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from shoal.optim import Faults, Simulation, partner_of
 from shoal.optim.exchange.pairing import order
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
@@ -171,12 +172,9 @@ class OnSwarm:
             for host, _ in hosts
         }  # fmt: skip
         exchanges = [
-            self.exchange(
-                host, identity, swarm=swarm, model="0" * 64, seed=seed, members=lambda: members, wait=wait, chunk_timeout=1.0,
-                exchange_timeout=20.0,
-            )
+            self.exchange(PeerContext(host, identity, swarm, "0" * 64, seed, lambda: members), ExchangeTimeouts(wait, 1.0, 20.0))
             for host, identity in hosts
-        ]  # fmt: skip
+        ]
         marks = {step[1]: threading.Event() for steps in scripts for step in steps if step[0] == "mark"}
         notes, errors = [None] * len(scripts), []
 
@@ -214,8 +212,8 @@ class OnSwarm:
         partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
         return all(partner_of(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
 
-    def exchange(self, host, identity, **options):
-        return PairExchange(host, identity, **options)
+    def exchange(self, context, timeouts):
+        return PairExchange(context, timeouts)
 
     def close(self):
         for host, _ in self._hosts:
@@ -231,9 +229,9 @@ class OnSwarmGroup(OnSwarm):
         """Who tells a latecomer of round 1 that it is late is the one who waits for it in round 2."""
         return order(seed, 1, ids)[0] == order(seed, 2, ids)[0] == ids[0]
 
-    def exchange(self, host, identity, **options):
+    def exchange(self, context, timeouts):
         """A contribution that comes too late is dropped, as the other exchanges do, instead of going to the next round."""
-        return GroupExchange(host, identity, follow=False, **options)
+        return GroupExchange(context, timeouts, follow=False)
 
 
 def numbered(notes, ids):

@@ -12,6 +12,7 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.resource_manager import ResourceManager
@@ -121,15 +122,13 @@ def network():
 class GroupPeer:
     """A group exchange on a fake host, with a membership of its own."""
 
-    def __init__(self, network, **options):
+    def __init__(self, network, wait=20.0, chunk_timeout=5.0, **options):
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
         self.sees, self.rounds, self.looked, self.issued, self.banned = None, {}, 0, {}, set()
-        settings = {"wait": 20.0, "chunk_timeout": 5.0, "exchange_timeout": 20.0} | options
-        self.exchange = GroupExchange(
-            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look,
-            barred=lambda peer: peer in self.banned, **settings,
-        )  # fmt: skip
+        barred = lambda peer: peer in self.banned  # noqa: E731
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members, self.look, barred)
+        self.exchange = GroupExchange(context, ExchangeTimeouts(wait, chunk_timeout, 20.0), **options)
 
     def look(self):
         self.looked += 1

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
 from shoal.swarm.exchange.group.commit import GroupCommit, MemberState
@@ -30,11 +33,8 @@ from shoal.swarm.wire.group import MAX_GROUP, GroupReady, GroupReceipt, GroupRep
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
-import itertools
-from collections.abc import Iterable
 
-from shoal.optim.exchange.pairing import order
-
+LEADER_PROTOCOL = "/shoal/group/1"
 MAX_TABLES = 64  # rounds that are being collected for at once
 MAX_SEATS = 256  # members waiting here, over all rounds
 GLANCE_S = 0.25  # seconds between two looks at who is a member
@@ -51,48 +51,34 @@ class PendingGroup:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class GroupLeader:
-    """Serves whoever takes this node for the leader of a round. All coroutines run on the host's loop.
+@dataclass(frozen=True)
+class FormationRules:
+    """When a leader forms groups, and how large they are."""
 
-    Args:
-        me: the own peer id.
-        swarm, model: the swarm id; the digest of the parameters' shapes and types.
-        seed: of the order of peers, the same for all.
-        reach: opens a line to a peer and ends it, in so many seconds; NetworkError if it is not there.
-        quorum: members that are enough; 0: all in view.
-        grace: seconds that the others have after that.
-        max_group: largest group.
-        gather: never reduce in another way.
-        wait: seconds that this node lets anybody wait here.
-        chunk_timeout: seconds of silence after which a member counts as gone.
-        exchange_timeout: seconds that a reduction may take.
-    """
+    quorum: int
+    """Members that are enough; 0: all in view."""
+    grace: float
+    """Seconds that the others have once the quorum is there."""
+    max_group: int
+    """Members of the largest group."""
+    gather: bool
+    """Never all-reduce."""
+
+
+class GroupLeader:
+    """Serves whoever takes this node for the leader of a round. All coroutines run on the host's loop."""
 
     def __init__(
         self,
-        me: str,
+        context: PeerContext,
+        timeouts: ExchangeTimeouts,
+        rules: FormationRules,
         decisions: DecisionLog,
         rounds: RoundTracker,
-        *,
-        swarm: str,
-        model: str,
-        seed: int,
         view: LivenessView,
-        look: Callable[[], None],
-        reach: Callable[[str, float], Awaitable[None]],
-        quorum: int,
-        grace: float,
-        max_group: int,
-        gather: bool,
-        wait: float,
-        chunk_timeout: float,
-        exchange_timeout: float,
     ) -> None:
-        self._me, self._decisions, self._rounds = me, decisions, rounds
-        self._swarm, self._model, self._seed = swarm, model, seed
-        self._view, self._look, self._reach = view, look, reach
-        self._quorum, self._grace, self._max_group, self._gather, self._wait = quorum, grace, max_group, gather, wait
-        self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
+        self._context, self._timeouts, self._rules = context, timeouts, rules
+        self._decisions, self._rounds, self._view = decisions, rounds, view
         self._tables: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
         """What this node's own contributions of each fragment look like."""
@@ -104,9 +90,9 @@ class GroupLeader:
 
     async def serve(self, stream: Stream) -> None:
         """One member, from its ready message to the decision."""
-        line = HeartbeatChannel(stream, self._chunk_timeout)
+        line = HeartbeatChannel(stream, self._timeouts.chunk)
         try:
-            sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, self._chunk_timeout)
+            sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, self._timeouts.chunk)
             signer, ready = unseal(sealed, GroupReady)
             if signer != stream.peer_id:
                 raise MessageError("another peer signed this ready message")
@@ -117,7 +103,7 @@ class GroupLeader:
         if receipt.verdict != "noted":
             await line.tell(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(ready.patience, self._wait)
+        until = asyncio.get_running_loop().time() + min(ready.patience, self._timeouts.wait)
         seat = MemberState(line, sealed, ready, until)
         table = self._seat(signer, seat)
         try:
@@ -135,18 +121,18 @@ class GroupLeader:
 
         if self._view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
             return say("refuse", BARRED)
-        if peer != self._me and peer not in self._view.members():
-            self._look()
-        if ready.swarm != self._swarm:
-            return say("refuse", f"this node is in swarm {self._swarm}, the contribution is for {ready.swarm}")
-        if ready.model != self._model:
+        if peer != self._context.me and peer not in self._view.members():
+            self._context.look()
+        if ready.swarm != self._context.swarm:
+            return say("refuse", f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}")
+        if ready.model != self._context.model:
             return say("refuse", "the models differ in the shapes or types of their parameters")
         self._view.hear(peer)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
             return say("passed", round=instead)
         leader = self._rounds.leader(ready.round, ready.fragment)
-        if leader not in (None, self._me) and peer != self._me:
+        if leader not in (None, self._context.me) and peer != self._context.me:
             return self._elsewhere(ready.round, leader)
         table = self._tables.get((ready.round, ready.fragment))
         usual = self._usual.get(ready.fragment)
@@ -198,7 +184,7 @@ class GroupLeader:
 
     async def _attend(self, seat: MemberState) -> None:
         """Hear what the member says, until its group is over or it is gone."""
-        longest = seat.until + self._exchange_timeout + 8 * self._chunk_timeout
+        longest = seat.until + self._timeouts.exchange + 8 * self._timeouts.chunk
         listening = asyncio.ensure_future(self._listen(seat, longest))
         over = asyncio.ensure_future(seat.over.wait())
         try:
@@ -230,12 +216,14 @@ class GroupLeader:
                 now = loop.time()
                 here = set(table.seats)
                 view = self._view.expected()
-                if len(here) < max(self._quorum or len(view), 2):
+                if len(here) < max(self._rules.quorum or len(view), 2):
                     enough_since = None
                 elif enough_since is None:
                     enough_since = now
                 expired = min(seat.until for seat in table.seats.values())
-                forming = expired if enough_since is None or self._quorum == 0 else min(expired, enough_since + self._grace)
+                forming = (
+                    expired if enough_since is None or self._rules.quorum == 0 else min(expired, enough_since + self._rules.grace)
+                )
                 if here >= view and len(here) >= 2:
                     forming = now
                 if now >= forming:
@@ -255,24 +243,25 @@ class GroupLeader:
             return
         self._rounds.formed(*key)
         self._view.miss(self._view.here() - set(seats))
-        groups = partition_into_groups(self._seed, key[0], seats, self._max_group)
+        groups = partition_into_groups(self._context.seed, key[0], seats, self._rules.max_group)
         for members in groups:
             group = {peer: seats[peer] for peer in members}
             verdict = GroupCommit(
-                self._decisions, group, alone=len(groups) == 1, gather=self._gather, timeout=self._exchange_timeout
+                self._decisions, group, alone=len(groups) == 1, gather=self._rules.gather, timeout=self._timeouts.exchange
             )
             self._start(verdict.run())
 
     async def _knock(self, table: PendingGroup) -> None:
         """Once, at those whom the group would wait for."""
         await asyncio.sleep(KNOCK_S)
-        missing = sorted(self._view.expected() - set(table.seats) - {self._me})[:MAX_GROUP]
+        missing = sorted(self._view.expected() - set(table.seats) - {self._context.me})[:MAX_GROUP]
         await asyncio.gather(*(self._knock_at(peer) for peer in missing))
         table.changed.set()
 
     async def _knock_at(self, peer: str) -> None:
         try:
-            await self._reach(peer, KNOCK_S)
+            addresses = self._view.addresses(peer)
+            (await self._context.host.open(peer, LEADER_PROTOCOL, addresses=addresses, timeout=KNOCK_S)).close()
         except NetworkError as error:
             log.info("a peer that is missing is not waited for: %s", error)
             self._view.miss([peer])

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.optim.exchange.pairing import order
-from shoal.swarm.wire.member import Member
+from shoal.swarm.exchange.context import PeerContext
 
 
 class LivenessView:
-    """The directory as a group sees it.
+    """The directory as a group sees it."""
 
-    ``members``: peer id -> newest record; ``model``: members with another are not met; ``barred``: peers that nobody may bring in.
-    """
-
-    def __init__(
-        self,
-        members: Callable[[], Mapping[str, Member]],
-        model: str,
-        me: str,
-        barred: Callable[[str], bool] = lambda peer: False,
-    ) -> None:
-        self.members, self._model, self._me, self._barred = members, model, me, barred
+    def __init__(self, context: PeerContext) -> None:
+        self.members, self._context = context.members, context
         self._absent: dict[str, float] = {}
         """Peers that died or stayed away, and when the record was issued that we had of them then."""
         self._silent: dict[str, float] = {}
@@ -29,7 +20,7 @@ class LivenessView:
 
     def here(self) -> set[str]:
         """All peers in view, this node included."""
-        return {peer for peer, member in self.members().items() if member.model == self._model} | {self._me}
+        return {peer for peer, member in self.members().items() if member.model == self._context.model} | {self._context.me}
 
     def expected(self) -> set[str]:
         """Those of them that a round waits for: whoever was absent has to renew its record first, and the dead never do."""
@@ -50,7 +41,7 @@ class LivenessView:
 
     def silence(self, peer: str) -> None:
         """This one did not answer in time when it was to lead a round."""
-        if peer != self._me:
+        if peer != self._context.me:
             self._silent.update(self._issued([peer]))
             self.miss([peer])
 
@@ -70,7 +61,7 @@ class LivenessView:
 
     def barred(self, peers: Iterable[str]) -> list[str]:
         """Those with whom this node has nothing to do. Who is unknown is not among them: it may be a newcomer."""
-        return [peer for peer in peers if peer != self._me and self._barred(peer)]
+        return [peer for peer in peers if peer != self._context.me and self._context.is_barred(peer)]
 
     def addresses(self, peer: str) -> Sequence[str]:
         """Where a member says it can be reached."""

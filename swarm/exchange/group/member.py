@@ -21,29 +21,24 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.allreduce import AllReduce
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
 from shoal.swarm.exchange.group.decision_log import DecisionLog
-from shoal.swarm.exchange.group.leader import GroupLeader
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupLeader
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.reduction import Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import Group, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
-from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.memory_stream import pipe
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
-if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
-
-LEADER_PROTOCOL = "/shoal/group/1"
 TRIED = 8  # leaders tried in one round
 PROBE_S = 2.0  # seconds for a leader to say that it is there
 PROBE_PART = 1 / 3  # of the patience that is left, if that is less: two who sleep must not use up a round
@@ -72,33 +67,26 @@ class GroupMember:
 
     def __init__(
         self,
-        host: Host,
-        identity: Identity,
+        context: PeerContext,
+        timeouts: ExchangeTimeouts,
         leader: GroupLeader,
         decisions: DecisionLog,
         rounds: RoundTracker,
-        *,
-        swarm: str,
-        model: str,
-        seed: int,
         view: LivenessView,
+        *,
         largest: int,
         follow: bool,
-        wait: float,
-        chunk_timeout: float,
-        exchange_timeout: float,
     ) -> None:
-        self._host, self._identity, self._leader, self._decisions, self._rounds = host, identity, leader, decisions, rounds
-        self._swarm, self._model, self._seed, self._view = swarm, model, seed, view
-        self._largest, self._follow, self._wait = largest, follow, wait
-        self._chunk_timeout, self._exchange_timeout = chunk_timeout, exchange_timeout
-        self._streams = PeerStreams(host, view, chunk_timeout)
+        self._context, self._timeouts, self._leader = context, timeouts, leader
+        self._decisions, self._rounds, self._view = decisions, rounds, view
+        self._largest, self._follow = largest, follow
+        self._streams = PeerStreams(context.host, view, timeouts.chunk)
         self._local: set[asyncio.Task[None]] = set()
-        host.serve(LEADER_PROTOCOL, leader.serve)
+        context.host.serve(LEADER_PROTOCOL, leader.serve)
 
     async def meet(self, mine: Contribution) -> Outcome | None:
         """Take part in a round. None: go on with the own contribution alone."""
-        meeting = _Meeting(mine, asyncio.get_running_loop().time() + self._wait)
+        meeting = _Meeting(mine, asyncio.get_running_loop().time() + self._timeouts.wait)
         try:
             await self._meet(meeting)
         except Exception:  # whatever a peer made this node stumble over costs one round, never the training
@@ -113,7 +101,7 @@ class GroupMember:
         while True:
             key = meeting.mine.key
             self._rounds.begin(key.round, key.fragment)
-            leaders = self._view.order(self._seed, key.round)
+            leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 return
             for peer in leaders[:TRIED]:
@@ -137,8 +125,8 @@ class GroupMember:
         """Join the group of one leader; returns early if it cannot be had."""
         loop = asyncio.get_running_loop()
         patience = meeting.until - loop.time()
-        ready = ready_message(meeting.mine, self._swarm, self._model, patience)
-        sealed = seal(ready, self._identity)
+        ready = ready_message(meeting.mine, self._context.swarm, self._context.model, patience)
+        sealed = seal(ready, self._context.identity)
         self._leader.expect(ready)
         probe = loop.time() + max(min(patience * PROBE_PART, PROBE_S), 0.01)
         try:
@@ -148,7 +136,7 @@ class GroupMember:
             meeting.mine.stats.failed(meeting.mine.key, leader, error)
             self._view.silence(leader)
             return
-        line = HeartbeatChannel(stream, self._chunk_timeout)
+        line = HeartbeatChannel(stream, self._timeouts.chunk)
         try:
             await stream.send(sealed, max(probe - loop.time(), 0.01))
             try:
@@ -161,10 +149,10 @@ class GroupMember:
                 self._note(meeting, leader, receipt)
                 return
             self._rounds.join(ready.round, ready.fragment, leader)
-            if leader != self._identity.peer_id:
+            if leader != self._context.me:
                 await self._leader.leave(ready.round, ready.fragment, leader)
             formed: Message = await line.hear(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
-            until = loop.time() + self._exchange_timeout
+            until = loop.time() + self._timeouts.exchange
             before: Group | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
@@ -187,7 +175,7 @@ class GroupMember:
                 self._note(meeting, leader, formed)
         except (NetworkError, MessageError) as error:
             self._view.miss([leader])
-            if leader != self._identity.peer_id:  # then it was nobody's fault: nobody else came
+            if leader != self._context.me:  # then it was nobody's fault: nobody else came
                 meeting.mine.stats.failed(meeting.mine.key, leader, error)
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
@@ -195,8 +183,8 @@ class GroupMember:
             line.close()
 
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
-        if leader != self._identity.peer_id:
-            return await self._host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
+        if leader != self._context.me:
+            return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. What goes over this line is no traffic.
         mine, theirs = pipe()
         serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
@@ -230,7 +218,7 @@ class GroupMember:
         if group.reduction == "allreduce" and mine.defence.gathers:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
         way = AllReduce if group.reduction == "allreduce" else AllGather
-        reduction: Reduction = way(self._streams, group, self._identity.peer_id, mine, until)
+        reduction: Reduction = way(self._streams, group, self._context.me, mine, until)
         began = asyncio.get_running_loop().time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
@@ -259,7 +247,7 @@ class GroupMember:
             self._streams.end(reduction)
         if sealed is not None and mean:
             self._decisions.heard(group.nonce, sealed)
-            mine_in = mean & group.places([self._identity.peer_id])
+            mine_in = mean & group.places([self._context.me])
             if mine_in and not mean & ~reduction.places() and not mine.decision.closed:
                 mine.decision.received = reduction.result(mean)
                 mine.stats.done(mine.key, asyncio.get_running_loop().time() - began)
@@ -269,7 +257,7 @@ class GroupMember:
         self, line: HeartbeatChannel, reduction: Reduction, mine: Contribution, until: float
     ) -> GroupFormed | GroupReply:
         while True:
-            word: Message = await line.hear(until + 4 * self._chunk_timeout, GroupFormed, GroupReply, GroupLost)
+            word: Message = await line.hear(until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost)
             if isinstance(word, GroupFormed | GroupReply):
                 return word
             if isinstance(word, GroupLost) and word.nonce == reduction.group.nonce:
@@ -279,7 +267,7 @@ class GroupMember:
                     mine.stats.failed(mine.key, peer, "broken")
 
     async def _ask(self, group: Group) -> bytes | None:
-        others = [peer for peer in group.members if peer != self._identity.peer_id]
-        if group.leader not in others and group.leader != self._identity.peer_id:
+        others = [peer for peer in group.members if peer != self._context.me]
+        if group.leader not in others and group.leader != self._context.me:
             others.append(group.leader)
         return await self._decisions.ask(group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others])

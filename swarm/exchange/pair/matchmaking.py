@@ -32,17 +32,16 @@ from typing import TYPE_CHECKING, Any
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, Contribution
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
-from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import ENVELOPE, Member, pack, seal, unpack, unseal
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.pair import Answer, Offer
 
 if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
     from shoal.swarm.p2p.stream import Stream
 
 EXCHANGE_PROTOCOL = "/shoal/exchange/1"
@@ -89,30 +88,20 @@ class PairMatchmaker:
 
     def __init__(
         self,
-        host: Host,
-        identity: Identity,
+        context: PeerContext,
+        timeouts: ExchangeTimeouts,
         transfers: PairTransfer,
-        *,
-        swarm: str,
-        model: str,
-        seed: int,
-        wait: float,
-        members: Callable[[], Mapping[str, Member]],
         departed: Callable[[], Mapping[str, Member]] = dict,
-        look: Callable[[], None] = lambda: None,
-        barred: Callable[[str], bool] = lambda peer: False,
     ) -> None:
-        self._host, self._identity, self._transfers = host, identity, transfers
-        self._swarm, self._model, self._seed, self._wait = swarm, model, seed, wait
-        self._members, self._look, self._barred = members, look, barred
+        self._context, self._timeouts, self._transfers = context, timeouts, transfers
         self._meeting: PairingAttempt | None = None
         self._began = float("-inf")
         """When this node began to look for a partner in its last round."""
-        self._mates = PairSelector(identity.peer_id, seed, model, members, departed)
+        self._selector = PairSelector(context, departed)
         self._held: dict[str, tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
         self.next_round = 0
         """The round that this node will be in next; callers for earlier ones are told so."""
-        host.serve(EXCHANGE_PROTOCOL, self._serve)
+        context.host.serve(EXCHANGE_PROTOCOL, self._serve)
 
     async def meet(self, contribution: Contribution) -> tuple[PartnerContribution | None, RoundKey]:
         """Find a partner and exchange. Returns what was received, or None, and the round in which it happened."""
@@ -130,9 +119,9 @@ class PairMatchmaker:
     async def _meet(self, meeting: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        deadline, period, self._began = began + self._wait, began - self._began, began
+        deadline, period, self._began = began + self._timeouts.wait, began - self._began, began
         while True:
-            partner, order = self._mates.of(meeting.key.round)
+            partner, order = self._selector.of(meeting.key.round)
             meeting.mate = partner
             self._release_held(keep=partner)
             if partner is None or not order:
@@ -144,7 +133,7 @@ class PairMatchmaker:
                     called_back += 1
                 peer = queue.popleft() if queue else meeting.turned_away.popleft()
                 if peer != partner and until == deadline:  # most others have mates of their own: not worth the round's whole wait
-                    until = min(deadline, loop.time() + min(self._wait * SEARCH, SEARCH_S, period * WORTH))
+                    until = min(deadline, loop.time() + min(self._timeouts.wait * SEARCH, SEARCH_S, period * WORTH))
                 left = until - loop.time()
                 if left <= 0:
                     break
@@ -161,7 +150,7 @@ class PairMatchmaker:
                     return None
             if moved:
                 continue
-            return await self._listen(meeting, min(deadline - loop.time(), self._wait * LINGER, LINGER_S, period * WORTH))
+            return await self._listen(meeting, min(deadline - loop.time(), self._timeouts.wait * LINGER, LINGER_S, period * WORTH))
 
     async def _try(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
@@ -206,7 +195,7 @@ class PairMatchmaker:
         if meeting.engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
-        bound = self._transfers.exchange_timeout + 4 * self._transfers.chunk_timeout
+        bound = self._timeouts.exchange + 4 * self._timeouts.chunk
         try:
             return await asyncio.wait_for(meeting.engaged, bound)
         except asyncio.TimeoutError:
@@ -219,7 +208,7 @@ class PairMatchmaker:
         key, codec = contribution.key, contribution.codec
         return seal(
             Offer(
-                swarm=self._swarm,
+                swarm=self._context.swarm,
                 round=key.round,
                 fragment=key.fragment,
                 nbytes=contribution.payload.numel(),
@@ -228,22 +217,22 @@ class PairMatchmaker:
                 codec=codec.name,
                 sha256=contribution.sha256,
                 weight=contribution.weight,
-                model=self._model,
+                model=self._context.model,
                 nonce=nonce,
             ),
-            self._identity,
+            self._context.identity,
         )
 
     async def _call(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """Open a stream, offer, and exchange if the offer is accepted within ``seconds``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        member = self._members().get(peer)
+        member = self._context.members().get(peer)
         addresses = member.addresses if member is not None else ()
         try:
-            stream = await self._host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+            stream = await self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
         except NetworkError:
-            self._mates.failed(peer)
+            self._selector.failed(peer)
             raise
         try:
             nonce = fresh_nonce()
@@ -254,7 +243,12 @@ class PairMatchmaker:
                 return None
             theirs = await self._receive_offer(stream)
             difference = meeting.contribution.differs(theirs)
-            same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (nonce, self._swarm, self._model, meeting.key.round)
+            same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (
+                nonce,
+                self._context.swarm,
+                self._context.model,
+                meeting.key.round,
+            )
             if difference is not None or not same:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
@@ -270,7 +264,7 @@ class PairMatchmaker:
         if answer.verdict == "passed":
             # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
             # Records are seconds old; what this peer just said of itself is newer than its own.
-            said = {other: member.round for other, member in self._members().items()} | {peer: answer.round}
+            said = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
             usual = sorted(said.values())[len(said) // 2] + 1
             meeting.swarm_round = max(meeting.swarm_round, min(answer.round, usual))
         elif answer.verdict == "wait":
@@ -280,7 +274,7 @@ class PairMatchmaker:
             meeting.contribution.stats.failed(meeting.key, peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
-        data = await stream.receive(Offer.LIMIT + ENVELOPE, self._transfers.chunk_timeout)
+        data = await stream.receive(Offer.LIMIT + ENVELOPE, self._timeouts.chunk)
         signer, offer = unseal(data, Offer)
         if signer != stream.peer_id:
             raise MessageError(f"peer {short(stream.peer_id)} passed on an offer that another peer signed: it was refused.")
@@ -288,7 +282,7 @@ class PairMatchmaker:
 
     async def _serve(self, stream: Stream) -> None:
         """Answer one call."""
-        patience = self._transfers.chunk_timeout
+        patience = self._timeouts.chunk
         try:
             offer = await self._receive_offer(stream)
         except MessageError as error:  # another version, most likely: say so, its user can mend it
@@ -312,18 +306,18 @@ class PairMatchmaker:
     async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer]:
         """What to answer; a meeting is returned only with "accept", and is then engaged."""
         peer = stream.peer_id
-        self._mates.alive(peer)
+        self._selector.alive(peer)
 
         def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
             return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
 
-        if self._barred(peer):  # it is no member here, and must not be taken for a newcomer
+        if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
             return say("refuse", BARRED)
-        if peer not in self._members():
-            self._look()  # a newcomer: the sooner he is known here, the sooner somebody waits for him
-        if offer.swarm != self._swarm:
-            return say("refuse", f"this node is in swarm {self._swarm}, the offer is for {offer.swarm}")
-        if offer.model != self._model and self._meeting is None:
+        if peer not in self._context.members():
+            self._context.look()  # a newcomer: the sooner he is known here, the sooner somebody waits for him
+        if offer.swarm != self._context.swarm:
+            return say("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
+        if offer.model != self._context.model and self._meeting is None:
             return say("refuse", "the models differ in the shapes or types of their parameters")
         meeting = self._meeting
         taken = False
@@ -349,7 +343,7 @@ class PairMatchmaker:
             if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
                 self._turn_away(peer, offer.round)
                 return say("busy")
-            if crossing and self._rank(peer, offer.round) > self._rank(self._identity.peer_id, offer.round):
+            if crossing and self._rank(peer, offer.round) > self._rank(self._context.me, offer.round):
                 self._turn_away(peer, offer.round)  # lest the call of ours on which it waits has just been turned away there
                 return say("wait")
             self._engage(meeting)
@@ -362,7 +356,7 @@ class PairMatchmaker:
             meeting.turned_away.append(peer)
 
     def _rank(self, peer: str, round: int) -> bytes:
-        return rank(self._seed, round, peer)
+        return rank(self._context.seed, round, peer)
 
     async def _hold(self, stream: Stream, round: int) -> PairingAttempt | None:
         """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
@@ -372,7 +366,7 @@ class PairMatchmaker:
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self._held[peer] = (round, taken)
         # A caller says nothing more until it is answered.
-        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._wait))
+        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._timeouts.wait))
         try:
             either: set[asyncio.Future[Any]] = {taken, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

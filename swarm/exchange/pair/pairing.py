@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shoal.optim.exchange.pairing import candidates, groups, partner_of
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.wire.member import Member
 
 
@@ -19,41 +20,37 @@ class PairSelector:
 
     def __init__(
         self,
-        me: str,
-        seed: int,
-        model: str,
-        members: Callable[[], Mapping[str, Member]],
+        context: PeerContext,
         departed: Callable[[], Mapping[str, Member]] = dict,
     ) -> None:
-        self._me, self._seed, self._model = me, seed, model
-        self._members, self._departed = members, departed
+        self._context, self._departed = context, departed
         self._unreached: dict[str, float] = {}
         """Peer -> when the record was issued that it had when it could not be reached."""
 
     def of(self, round: int) -> tuple[str | None, list[str]]:
         """The mate of ``round``, or None for the odd one out, and whom to call, in order: the mate first, unless it is dead."""
-        here, peers = self._members(), self._in(round)
-        partner = partner_of(self._seed, round, self._me, peers)
+        here, peers = self._context.members(), self._in(round)
+        partner = partner_of(self._context.seed, round, self._context.me, peers)
         others = self.left_over(round)
-        order = [p for p in candidates(self._seed, round, self._me, peers) if p in here]
+        order = [p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here]
         return partner, order if others is None else [p for p in order if p in others]
 
     def left_over(self, round: int) -> set[str] | None:
         """Who else has no partner, if this node's mate is dead; None if it is not, as far as is known."""
-        here = self._members()
+        here = self._context.members()
         self._unreached = {p: issued for p, issued in self._unreached.items() if p in here and here[p].issued == issued}
         if not self._unreached:  # mostly: then nobody's order need be worked out for it
             return None
-        pairs = groups(self._seed, round, self._in(round) | {self._me})
+        pairs = groups(self._context.seed, round, self._in(round) | {self._context.me})
         living = [[peer for peer in pair if peer not in self._unreached] for pair in pairs]
-        mine = next(number for number, pair in enumerate(pairs) if self._me in pair)
+        mine = next(number for number, pair in enumerate(pairs) if self._context.me in pair)
         if len(pairs[mine]) == len(living[mine]):
             return None
-        return {pair[0] for pair in living if len(pair) == 1} - {self._me}
+        return {pair[0] for pair in living if len(pair) == 1} - {self._context.me}
 
     def failed(self, peer: str) -> None:
         """No stream to ``peer`` came about."""
-        record = self._members().get(peer)
+        record = self._context.members().get(peer)
         if record is not None:
             self._unreached[peer] = record.issued
 
@@ -63,8 +60,8 @@ class PairSelector:
 
     def _in(self, round: int) -> set[str]:
         """All but this node who have mates in ``round``."""
-        here = {peer for peer, member in self._members().items() if member.model == self._model}
+        here = {peer for peer, member in self._context.members().items() if member.model == self._context.model}
         # Who left after this round was in it with a mate of its own: leaving it out would pair up the others differently
         # from how those who are further have already paired.
-        gone = {peer for peer, member in self._departed().items() if member.model == self._model and member.round > round}
-        return (here | gone) - {self._me}
+        gone = {peer for peer, member in self._departed().items() if member.model == self._context.model and member.round > round}
+        return (here | gone) - {self._context.me}

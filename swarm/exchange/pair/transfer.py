@@ -33,6 +33,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import buffer
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.handle import CommitState
 from shoal.swarm.exchange.stats import Problem
@@ -65,10 +66,8 @@ class PartnerContribution:
 class PairTransfer:
     """The transfers of one host. All coroutines run on the host's loop."""
 
-    def __init__(self, host: Host, *, chunk_timeout: float, exchange_timeout: float) -> None:
-        self._host = host
-        self.chunk_timeout = chunk_timeout
-        self.exchange_timeout = exchange_timeout
+    def __init__(self, host: Host, timeouts: ExchangeTimeouts) -> None:
+        self._host, self._timeouts = host, timeouts
         self._undecided: set[tuple[str, bytes]] = set()
         self._outcomes: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
@@ -110,8 +109,8 @@ class PairTransfer:
         await stream.swap(
             mine.view(),
             incoming,
-            chunk_timeout=self.chunk_timeout,
-            deadline=asyncio.get_running_loop().time() + self.exchange_timeout,
+            chunk_timeout=self._timeouts.chunk,
+            deadline=asyncio.get_running_loop().time() + self._timeouts.exchange,
             on_progress=hashes.advance,
         )
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
@@ -142,7 +141,7 @@ class PairTransfer:
     ) -> None:
         """The callee's half of the confirm."""
         try:
-            await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self.chunk_timeout)
+            await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self._timeouts.chunk)
         except NetworkError:
             raise _called_off(await self._hear(stream, Abort)) from None  # it closed the stream: maybe it said why before
         try:
@@ -174,21 +173,21 @@ class PairTransfer:
             again.close()
 
     async def _answer_outcome(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(OutcomeRequest.LIMIT, self.chunk_timeout), OutcomeRequest)
+        request = unpack(await stream.receive(OutcomeRequest.LIMIT, self._timeouts.chunk), OutcomeRequest)
         exchange = (stream.peer_id, request.nonce)
         if exchange in self._undecided:  # the callee gives up, so it is off; a READY that is still on its way comes too late
             self._settle(exchange, "aborted")
         outcome: Literal["committed", "aborted", "unknown"] = self._outcomes.get(exchange, "unknown")
-        await stream.send(pack(OutcomeReply(outcome=outcome)), self.chunk_timeout)
+        await stream.send(pack(OutcomeReply(outcome=outcome)), self._timeouts.chunk)
 
     async def _hear(self, stream: Stream, *types: type[M]) -> M:
         limit = max(kind.LIMIT for kind in types)
-        return unpack(await stream.receive(limit, self.chunk_timeout), *types)
+        return unpack(await stream.receive(limit, self._timeouts.chunk), *types)
 
     async def _tell(self, stream: Stream, message: Message) -> None:
         """Send what need not arrive: if it does not, the peer's deadline or its question does the same."""
         try:
-            await stream.send(pack(message), self.chunk_timeout)
+            await stream.send(pack(message), self._timeouts.chunk)
         except NetworkError as error:
             log.info("%s was not sent: %s", message.KIND, error)
 

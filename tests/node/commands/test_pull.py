@@ -18,7 +18,7 @@ from shoal.node.runtime.join import new_manifest
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
 from shoal.swarm.p2p.stream import TrafficMeter

@@ -24,7 +24,7 @@ from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.pair.exchange import model_digest
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.membership.dht_record import MemberValidator

@@ -5,6 +5,7 @@ import torch
 
 from shoal.optim import RoundKey
 from shoal.optim.exchange.pairing import partner_of
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -16,10 +17,9 @@ class Pairing:
     def __init__(self, network, wait=1.0):
         self.network, self.host, self.banned, self.looked = network, network.host(), set(), 0
         self.id = self.host.peer_id
-        self.exchange = PairExchange(
-            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, members=self.members, look=self.look,
-            barred=lambda peer: peer in self.banned, wait=wait, chunk_timeout=0.5, exchange_timeout=5.0,
-        )  # fmt: skip
+        barred = lambda peer: peer in self.banned  # noqa: E731
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members, self.look, barred)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 0.5, 5.0))
 
     def look(self):
         self.looked += 1
@@ -46,7 +46,7 @@ def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, 
     assert values([b.start()]) == [None]  # long before its minute is over
     assert len(refusals(caplog)) == 1
     assert a.looked == 0
-    assert not a.exchange._rendezvous._held
+    assert not a.exchange._matchmaker._held
     assert values([a.start(), b.start(1)]) == [None, None]
 
 
@@ -72,7 +72,7 @@ def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, sch
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
     round = next(round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
     listener = a.start(round)
-    school.until(lambda: getattr(a.exchange._rendezvous._meeting, "listening", False))  # None: not begun yet
+    school.until(lambda: getattr(a.exchange._matchmaker._meeting, "listening", False))  # None: not begun yet
     caller = bad.start(round)
     school.until(lambda: refusals(caplog))
     assert values([listener, caller]) == [None, None]

@@ -8,6 +8,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -35,19 +36,18 @@ def two(network):
     hosts = [network.host(), network.host()]
     members = {host.peer_id: network.member(host.peer_id) for host in hosts}
 
-    def make(*defences):
+    def make(*screens):
         exchanges = [
             PairExchange(
-                host, host.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=3.0, chunk_timeout=2.0,
-                exchange_timeout=5.0, defence=defence,
+                PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(3.0, 2.0, 5.0), screen=screen
             )
-            for host, defence in zip(hosts, defences, strict=True)
-        ]  # fmt: skip
+            for host, screen in zip(hosts, screens, strict=True)
+        ]
 
         def run(caller, callee, round=0):
             first = exchanges[0].start(RoundKey(SWARM, round), [torch.full((4,), caller)])
             end = time.monotonic() + 5
-            while not exchanges[1]._rendezvous._held:
+            while not exchanges[1]._matchmaker._held:
                 assert time.monotonic() < end
                 threading.Event().wait(0.005)
             second = exchanges[1].start(RoundKey(SWARM, round), [torch.full((4,), callee)])
@@ -79,7 +79,7 @@ def test_each_side_of_a_pair_takes_what_its_own_defence_makes_of_it(two):
 @pytest.mark.parametrize("count", [3, 5])
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_a_group_goes_on_without_whom_the_others_refuse(school, count, codec):
-    peers = school.peers(count, defence=Choosy(bad=9.0, gathers=True))
+    peers = school.peers(count, screen=Choosy(bad=9.0, gathers=True))
     handles = [peer.start(0, 9.0 if number == 1 else 2.0, codec_named(codec)) for number, peer in enumerate(peers)]
     expected = [None if number == 1 else 102.0 for number in range(count)]
     assert [value and round(value, 3) for value in school.values(handles)] == expected
@@ -88,14 +88,14 @@ def test_a_group_goes_on_without_whom_the_others_refuse(school, count, codec):
 
 def test_one_that_refuses_everybody_puts_only_itself_out(school):
     peers = school.peers(5, gather=True)
-    peers[0].exchange._defence = Choosy(bad=2.0)
+    peers[0].exchange._screen = Choosy(bad=2.0)
     assert school.values([peer.start(0, 2.0) for peer in peers]) == [None, 2.0, 2.0, 2.0, 2.0]
 
 
 def test_who_must_see_each_contribution_takes_no_part_in_an_all_reduce(school):
     peers = school.ranked(school.peers(4, wait=2.0))
     careful = peers[-1]
-    careful.exchange._defence = Choosy(gathers=True)
+    careful.exchange._screen = Choosy(gathers=True)
     handles = [peer.start(0, 2.0, FLOAT32) for peer in peers]
     values = school.values(handles)
     assert values[-1] is None

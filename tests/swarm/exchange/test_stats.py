@@ -7,6 +7,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import contribution
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import UpdateScreen
@@ -80,10 +81,9 @@ def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind
 class Peer:
     def __init__(self, network, **options):
         self.host = network.host()
-        self.exchange = PairExchange(
-            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0, wait=1.5, chunk_timeout=0.5, exchange_timeout=5.0,
-            members=lambda: {peer: network.member(peer) for peer in network.hosts}, **options,
-        )  # fmt: skip
+        members = lambda: {peer: network.member(peer) for peer in network.hosts}  # noqa: E731
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, members)
+        self.exchange = PairExchange(context, ExchangeTimeouts(1.5, 0.5, 5.0), **options)
 
     def start(self, round, shape=(4,), value=1.0):
         return self.exchange.start(key(round), [torch.full(shape, value)], 1.0, FLOAT32)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shoal.optim import RoundKey
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -33,7 +34,7 @@ def test_with_a_partner_both_get_the_mean_of_those_who_count(school, network, ca
     hosts = [network.host() for _ in weights]
     members = {host.peer_id: network.member(host.peer_id) for host in hosts}
     exchanges = [
-        PairExchange(host, host.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=20.0) for host in hosts
+        PairExchange(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(20.0)) for host in hosts
     ]
     tensors = [[torch.full((4,), value)] for value in values]
     key = RoundKey(SWARM, 0)

@@ -10,6 +10,7 @@ import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.manifest.outer import OuterSettings
@@ -58,14 +59,14 @@ class Node:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
         self.data = torch.Generator().manual_seed(number)
-        options = {"swarm": SWARM, "model": MODEL, "seed": 0, "members": self.members, "wait": wait, "chunk_timeout": 5.0,
-                   "exchange_timeout": 20.0}  # fmt: skip
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members)
+        timeouts = ExchangeTimeouts(wait, 5.0, 20.0)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.opt = METHODS[method](inner, None, self.model, run=SWARM, on_round=self.on_round)
         if method == "noloco":
-            self.exchange = PairExchange(self.host, self.host.identity, **options)
+            self.exchange = PairExchange(context, timeouts)
         else:
-            self.exchange = GroupExchange(self.host, self.host.identity, fragments=self.opt.fragments, **options)
+            self.exchange = GroupExchange(context, timeouts, fragments=self.opt.fragments)
         self.opt.exchange = self.exchange
         membership = SimpleNamespace(
             identity=self.host.identity,

@@ -19,8 +19,9 @@ from shoal.optim import FLOAT32
 from shoal.swarm.access.invitation import Admission
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.decision_log import DecisionLog
-from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
@@ -181,18 +182,16 @@ class Pairs(Court):
     def __init__(self, network):
         self.network, self.host = network, network.host()
         self.members = [HONEST.peer_id, self.host.peer_id]
-        self.exchange = PairExchange(
-            self.host, self.host.identity, swarm=SWARM, model=MODEL, seed=0,
-            members=lambda: {peer: network.member(peer, ROUND) for peer in self.members},
-            wait=1.0, chunk_timeout=1.0, exchange_timeout=5.0,
-        )  # fmt: skip
+        members = lambda: {peer: network.member(peer, ROUND) for peer in self.members}  # noqa: E731
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, members)
+        self.exchange = PairExchange(context, ExchangeTimeouts(1.0, 1.0, 5.0))
         self.exchange.next_round = ROUND
 
     def judge(self, sealed, sender):
         stream = called(self.network, self.host, EXCHANGE_PROTOCOL, sender, sealed)
         handle = None
         if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
-            until(lambda: self.exchange._rendezvous._held)
+            until(lambda: self.exchange._matchmaker._held)
             handle = self.exchange.start(mine().key, mine().tensors(), 1.0, FLOAT32)
         answer = unpack(self.host.call(stream.receive(m.Answer.LIMIT, 5), 6), m.Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)
@@ -232,7 +231,7 @@ class Answers(Pairs):
 
         async def repeating():
             nonces_from(bytes)
-            return await self.exchange._rendezvous.meet(mine())
+            return await self.exchange._matchmaker.meet(mine())
 
         class Hearing(logging.Handler):
             def emit(self, record):

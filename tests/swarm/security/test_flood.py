@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon_process import CONNECTIONS
@@ -42,12 +43,9 @@ class Members:
         self.hosts.append(Host.start(identities[1], timeout=20, bootstrap=self.hosts[0].addresses()))
         records = {host.peer_id: member(peer=host.peer_id, addresses=host.addresses()) for host in self.hosts}
         self.exchanges = [
-            PairExchange(
-                host, identity, swarm=SWARM, model=MODEL, seed=0,
-                members=lambda: records, wait=30.0, chunk_timeout=15.0, exchange_timeout=60.0,
-            )
+            PairExchange(PeerContext(host, identity, SWARM, MODEL, 0, lambda: records), ExchangeTimeouts(30.0, 15.0, 60.0))
             for host, identity in zip(self.hosts, identities, strict=True)
-        ]  # fmt: skip
+        ]
         (self.daemon,) = psutil.Process(self.hosts[0]._supervisor.daemon._child.pid).children()
 
     def exchange(self):

@@ -25,6 +25,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.gossip.envelope import GossipEnvelope
@@ -90,9 +91,9 @@ def victim():
         AdmissionHandshake(host, AccessPolicy())
         serve_manifest(host, SWARM, b"manifest")
         StateServer(host, SWARM, MODEL, [(4,)])
-        about = {"swarm": SWARM, "model": MODEL, "seed": 0, "members": directory.members, "wait": 1.0, "chunk_timeout": 1.0}
-        PairExchange(host, identity, exchange_timeout=2.0, **about)
-        GroupExchange(host, identity, exchange_timeout=2.0, **about)
+        context, timeouts = PeerContext(host, identity, SWARM, MODEL, 0, directory.members), ExchangeTimeouts(1.0, 1.0, 2.0)
+        PairExchange(context, timeouts)
+        GroupExchange(context, timeouts)
         gossip = Gossip(host, identity, SWARM)
         topics = [RolloutPool(gossip, lambda *env: True).topic, Attestations(gossip, lambda *record: None).topic]
         EvidenceStore(host, SWARM)

@@ -15,7 +15,7 @@ from shoal.swarm.exchange.group import commit as group_verdict
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.commit import GroupCommit
 from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, DecisionLog
-from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream

@@ -8,10 +8,11 @@ import pytest
 
 from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.codecs.registry import codec_named
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group import member as group_join
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.group.member import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 
 
 def test_four_peers_take_the_mean_of_all(school):
@@ -233,7 +234,7 @@ def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_f
     assert school.values([peer.start(0, 2.0) for peer in others]) == [2.0, 2.0]
     later = next(round for round in range(1, 100) if school.ranked(three, round)[0] is not third)
     for peer in others:
-        peer.exchange._groups._wait = peer.exchange._leader._wait = 60.0
+        peer.exchange._groups._timeouts = peer.exchange._leader._timeouts = ExchangeTimeouts(60.0, 5.0, 20.0)
     handles = [peer.start(later, 3.0) for peer in others]
     assert [handle.result(10.0).weight for handle in handles] == [2.0, 2.0]
     assert third.exchange.next_round == 0
@@ -312,4 +313,4 @@ def test_mistakes_of_the_caller(school, network):
         peer.exchange.start(RoundKey("another", 0), [])
     for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}, {"quorum": -1}, {"grace": float("nan")}):
         with pytest.raises(ValueError, match="must be"):
-            GroupExchange(peer.host, peer.host.identity, swarm="a" * 52, model="0" * 64, seed=0, members=peer.members, **wrong)
+            GroupExchange(PeerContext(peer.host, peer.host.identity, "a" * 52, "0" * 64, 0, peer.members), **wrong)

@@ -8,6 +8,7 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import weighted_mean
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
@@ -38,11 +39,12 @@ def group(hosts, request):
     members = {host.peer_id: member(host) for host, _ in hosts}
     return [
         GroupExchange(
-            host, identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, fragments=getattr(request, "param", 1),
-            wait=20.0, chunk_timeout=5.0,
+            PeerContext(host, identity, SWARM, MODEL, 0, lambda: members),
+            ExchangeTimeouts(20.0, 5.0),
+            fragments=getattr(request, "param", 1),
         )
         for host, identity in hosts
-    ]  # fmt: skip
+    ]
 
 
 def tensors(number, round=0):

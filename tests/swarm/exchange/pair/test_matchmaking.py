@@ -4,12 +4,14 @@ import logging
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import partner_of
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
 from shoal.swarm.wire.member import ENVELOPE, pack, seal, unseal
@@ -30,10 +32,8 @@ class Peer:
         self.gone = {}
         self.rounds = {}
         self.model = model
-        self.exchange = PairExchange(
-            self.host, self.host.identity, swarm=swarm, model=model, seed=SEED, members=self.members,
-            departed=lambda: self.gone, look=self.look, wait=wait, chunk_timeout=0.5, exchange_timeout=5.0,
-        )  # fmt: skip
+        context = PeerContext(self.host, self.host.identity, swarm, model, SEED, self.members, self.look)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 0.5, 5.0), departed=lambda: self.gone)
 
     def look(self):
         self.looked += 1
@@ -95,7 +95,7 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
 def test_a_partner_that_is_late_is_waited_for(network):
     a, b = Peer(network), Peer(network)
     handle = a.start(value=1.0)
-    until(lambda: b.exchange._rendezvous._held)
+    until(lambda: b.exchange._matchmaker._held)
     assert not handle.done()
     assert value(b.start(value=3.0).result()) == 2.0
     assert value(handle.result()) == 2.0
@@ -108,7 +108,7 @@ def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
     c.start(first)
     assert value(a.start(first).result()) == 0.0  # in that round b and d are to meet, and neither has begun it
     handle = a.start(first + 1, 1.0)
-    until(lambda: b.exchange._rendezvous._held)
+    until(lambda: b.exchange._matchmaker._held)
     other = b.start(first, 5.0)
     assert value(d.start(first, 7.0).result()) == value(other.result()) == 6.0
     assert not handle.done()
@@ -134,9 +134,9 @@ def test_a_partner_that_vanished_costs_no_wait(network):
 def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
     a, b = Peer(network), Peer(network)
     a.start()
-    until(lambda: b.exchange._rendezvous._held)
+    until(lambda: b.exchange._matchmaker._held)
     a.host.die()
-    until(lambda: not b.exchange._rendezvous._held)
+    until(lambda: not b.exchange._matchmaker._held)
     assert b.start().result() is None
 
 
@@ -197,7 +197,7 @@ def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
     b.rounds = {a.id: 7, b.id: 2}
     a.exchange.next_round = 8
     slow = b.start(round=2, value=1.0)
-    until(lambda: a.exchange._rendezvous._held)
+    until(lambda: a.exchange._matchmaker._held)
     assert value(a.start(round=8, value=3.0).result()) == 2.0
     assert value(slow.result()) == 2.0
     assert b.exchange.next_round == 9
@@ -238,7 +238,8 @@ def test_peers_of_another_swarm_or_model_are_never_met(network):
     c = Peer(network, model="1" * 64)
     c.sees = [c.id]
     a.sees = [a.id, c.id]
-    a.exchange._rendezvous._mates._members = lambda: {c.id: network.member(c.id, model="1" * 64)}
+    selector = a.exchange._matchmaker._selector
+    selector._context = replace(selector._context, members=lambda: {c.id: network.member(c.id, model="1" * 64)})
     network.opened.clear()
     assert a.start(1).result() is None
     assert network.opened == []

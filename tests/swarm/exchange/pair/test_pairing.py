@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.exchange.pairing import partner_of
+from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.pair.pairing import PairSelector
 
 SEED, MODEL = 3, "0" * 64
@@ -24,8 +25,8 @@ def directory(count):
     return made
 
 
-def mates(me, here):
-    return PairSelector(me, SEED, MODEL, lambda: here)
+def selector(me, here):
+    return PairSelector(PeerContext(None, SimpleNamespace(peer_id=me), "swarm", MODEL, SEED, lambda: here))
 
 
 @given(st.integers(2, 12), st.integers(0, 50), st.data())
@@ -34,7 +35,7 @@ def test_those_left_over_name_each_other(count, round, data):
     dead = data.draw(st.sets(st.sampled_from(sorted(here))))
     alone = {}
     for me in sorted(here.keys() - dead):
-        node = mates(me, here)
+        node = selector(me, here)
         assert node.left_over(round) is None
         assert node.of(round)[0] == partner_of(SEED, round, me, here)
         for peer in dead:
@@ -53,7 +54,7 @@ def test_those_left_over_name_each_other(count, round, data):
 @pytest.mark.parametrize("sign", ["called", "record", "gone"])
 def test_a_sign_of_life_ends_it(sign):
     here = directory(2)
-    node = mates("peer-0", here)
+    node = selector("peer-0", here)
     node.failed("peer-1")
     assert node.of(0) == ("peer-1", [])
     if sign == "called":
@@ -68,6 +69,6 @@ def test_a_sign_of_life_ends_it(sign):
 
 
 def test_who_is_not_in_the_directory_is_not_remembered():
-    node = mates("peer-0", directory(1))
+    node = selector("peer-0", directory(1))
     node.failed("peer-9")
     assert node._unreached == {}

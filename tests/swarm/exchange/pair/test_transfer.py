@@ -11,6 +11,7 @@ import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
@@ -31,16 +32,15 @@ class Pair:
         members = {host.peer_id: network.member(host.peer_id) for host in self.hosts}
         self.exchanges = [
             PairExchange(
-                host, host.identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=3.0,
-                chunk_timeout=CHUNK_TIMEOUT, exchange_timeout=5.0,
+                PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(3.0, CHUNK_TIMEOUT, 5.0)
             )
             for host in self.hosts
-        ]  # fmt: skip
+        ]
 
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0):
         first = self.exchanges[0].start(RoundKey(SWARM, round), tensors(caller), 1.0, codec)
         end = time.monotonic() + 5
-        while not self.exchanges[1]._rendezvous._held:
+        while not self.exchanges[1]._matchmaker._held:
             assert time.monotonic() < end
             threading.Event().wait(0.005)
         return first, self.exchanges[1].start(RoundKey(SWARM, round), tensors(callee), 1.0, codec)
@@ -151,7 +151,7 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair
         transfers.test_asked.set()
 
     monkeypatch.setattr(transfer.PairTransfer, "_hear", late)
-    transfers = pair.exchanges[0]._rendezvous._transfers
+    transfers = pair.exchanges[0]._matchmaker._transfers
     transfers.test_asked = asyncio.Event()
     pair.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
     assert pair.run() == [None, None]
@@ -169,7 +169,7 @@ def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(p
         return reply.outcome
 
     assert pair.run() == [(2.0, -2.0)] * 2
-    ((peer, nonce),) = pair.exchanges[0]._rendezvous._transfers._outcomes
+    ((peer, nonce),) = pair.exchanges[0]._matchmaker._transfers._outcomes
     assert peer == pair.hosts[1].peer_id
     assert host.call(ask(nonce), 5) == "unknown"
 
@@ -244,9 +244,8 @@ class OnSwarm:
         results = [None] * len(peers)
 
         def work(number):
-            exchange = PairExchange(
-                hosts[number], hosts[number].identity, swarm=SWARM, model=MODEL, seed=0, members=lambda: members, wait=2.0
-            )
+            context = PeerContext(hosts[number], hosts[number].identity, SWARM, MODEL, 0, lambda: members)
+            exchange = PairExchange(context, ExchangeTimeouts(2.0))
             ready.wait()
             results[number] = peers[number](exchange, self.run)
 
