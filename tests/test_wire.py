@@ -29,7 +29,7 @@ from shoal.swarm.p2p.throughput import ALL as TESTS
 from shoal.swarm.p2p.throughput import EACH as TESTS_EACH
 from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
 from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL
-from shoal.swarm.state.chunks import PIECES_PROTOCOL
+from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
 from shoal.swarm.state.selection import SAMPLE, STATE_PROTOCOL
 from shoal.swarm.state.snapshot import KEPT, UNUSED_S
 from shoal.swarm.topics.attestation import MAX_RECORD, Attestation
@@ -63,7 +63,7 @@ def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
     served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL]
-    served += [STATE_PROTOCOL, PIECES_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL]
+    served += [STATE_PROTOCOL, CHUNKS_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL]
     assert sorted(rows) == sorted(served)
 
 

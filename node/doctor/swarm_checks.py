@@ -93,12 +93,13 @@ def model(visit: Visit, tell: Tell) -> str:
     shapes = [tuple(parameter.shape) for parameter in params]
     digest = model_digest(params)
     if digest != manifest.model:
-        givers = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
+        sources = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
         assert visit.link is not None
-        wish = StateQuery(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
-        for giver in givers:
+        query = StateQuery(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
+        for source in sources:
             with contextlib.suppress(NetworkError):
-                wish.check(giver[0], visit.running().call(ask(visit.running(), giver, wish.request), 15.0))  # names the difference
+                header = visit.running().call(ask(visit.running(), source, query.request), 15.0)
+                query.check(source[0], header)  # names the difference
         raise FoundError(
             f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
         )

@@ -116,12 +116,12 @@ class SimPeer:
         """Take over the swarm's weights, unless nobody has finished a round yet."""
         while True:
             await self.directory.read()
-            givers = sources_for(self._membership, self.model)
-            if not givers:
+            sources = sources_for(self._membership, self.model)
+            if not sources:
                 return
-            wish = query_for(self._membership, self.model, self.opt)
+            query = query_for(self._membership, self.model, self.opt)
             try:
-                state = await asyncio.wrap_future(begin_fetch(cast(Any, self.host), wish, givers))
+                state = await asyncio.wrap_future(begin_fetch(cast(Any, self.host), query, sources))
             except NetworkError:
                 state = None
             if state is not None:

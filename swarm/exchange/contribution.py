@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
@@ -88,8 +89,12 @@ def contribution(
 
 def model_digest(tensors: Sequence[Tensor]) -> str:
     """Return the hex SHA-256 of the tensors' types and shapes. Peers average only if theirs are equal."""
-    text = ";".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return parameters_digest((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def parameters_digest(parameters: Iterable[tuple[torch.dtype, Sequence[int]]]) -> str:
+    """Return the `model_digest` of parameters of which only type and shape are known."""
+    return hashlib.sha256(";".join(f"{dtype}{list(shape)}" for dtype, shape in parameters).encode()).hexdigest()
 
 
 def finite(tensors: Sequence[Tensor]) -> bool:

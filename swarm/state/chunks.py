@@ -1,4 +1,4 @@
-"""ChunkServer of snapshots: handing them out, and asking one peer for one. What is asked of whom is in swarm/download.py."""
+"""Chunks of snapshots: serving them, and fetching one from one peer. `shoal.swarm.state.download` decides what to ask of whom."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
     from shoal.swarm.p2p.stream import Stream
 
-PIECES_PROTOCOL = "/shoal/pieces/1"
+CHUNKS_PROTOCOL = "/shoal/pieces/1"
 SMALL_S = 10.0  # seconds for one small message, or without a byte
-PIECE_S = 60.0  # seconds for one piece
-IDLE_S = 30.0  # seconds that a caller may leave a stream without a question
+CHUNK_S = 60.0  # seconds for one chunk
+IDLE_S = 30.0  # seconds that a caller may leave a stream without a request
 MAX_SERVED = 64  # streams served at once
 
 NOTHING = memoryview(b"")
 
 
 class NotHeldError(NetworkError):
-    """A peer does not hold the snapshot (any more)."""
+    """A peer does not hold the snapshot, or no longer."""
 
 
 class ChunkServer:
-    """Serves the snapshots of ``kept``."""
+    """Server of the snapshots in ``kept``."""
 
     def __init__(self, host: Host, swarm: str, kept: SnapshotCache) -> None:
         self._swarm, self._kept, self._serving = swarm, kept, 0
-        host.serve(PIECES_PROTOCOL, self._answer)
+        host.serve(CHUNKS_PROTOCOL, self._answer)
 
     async def _answer(self, stream: Stream) -> None:
         if self._serving >= MAX_SERVED:
@@ -52,16 +52,16 @@ class ChunkServer:
             # When the caller has all it wants it ends the stream, and this raises NetworkError.
             request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
             snapshot = self._kept.get(request.snapshot) if request.swarm == self._swarm else None
-            data = None if snapshot is None else _piece(snapshot, request.chunk)
+            data = None if snapshot is None else _chunk(snapshot, request.chunk)
             if data is None:
                 await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
                 continue
             await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
-            deadline = asyncio.get_running_loop().time() + PIECE_S
+            deadline = asyncio.get_running_loop().time() + CHUNK_S
             await stream.swap(data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=deadline)
 
 
-def _piece(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
+def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
     if chunk is None:
         return memoryview(snapshot.digests)
     if chunk >= chunks_in(snapshot.header.nbytes):
@@ -70,29 +70,29 @@ def _piece(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
 
 
 class ChunkSource:
-    """One stream to a peer that may hold the snapshot ``id``. Use it on the host's loop, and ``close`` it."""
+    """Stream to a peer that may hold the snapshot ``id``. Use it on the host's loop, and ``close`` it."""
 
     def __init__(self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]) -> None:
         self._host, self._swarm, self._id, self.peer, self._addresses = host, swarm, id, peer, addresses
         self._stream: Stream | None = None
 
     async def take(self, chunk: int | None, room: memoryview) -> None:
-        """Fill ``room``, which has the size of the piece, with what the peer sends for it; unchecked.
+        """Fill ``room``, which has the size of the chunk, with what the peer sends for it, unchecked. None: the list of digests.
 
         Raises:
             NotHeldError: the peer does not hold the snapshot.
             NetworkError, MessageError: it cannot be reached, is too slow, or does not keep to the protocol.
         """
         if self._stream is None:
-            self._stream = await self._host.open(self.peer, PIECES_PROTOCOL, addresses=self._addresses, timeout=SMALL_S)
+            self._stream = await self._host.open(self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S)
         stream = self._stream
         await stream.send(pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S)
         reply = unpack(await stream.receive(ChunkReply.LIMIT, SMALL_S), ChunkReply)
         if not reply.nbytes:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):
-            raise MessageError(f"peer {short(self.peer)} announced a piece of {reply.nbytes} bytes where {len(room)} fit.")
-        deadline = asyncio.get_running_loop().time() + PIECE_S
+            raise MessageError(f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where {len(room)} fit.")
+        deadline = asyncio.get_running_loop().time() + CHUNK_S
         await stream.swap(NOTHING, room, chunk_timeout=SMALL_S, deadline=deadline)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Taking a snapshot from several peers at once: each chunk from whoever is free, checked on arrival, and again elsewhere if wrong.
+"""Downloading a snapshot from several peers at once: each chunk comes from a free source and is checked on arrival.
 
-``Plan`` says who is asked for what. ``download`` asks: two streams to each holder, so that a link is not idle while a question
-travels; a chunk arrives in scratch and enters the sink only when its digest is right. A peer that sends a wrong chunk is not asked
-again; one that dies or stalls costs the chunks it was just sending. What a sink has is never asked for again, so a download that
-broke off goes on with the same sink.
+`Plan` decides which chunk is asked of whom. `download` keeps two streams to each source, so that a link is not idle while a request
+travels. A chunk arrives in a scratch buffer and enters the sink only if its digest is right. A peer that sends a wrong chunk is not
+asked again; one that dies or stalls costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
+download goes on with the same sink.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shoal.swarm.wire.state import StateHeader
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-LANES = 2  # streams to one holder
-TWICE = 2  # holders that are asked for the same chunk when there is nothing else to ask for
-MAX_HOLDERS = 8
+LANES = 2  # streams to one source
+TWICE = 2  # sources that are asked for the same chunk when there is nothing else to ask for
+MAX_SOURCES = 8
 
 Peer = tuple[str, Sequence[str]]
 """Peer id and addresses."""
@@ -40,20 +40,20 @@ log = logging.getLogger(__name__)
 
 
 class WrongChunkError(MessageError):
-    """A peer sent something else than the snapshot's chunk."""
+    """A peer sent something other than the snapshot's chunk."""
 
 
 class Plan:
-    """Which chunk is asked of whom. Pure: knows nothing of the network.
+    """Assignment of missing chunks to lanes, without any network.
 
-    Every chunk that is missing is with one lane at a time; only when none is left to hand out, the rest are also asked of a second
-    one, so that one slow holder does not keep everybody waiting.
+    Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also asked of a second lane, so that one
+    slow source does not delay the download.
     """
 
     def __init__(self, missing: Iterable[int]) -> None:
         self._free = deque(missing)
         self._asked: dict[int, list[object]] = {}
-        """Chunk -> the lanes that were asked, those that were asked first in front."""
+        """Lanes that were asked for each chunk, in the order in which they were asked."""
 
     @property
     def done(self) -> bool:
@@ -62,11 +62,11 @@ class Plan:
 
     @property
     def left(self) -> int:
-        """Chunks missing."""
+        """Number of missing chunks."""
         return len(self._free) + len(self._asked)
 
     def ask(self, lane: object) -> int | None:
-        """The chunk to ask of ``lane``; None if there is nothing to ask just now."""
+        """Return the chunk to ask of ``lane`` now, or None."""
         if self._free:
             chunk = self._free.popleft()
         else:
@@ -78,11 +78,11 @@ class Plan:
         return chunk
 
     def got(self, chunk: int) -> bool:
-        """It is here, and right; False if it was before."""
+        """Note that a right chunk has arrived; return False if it had arrived before."""
         return self._asked.pop(chunk, None) is not None
 
     def lost(self, lane: object) -> None:
-        """``lane`` will answer nothing more: what only it was asked for is asked of others, first of all."""
+        """Note that ``lane`` is gone: chunks that only it was asked for are asked of others first."""
         for chunk, lanes in list(self._asked.items()):
             if lane in lanes:
                 lanes.remove(lane)
@@ -92,20 +92,20 @@ class Plan:
 
 
 class Sink(Protocol):
-    """Where chunks go."""
+    """Store of verified chunks."""
 
     @property
     def have(self) -> set[int]:
-        """The chunks that are there, and right."""
+        """Chunks that are here and verified."""
         ...
 
     def write(self, chunk: int, data: memoryview) -> None:
-        """Keep one; called once for each, with what was checked."""
+        """Keep one verified chunk; called once for each."""
         ...
 
 
 class MemorySink:
-    """A sink of ``nbytes`` bytes in memory."""
+    """Sink of ``nbytes`` bytes in memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.payload: Tensor = torch.empty(nbytes, dtype=torch.uint8)
@@ -114,30 +114,34 @@ class MemorySink:
 
     @property
     def have(self) -> set[int]:
-        """The chunks that are there."""
+        """Chunks that are here."""
         return self._have
 
     def write(self, chunk: int, data: memoryview) -> None:
-        """Copy it into its place."""
+        """Copy one chunk into its place."""
         self._view[chunk * CHUNK : chunk * CHUNK + len(data)] = data
         self._have.add(chunk)
 
 
-async def fetch_digests(host: Host, swarm: str, header: StateHeader, holders: Sequence[Peer]) -> bytes:
-    """The list of the chunks' digests, checked, from the first of ``holders`` that has it. NetworkError if none has."""
+async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]) -> bytes:
+    """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check it.
+
+    Raises:
+        NetworkError: none has it.
+    """
     room = bytearray(DIGEST * chunks_in(header.nbytes))
-    for peer, addresses in holders:
-        holder = ChunkSource(host, swarm, snapshot_id(header), peer, addresses)
+    for peer, addresses in sources:
+        source = ChunkSource(host, swarm, snapshot_id(header), peer, addresses)
         try:
-            await holder.take(None, memoryview(room))
+            await source.take(None, memoryview(room))
         except (NetworkError, MessageError) as error:
             log.info("no digests: %s", error)
             continue
         finally:
-            holder.close()
+            source.close()
         if hashlib.sha256(room).digest() == header.sha256:
             return bytes(room)
-        log.warning("peer %s handed out digests that are not those of the weights it stated: it is not asked again", short(peer))
+        log.warning("peer %s handed out digests that are not those of the weights it offered: it is not asked again", short(peer))
     raise NetworkError("none of the peers that were asked holds the weights any more.")
 
 
@@ -146,20 +150,20 @@ async def download(
     swarm: str,
     header: StateHeader,
     digests: bytes,
-    holders: Sequence[Peer],
+    sources: Sequence[Peer],
     sink: Sink,
     wanted: Iterable[int],
 ) -> set[str]:
-    """Take the chunks ``wanted`` that ``sink`` lacks from ``holders`` (those that hold no such snapshot are left out).
+    """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the snapshot are skipped.
 
     Returns the peers that sent a wrong chunk.
 
     Raises:
-        NetworkError: no holder is left; what came is in the sink.
+        NetworkError: no source is left; what arrived is in the sink.
     """
     work = _Download(host, swarm, header, digests, sink, Plan(chunk for chunk in wanted if chunk not in sink.have))
     if not work.plan.done:
-        await work.run(list(holders)[:MAX_HOLDERS])
+        await work.run(list(sources)[:MAX_SOURCES])
     return work.wrong
 
 
@@ -169,10 +173,10 @@ class _Download:
         self._host, self._swarm, self._header, self._digests, self._sink = host, swarm, header, digests, sink
         self._id = snapshot_id(header)
         self._gone: set[str] = set()
-        self._news = asyncio.Event()
+        self._change = asyncio.Event()
 
-    async def run(self, holders: Sequence[Peer]) -> None:
-        lanes = [asyncio.ensure_future(self._lane(peer)) for _ in range(LANES) for peer in holders]
+    async def run(self, sources: Sequence[Peer]) -> None:
+        lanes = [asyncio.ensure_future(self._lane(peer)) for _ in range(LANES) for peer in sources]
         whole = asyncio.ensure_future(self._whole())
         pending: set[asyncio.Future[None]] = {whole, *lanes}
         try:
@@ -185,32 +189,31 @@ class _Download:
                 one.cancel()
             await asyncio.gather(whole, *lanes, return_exceptions=True)
         if not self.plan.done:
-            raise NetworkError(f"the peers that hold the weights have gone with {self.plan.left} chunks missing.")
+            raise NetworkError(f"the peers that hold the weights are gone with {self.plan.left} chunks missing.")
 
     async def _whole(self) -> None:
         while not self.plan.done:
             await self._changed()
 
     async def _changed(self) -> None:
-        news = self._news
-        await news.wait()
+        await self._change.wait()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def _lane(self, to: Peer) -> None:
         peer, addresses = to
-        holder = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
+        source = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
         scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
         try:
             while peer not in self._gone and not self.plan.done:
-                chunk = self.plan.ask(holder)
+                chunk = self.plan.ask(source)
                 if chunk is None:
                     await self._changed()
                     continue
                 room = scratch[: chunk_size(self._header.nbytes, chunk)]
-                await holder.take(chunk, room)
+                await source.take(chunk, room)
                 if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
                     self.wrong.add(peer)
                     raise WrongChunkError(
@@ -219,7 +222,7 @@ class _Download:
                     )
                 if self.plan.got(chunk):
                     self._sink.write(chunk, room)
-                self._tell()
+                self._notify()
         except NotHeldError as error:
             self._gone.add(peer)
             log.debug("%s", error)
@@ -227,6 +230,6 @@ class _Download:
             self._gone.add(peer)
             log.warning("%s", error)
         finally:
-            self.plan.lost(holder)
-            holder.close()
-            self._tell()
+            self.plan.lost(source)
+            source.close()
+            self._notify()

@@ -1,16 +1,16 @@
-"""Whether the slow weights of a group are still the same everywhere, and who gives way if two parts of it went on apart.
+"""Detecting that parts of a group hold different slow weights, and deciding which part gives way.
 
-For methods whose peers all hold the same slow weights (``Anchored`` rules). Each says in its record to what its slow weights come
-after its newest round (optim/sketch.py); each compares that with its own after that round. When a network was in two parts, both
-in the same rounds, nothing else would ever show that their weights differ. The rule:
+For methods whose peers all hold the same slow weights (`Anchored` rules). Each peer publishes in its record a sketch of its slow
+weights after its newest round (`shoal.optim.outer.sketch`), and compares the others' with its own after that round. After a network
+partition in which both parts stayed in the same rounds, nothing else would show that their weights differ. The rule:
 
-* Who is behind in rounds moves to the round of the others and takes over their weights, as any peer that was late does.
-* In the same round the smaller part takes over the weights of the larger one. Of two equal ones, that in which no peer has the
-  lowest peer id. What the part that gives way has learnt since the split is lost but for the steps of the round it is in; its data,
-  inner optimizers and steps go on.
+* A peer that is behind in rounds moves to the round of the others and takes over their weights, as any late peer does.
+* In the same round the smaller part takes over the weights of the larger one; of two equal parts, the one without the lowest peer
+  id. What that part has learnt since the split is lost but for the steps of the current round; its data, inner optimizers and steps
+  go on.
 
-"Smaller" is by what a node sees itself: those that hold what it holds, against all others. If none is a majority all give way but
-for the lowest peer id among those of the latest round that ask each other (``StateServer``), so one set of weights is left.
+Each node counts the parts itself: those that hold what it holds, against all others. If none is a majority all give way but for the
+lowest peer id among those of the latest round that ask each other (`StateServer`), so one set of weights is left.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from shoal.swarm.wire.member import Member
 
 REMEMBERED = 64  # own rounds to compare others' records with, which are some seconds old
 APART = 0.25
-"""Of the distance that a round usually moves the weights: one missed round makes about 1, different rounding 1e-4 and then more."""
+"""Fraction of a round's usual movement above which weights differ: a missed round makes about 1, rounding 1e-4 and later more."""
 PRECISION = 1e-5  # of the sketch: below it weights that hardly move any more differ by rounding alone
-DOUBTS = 3  # rounds in a row that a node must find itself in the smaller part while it cannot tell of everybody
+DOUBTS = 3  # rounds in a row that a node must find itself in the smaller part while some peers cannot be compared
 
 
 @dataclass(frozen=True)
 class SplitDecision:
-    """This node should take over the weights of one of ``givers``, in ``fragments``."""
+    """Decision that this node takes over the weights of one of ``sources``, in ``fragments``."""
 
     fragments: frozenset[int]
-    givers: frozenset[str]
+    sources: frozenset[str]
 
 
 class DriftDetector:
-    """One node's. ``me``: its peer id; ``model``: members with another one are not compared; ``most``: as many can be in one group.
+    """Detector of a difference between this node's slow weights and its group's.
 
-    Among more the rounds' groups are several, whose weights differ by design.
+    ``me``: this node's peer id. ``model``: members with another one are not compared. ``most``: the largest group; among more
+    members a round has several groups, whose weights differ by design.
     """
 
     def __init__(self, me: str, model: str, most: int) -> None:
@@ -54,7 +55,7 @@ class DriftDetector:
         self.newest: tuple[int, int, tuple[float, ...]] | None = None
 
     def finished(self, round: int, fragment: int, sketch: tuple[float, ...]) -> None:
-        """What the slow weights of ``fragment`` come to after ``round``."""
+        """Record the sketch of the slow weights of ``fragment`` after ``round``."""
         if not all(map(math.isfinite, sketch)):  # such a record could not be published, and equals nobody's
             self.moved()
             return
@@ -69,13 +70,13 @@ class DriftDetector:
         self.newest = round, fragment, sketch
 
     def moved(self) -> None:
-        """The slow weights are others' now: what was known of the own ones is of no use."""
+        """Forget the own sketches: the slow weights were replaced by others'."""
         self._own.clear()
         self._last.clear()
         self.newest, self._doubts = None, 0
 
     def split(self, members: Mapping[str, Member]) -> SplitDecision | None:
-        """Whether this node should give way, by the newest records; to be asked once a round."""
+        """Return the decision to give way, by the newest records, or None. Call it once a round."""
         near, far, unknown = {self._me}, set[str](), False
         fragments = set[int]()
         others = {p: m for p, m in members.items() if p != self._me and m.model == self._model and m.state == "training"}
@@ -85,8 +86,8 @@ class DriftDetector:
             if member.sketch is None or (known := self._own.get(member.sketch[:2])) is None:
                 unknown = True
                 continue
-            own, apart = known
-            if distance(own, member.sketch[2]) <= apart:
+            own, limit = known
+            if distance(own, member.sketch[2]) <= limit:
                 near.add(peer)
             else:
                 far.add(peer)
@@ -102,5 +103,5 @@ class DriftDetector:
 
 
 def _order(peers: set[str]) -> int:
-    """The place of the lowest peer id among all there could be."""
+    """Return the rank of the lowest peer id among all possible ones."""
     return int.from_bytes(min(peers).encode().ljust(64, b"\0"), "big")

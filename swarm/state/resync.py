@@ -1,13 +1,13 @@
-"""Back to the group's weights after a missed round, for methods in which all peers of a group hold the same slow weights.
+"""Returning to the group's weights after a missed round, for methods in which all peers of a group hold the same slow weights.
 
-With DiLoCo and its kin only displacements are sent, so who misses a round drifts away and would never come back by itself. Such a
-node takes over the slow weights of a member, in the background, and goes on training meanwhile. After one missed round its fast
-weights stay, so what it learnt is in its next pseudo-gradient. After more, or if it went on in another part of a swarm that fell
-apart (swarm/drift.py), they move with the slow ones: a pseudo-gradient over many rounds would pull the group back, and be refused,
-and each outer step taken alone would be taken once more. If two have drifted from each other, one keeps its own (``StateServer``).
+DiLoCo and similar methods send displacements only, so a node that misses a round diverges and would never return by itself. It
+fetches the slow weights of a member in the background and goes on training meanwhile. After one missed round its fast weights stay,
+so what it learnt is in its next pseudo-gradient. After more, or if it trained in another part of a partitioned swarm
+(`shoal.swarm.state.drift`), they move with the slow ones: a pseudo-gradient over many rounds would pull the group back, and be
+refused, and each outer step taken without a partner would be taken again. Of two that diverged, one keeps its own (`StateServer`).
 
-Methods that send weights mix by themselves. But where far ones are refused (``outer.suspect``) a node that comes back from far
-behind would be refused for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
+Methods that send weights mix by themselves. But where distant weights are refused (``outer.suspect``) a node that is far behind
+would be refused for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shoal.swarm.state.sync import PATIENCE_S, StateQuery, begin_fetch
 from shoal.swarm.wire.state import StateRequest
 
 ASKED = 4  # members that are asked in turn
-SECOND_S = 1.0  # seconds that a second member may take to state the same weights: each makes them older
-PATIENCE = 5  # vain tries after which the user is told
-FAR = 2  # missed rounds of a fragment from which on the fast weights do not stay
-TURNED_DOWN = 2  # peers in a row that refuse a node which comes from far behind: one may be hostile
+SECOND_S = 1.0  # seconds that a second member may take to offer the same weights: each makes them older
+PATIENCE = 5  # failed tries after which the user is warned
+FAR = 2  # missed rounds of a fragment from which on the fast weights are replaced too
+TURNED_DOWN = 2  # peers in a row that refuse a node that comes from far behind: one may be hostile
 
 log = logging.getLogger(__name__)
 
 
 class Resynchronizer:
-    """Watches the rounds of one node.
+    """Observer of one node's rounds that fetches the group's weights when its own have diverged.
 
     Args:
         membership, model: the swarm, and the digest of the model's shapes.
-        server: hands out this node's weights, and must know when they have drifted.
-        health: how its exchanges go.
-        moved: called when the slow weights are others'.
+        server: hands out this node's weights, and must know when they have diverged.
+        stats: outcomes of this node's exchanges.
+        moved: called when the slow weights were replaced by others'.
     """
 
     def __init__(
@@ -56,32 +56,33 @@ class Resynchronizer:
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self._membership, self._model, self._server, self._opt = membership, model, server, opt
-        self._health, self._moved = stats or ExchangeStats(), moved
-        self._astray: set[int] = set()
-        """Fragments that have drifted."""
+        self._stats, self._moved = stats or ExchangeStats(), moved
+        self._diverged: set[int] = set()
+        """Fragments that have diverged."""
         self._missed: Counter[int] = Counter()
-        """Rounds of a fragment that this node missed since it was with its group."""
+        """Rounds of a fragment that this node has missed since it was with its group."""
         self._late = 0
         """Rounds that this node's weights are behind its round, since it was with its group."""
-        self._givers_only: frozenset[str] = frozenset()
+        self._preferred: frozenset[str] = frozenset()
+        """Peers to fetch from if any of them is there: those of the part that this node gives way to."""
         self._afresh = False
-        """What is coming is to start from, as a newcomer does."""
-        self._coming: concurrent.futures.Future[State | None] | None = None
+        """Whether the fetched state is to start from, as a newcomer does."""
+        self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
 
     @property
-    def astray(self) -> bool:
-        """Whether this node knows that its weights have drifted."""
-        return bool(self._astray)
+    def diverged(self) -> bool:
+        """Whether this node knows that its weights have diverged."""
+        return bool(self._diverged)
 
     def joined(self, state: State) -> None:
-        """This node begins from ``state``. What was in flight there it will never hear of, so it must look again."""
+        """Note that this node begins from ``state``. It never receives what was in flight at the source, so it must fetch again."""
         if self._opt.anchored:
             fragments = len(state.applied)
-            self._astray = {p for p, round in enumerate(state.applied) if round < state.round - fragments}
+            self._diverged = {p for p, round in enumerate(state.applied) if round < state.round - fragments}
 
-    def saw(self, info: RoundInfo, *, behind: int, split: SplitDecision | None = None) -> None:
-        """A round is over. ``behind``: its contribution was counted so many rounds later than the node thought it was in.
+    def on_round(self, info: RoundInfo, *, behind: int, split: SplitDecision | None = None) -> None:
+        """Handle the end of a round. ``behind``: its contribution counted so many rounds later than the node expected.
 
         ``split``: this node's part of the swarm gives way to another.
         """
@@ -91,7 +92,7 @@ class Resynchronizer:
         together = len(info.members) >= 2
         if not self._opt.anchored:
             self._missed[fragment] = 0 if together else self._missed[fragment] + behind
-            if self._missed[fragment] >= FAR and self._health.turned_down() >= TURNED_DOWN and self._coming is None:
+            if self._missed[fragment] >= FAR and self._stats.turned_down() >= TURNED_DOWN and self._pending is None:
                 self._afresh = True
                 self._ask()
             return
@@ -102,73 +103,73 @@ class Resynchronizer:
         if not together:
             self._missed[fragment] += 1
         if behind or not together:
-            self._astray.add(fragment)
-        elif fragment not in self._astray:
+            self._diverged.add(fragment)
+        elif fragment not in self._diverged:
             self._missed[fragment] = 0
-        if split is not None and not self._astray:  # else it has missed a round: no wonder that its weights differ
-            self._astray |= {p for p in split.fragments if p < self._opt.fragments}
-            self._missed.update(dict.fromkeys(self._astray, FAR))
-            self._givers_only = split.givers
-        if self._astray and self._coming is None:
+        if split is not None and not self._diverged:  # otherwise it has missed a round, which explains that its weights differ
+            self._diverged |= {p for p in split.fragments if p < self._opt.fragments}
+            self._missed.update(dict.fromkeys(self._diverged, FAR))
+            self._preferred = split.sources
+        if self._diverged and self._pending is None:
             self._ask()
 
     def _ask(self) -> None:
-        others = self._givers()
-        # Of two that have drifted the one that is further keeps its weights: its swarm went on while the other was away.
+        others = self._sources()
+        # Of two that have diverged the one that is further keeps its weights: its swarm went on while the other was away.
         own = max(self._opt.round - self._late, 0)
-        self._server.astray = own if others and not self._afresh else None
-        if not others:  # alone: what this node does is what the swarm does
-            self._back()
+        self._server.diverged = own if others and not self._afresh else None
+        if not others:  # this node is the whole group
+            self._returned()
             return
         shapes = [tuple(t.shape) for t in self._opt.slow]
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
         patience = PATIENCE_S if self._afresh else SECOND_S
-        wish = StateQuery(
-            request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, vouched=self._afresh, patience=patience
+        query = StateQuery(
+            request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, confirmed=self._afresh, patience=patience
         )
         try:
-            self._coming = begin_fetch(self._membership.host, wish, others)
+            self._pending = begin_fetch(self._membership.host, query, others)
         except NetworkError as error:
             log.info("the weights of the swarm cannot be asked for: %s", error)
 
-    def _givers(self) -> list[tuple[str, tuple[str, ...]]]:
+    def _sources(self) -> list[tuple[str, tuple[str, ...]]]:
         me = self._membership.identity.peer_id
         members = self._membership.directory.members().items()
         there = [m for peer, m in members if peer != me and m.model == self._model and m.state == "training"]
-        there = [m for m in there if m.peer in self._givers_only] or there
+        there = [m for m in there if m.peer in self._preferred] or there
         return [(m.peer, m.addresses) for m in sorted(there, key=lambda m: (-m.round, m.peer))[:ASKED]]
 
-    def settle(self) -> bool:
-        """Between two steps: take over what has come. True if the node is with its group again."""
-        if self._coming is None or not self._coming.done():
+    def adopt_fetched(self) -> bool:
+        """Take over weights that have arrived; call it between two steps. Return whether the node is with its group again."""
+        if self._pending is None or not self._pending.done():
             return False
-        coming, self._coming = self._coming, None
+        fetched, self._pending = self._pending, None
         afresh, self._afresh = self._afresh, False
         try:
-            state = coming.result()
+            state = fetched.result()
         except (ShoalError, concurrent.futures.CancelledError) as error:
             log.warning("the weights of the swarm were not taken over after a missed round: %s", error)
             return False
         if state is None or len(state.applied) != self._opt.fragments:
-            self._back()  # nobody is nearer to the group than this node
+            self._returned()  # nobody is nearer to the group than this node
             return False
         round = max(state.round, self._opt.round)
         if afresh:
             self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
             self._opt.listen()  # as a newcomer: the first round does not count
-            self._back()
+            self._returned()
             self._moved()
             return True
-        far = [p for p in self._astray if self._missed[p] >= FAR]
+        far = [p for p in self._diverged if self._missed[p] >= FAR]
         taken = self._opt.adopt(state.slow, round=round, shared=state.extra, applied=state.applied, rebase=far)
         if taken:
             self._moved()
-        self._astray -= set(taken)
-        # What the giver had in flight and this node has not, it has missed again.
+        self._diverged -= set(taken)
+        # This node has missed again what the source had in flight and it has not.
         under_way = {p for p in taken if state.applied[p] < state.round - len(state.applied)}
-        self._astray |= {p for p in under_way if not any(round > state.applied[p] for round in self._opt.in_flight(p))}
-        if not self._astray:
-            self._back()
+        self._diverged |= {p for p in under_way if not any(round > state.applied[p] for round in self._opt.in_flight(p))}
+        if not self._diverged:
+            self._returned()
             return True
         self._tries += 1
         if self._tries == PATIENCE:
@@ -178,7 +179,7 @@ class Resynchronizer:
             )
         return False
 
-    def _back(self) -> None:
-        self._astray.clear()
-        self._givers_only, self._afresh = frozenset(), False
-        self._server.astray, self._tries, self._late = None, 0, 0
+    def _returned(self) -> None:
+        self._diverged.clear()
+        self._preferred, self._afresh = frozenset(), False
+        self._server.diverged, self._tries, self._late = None, 0, 0

@@ -1,4 +1,4 @@
-"""Handing out this node's slow weights, to newcomers and to those who have drifted: as snapshots, made between two steps."""
+"""Handing out this node's slow weights to newcomers and to peers that have diverged: as snapshots, made between two steps."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 MAKE_S = 60.0  # seconds that a caller waits until a step is finished
 MAX_WAITING = 64  # callers that wait
 
-DRIFTED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
+DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
 
 log = logging.getLogger(__name__)
 
 
 class StateServer:
-    """Serves this node's slow weights; the training thread makes the copy, so that it is never of a half-updated one.
+    """Server of this node's slow weights. The training thread makes the copy, so no half-updated weights are handed out.
 
-    Memory: at most two snapshots (``SnapshotCache``), each with 4 bytes for every value of the slow weights and of what the
-    rule shares, and none two minutes after the last question. As long as somebody downloads each of them, others are
-    given the later of the two rather than one of their own.
+    Memory: at most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that the
+    rule shares, and none two minutes after the last request. While both are being downloaded, further callers get the later of the
+    two rather than a new one.
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class StateServer:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
         self._wanted: dict[asyncio.Future[Snapshot | None], int] = {}
-        """Who waits, and since which round it must be."""
-        self._drifted: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
-        """Of those, whose own weights have drifted: from which round they are, and who asks."""
+        """Callers that wait, and the earliest round that each accepts."""
+        self._diverged_callers: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
+        """Those of them whose own weights have diverged: the round of these weights, and the caller."""
         self._making = False
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)
-        self.astray: int | None = None
-        """The round of this node's own weights while they have drifted away from the group's."""
+        self.diverged: int | None = None
+        """Round of this node's own weights while they have diverged from the group's."""
         ChunkServer(host, swarm, self._kept)
         host.serve(STATE_PROTOCOL, self._answer)
 
     def keep(self, state: State) -> None:
-        """Hand out what this node has just taken over itself: others may be downloading it."""
+        """Serve the snapshot that this node has just fetched itself: others may be downloading it."""
         if state.snapshot is not None:
             self._kept.put(state.snapshot)
 
     def offer(self, current: Callable[[], State]) -> None:
-        """Called by the training thread between steps; copies the weights only if somebody waits for them.
+        """Copy the weights if a caller waits for them; the training thread calls this between steps.
 
-        Not weights that have drifted: who waits gets them when they are the group's again. But two that asked each other before
-        either had drifted must not wait for each other.
+        Diverged weights are not handed out: callers wait until they are the group's again. But two peers that asked each other
+        before either had diverged must not wait for each other.
         """
         self._kept.expire()
-        if any(self._keeps_its_own(*asking) for asking in list(self._drifted.values())):
+        if any(self._keeps_its_own(*asking) for asking in list(self._diverged_callers.values())):
             self._host.call(self._turn_away(), SMALL_S)
-        if not self._wanted or self.astray is not None or self._making:
+        if not self._wanted or self.diverged is not None or self._making:
             return
         state = current()
         if all(since > state.round for since in list(self._wanted.values())):
@@ -99,7 +99,7 @@ class StateServer:
         await self._hand_out(snapshot)
 
     async def _hand_out(self, snapshot: Snapshot | None) -> None:
-        """To all who wait for its round or an earlier one. None: the latest that is kept."""
+        """Answer all who wait for its round or an earlier one. None: with the latest that is kept."""
         for future, since in list(self._wanted.items()):
             found = self._kept.newest(since) if snapshot is None else snapshot
             if found is not None and found.header.round >= since:
@@ -109,17 +109,17 @@ class StateServer:
         self._making = False
 
     async def _turn_away(self) -> None:
-        for future, asking in list(self._drifted.items()):
+        for future, asking in list(self._diverged_callers.items()):
             if self._keeps_its_own(*asking) and not future.done():
                 future.set_result(None)
 
     def _keeps_its_own(self, round: int, peer: str) -> bool:
-        """Whether ``peer``, with drifted weights of ``round``, must not wait for this node, whose weights have drifted too.
+        """Return whether ``peer``, with diverged weights of ``round``, must not wait for this node, which has diverged too.
 
-        Those that have drifted from each other must not swap their weights, nor wait in a circle. So each waits for those whose
-        weights are of a later round, or of the same and whose peer id is lower; whom all others refuse keeps its own.
+        Peers that have diverged from each other must neither swap their weights nor wait in a circle. So each waits for those whose
+        weights are of a later round, or of the same and whose peer id is lower; a peer that all others refuse keeps its own.
         """
-        return self.astray is not None and (-round, peer) < (-self.astray, self._host.peer_id)
+        return self.diverged is not None and (-round, peer) < (-self.diverged, self._host.peer_id)
 
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
@@ -131,7 +131,7 @@ class StateServer:
             await stream.send(pack(nothing(self._shapes)), SMALL_S)
             return
         if request.astray and self._keeps_its_own(request.round, stream.peer_id):
-            await stream.send(pack(DRIFTED), SMALL_S)
+            await stream.send(pack(DIVERGED), SMALL_S)
             return
         if len(self._wanted) >= MAX_WAITING:
             await stream.send(pack(Answer(verdict="busy", reason="too many wait for this peer", round=0)), SMALL_S)
@@ -139,14 +139,14 @@ class StateServer:
         future: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
         self._wanted[future] = request.since
         if request.astray:
-            self._drifted[future] = request.round, stream.peer_id
+            self._diverged_callers[future] = request.round, stream.peer_id
         try:
-            await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # a peer that sleeps would not say so much
+            await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # shows that this peer is awake
             found = await asyncio.wait_for(future, MAKE_S)
-            header: StateHeader | Answer = DRIFTED if found is None else found.header
+            header: StateHeader | Answer = DIVERGED if found is None else found.header
         except asyncio.TimeoutError:
             header = Answer(verdict="busy", reason=f"no step was finished in {MAKE_S:g} s", round=0)
         finally:
             self._wanted.pop(future, None)
-            self._drifted.pop(future, None)
+            self._diverged_callers.pop(future, None)
         await stream.send(pack(header), SMALL_S)

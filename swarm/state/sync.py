@@ -1,8 +1,8 @@
-"""Taking over the slow weights of a swarm, for a newcomer and for who has drifted: whole, checked, or not at all.
+"""Fetching the slow weights of a swarm, for a newcomer, a node that has diverged, or ``shoal pull``: whole, checked, or not at all.
 
-Which weights is decided first, from what several peers state (swarm/statements.py); then they are taken from all who hold the very
-same bytes, chunk by chunk (swarm/download.py): those that stated them, and, since everybody is asked, whoever has downloaded them
-before. If the holders die, the peers are asked anew, and if any of them states the same weights the download goes on where it was.
+The offers of several peers decide which snapshot to take (`shoal.swarm.state.selection`). Its chunks then come from every peer that
+holds the very same bytes (`shoal.swarm.state.download`): those that offered it and, since all sources are asked, those that have
+downloaded it before. If these go away the sources are asked anew, and if one offers the same snapshot the download goes on.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import concurrent.futures
 import logging
 import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import finite, shapes_differ
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.download import MemorySink, Peer, download, fetch_digests
-from shoal.swarm.state.selection import ENOUGH, NobodyVouchesError, NoStateError, SnapshotOffer, agreed, choose, collect
-from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest
+from shoal.swarm.state.download import MemorySink, Peer, Sink, download, fetch_digests
+from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect
+from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest, snapshot_id
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.state import StateHeader, StateRequest
 
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 ATTEMPTS = 3
-PATIENCE_S = 10.0  # seconds after the first peer has answered in which a second one may vouch for it
+PATIENCE_S = 10.0  # seconds after the first offer in which a second peer may confirm it
 FETCH_S = 3600.0  # seconds that everything may take
 FEW = 64  # peers that are asked at once, at most
 
 log = logging.getLogger(__name__)
+
+SinkT = TypeVar("SinkT", bound=Sink)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class ModelDiffersError(ShoalError):
@@ -43,22 +47,23 @@ class ModelDiffersError(ShoalError):
 
 @dataclass(frozen=True)
 class StateQuery:
-    """What a node wants, and what it can use.
+    """Query for a state that a node can use.
 
-    ``shapes``: of the slow weights. ``extra``: of what its rule takes over beside them, under its names; a giver may have less,
-    never other. ``equal``: in this method peers hold the same weights. ``vouched``: a second peer must vouch for them; else the
-    latest that are stated will do.
+    ``shapes``: of the slow weights. ``extra``: shapes of what its outer rule takes over beside them, by name; a source may have
+    less, never other. ``equal``: in this method peers hold the same weights. ``confirmed``: a second peer must confirm the
+    weights; otherwise the latest offer will do. ``attempts``: times that the sources are asked, at most.
     """
 
     request: StateRequest
     shapes: Sequence[Shape]
     extra: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
     equal: bool = False
-    vouched: bool = True
+    confirmed: bool = True
     patience: float = PATIENCE_S
+    attempts: int = ATTEMPTS
 
     def check(self, peer: str, header: StateHeader) -> None:
-        """Whether what a peer states fits: what is allocated follows from this node's own shapes, whatever the peer says.
+        """Check that an offer fits: what is allocated follows from this node's own shapes, whatever the peer says.
 
         Raises:
             ModelDiffersError, MessageError.
@@ -78,34 +83,70 @@ class StateQuery:
         if len(header.applied) % struct.calcsize("<Q"):
             raise MessageError(f"peer {short(peer)} sent a malformed list of rounds.")
 
+    def wanted(self, header: StateHeader) -> int:
+        """Return how many of the snapshot's first bytes are to be fetched."""
+        return header.nbytes
 
-async def settle(
-    host: Host,
-    wish: StateQuery,
-    givers: Sequence[Peer],
-    check: Callable[[str, StateHeader], None],
-    attempt: int,
-    draw: random.Random | None = None,
+
+class SinkFactory(Protocol[SinkT, T_co]):
+    """Maker of the sinks that a fetch fills, and of its result."""
+
+    def unfinished(self) -> StateHeader | None:
+        """Return the snapshot to go on with while any source holds it; None to take what the sources offer now."""
+        ...
+
+    async def open(self, header: StateHeader, digests: bytes) -> SinkT:
+        """Return a sink for a snapshot. It is used again in later attempts that take the same snapshot."""
+        ...
+
+    async def finish(self, header: StateHeader, digests: bytes, sink: SinkT) -> T_co | None:
+        """Return what is made of a full sink; None if its sources are not to be asked again."""
+        ...
+
+
+class _StateInMemory:
+    """Sink factory that reads the snapshot as a state for a rule with ``extra`` shapes."""
+
+    def __init__(self, extra: Mapping[str, Sequence[Shape]]) -> None:
+        self._extra = extra
+
+    def unfinished(self) -> None:
+        return None
+
+    async def open(self, header: StateHeader, digests: bytes) -> MemorySink:
+        return MemorySink(header.nbytes)
+
+    async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
+        state = read(Snapshot(header, sink.payload, digests), self._extra)
+        tensors = [*state.slow, *(tensor for part in state.extra.values() for tensor in part)]
+        if await asyncio.get_running_loop().run_in_executor(None, finite, tensors):
+            return state
+        log.warning("the weights of round %d that were fetched are not finite and were not used", header.round)
+        return None
+
+
+async def choose_source(
+    host: Host, query: StateQuery, sources: Sequence[Peer], attempt: int, draw: random.Random | None = None
 ) -> list[SnapshotOffer]:
-    """Ask ``givers``, and decide: the statements of the snapshot to take.
+    """Ask ``sources``, decide which snapshot to take, and return its offers.
 
     Raises:
         NoStateError: all refused, or are gone.
-        NetworkError: nobody stated anything of use.
-        ModelDiffersError, or what else ``check`` raises for the user to mend: at all who answered.
+        NetworkError: nobody offered anything of use.
+        ModelDiffersError, or what else ``query.check`` raises for the user to mend: at all that answered.
     """
-    # Copies that are not equal need not all be waited for: two will do, unless they had nothing to say for each other.
-    most = FEW if wish.equal or attempt else ENOUGH
-    heard = await collect(host, wish.request, givers, check, wish.patience, most)
-    for peer, error in heard.errors.items():
+    # Copies that are not equal need not all be waited for: two will do, unless they did not confirm each other.
+    most = FEW if query.equal or attempt else ENOUGH
+    answers = await collect(host, query.request, sources, query.check, query.patience, most)
+    for peer, error in answers.errors.items():
         level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO  # the others are raised below
         log.log(level, "no weights from peer %s: %s", short(peer), error)
-    if heard.statements:
-        if not wish.vouched:
-            return agreed(heard.statements) or [max(heard.statements, key=lambda one: one.header.round)]
+    if answers.offers:
+        if not query.confirmed:
+            return agreed(answers.offers) or [max(answers.offers, key=lambda one: one.header.round)]
         draw = draw or random.Random(fresh_nonce())
-        return await choose(host, wish.request, heard.statements, check, draw, equal=wish.equal, patience=wish.patience)
-    errors = list(heard.errors.values())
+        return await choose(host, query.request, answers.offers, query.check, draw, equal=query.equal, patience=query.patience)
+    errors = list(answers.errors.values())
     mendable = next((error for error in errors if not isinstance(error, NetworkError | MessageError)), None)
     if mendable is not None:
         raise mendable
@@ -114,63 +155,73 @@ async def settle(
     raise NetworkError("none of the peers that were asked could hand out weights.")
 
 
-async def take_over(host: Host, wish: StateQuery, givers: Sequence[Peer]) -> State | None:
-    """Weights that fit; None if all of ``givers`` refused or are gone.
+async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]) -> T | None:
+    """Download a snapshot that fits into a sink of ``sinks`` and return what they make of it; None if all refused or are gone.
 
     Raises:
-        ModelDiffersError: the givers' model has other shapes; the sentence names the first difference.
-        NetworkError: one began, and failed; or nobody vouches for them.
+        ModelDiffersError: the sources' model has other shapes; the sentence names the first difference.
+        NetworkError: a download began and failed, or no second peer confirms the weights.
     """
-    swarm, begun, left_out = wish.request.swarm, dict[bytes, MemorySink](), set[str]()  # of one snapshot at a time
+    swarm, opened, left_out = query.request.swarm, dict[bytes, SinkT](), set[str]()  # the sink of one snapshot at a time
     problem = NetworkError("none of the peers that were asked could hand out weights.")
-    for attempt in range(ATTEMPTS):
-        asked = [to for to in givers if to[0] not in left_out]
+    for attempt in range(query.attempts):
+        asked = [to for to in sources if to[0] not in left_out]
         if not asked:
             break
+        header, offering = sinks.unfinished(), asked
+        digests = None if header is None else await _digests_held(host, query, header, asked)
+        if header is None or digests is None:
+            try:
+                chosen = await choose_source(host, query, asked, attempt)
+            except NoStateError:
+                if attempt:
+                    break
+                return None
+            except UnconfirmedError as error:
+                problem = error
+                continue
+            header, digests, offering = chosen[0].header, None, [one.source for one in chosen]
+            if len({peer for peer, _ in offering}) < ENOUGH:
+                log.info("the weights of round %d are those of peer %s", header.round, short(chosen[0].peer))
+        id, named = snapshot_id(header), {peer for peer, _ in offering}
+        holders = [*offering, *(to for to in asked if to[0] not in named)]
         try:
-            chosen = await settle(host, wish, asked, wish.check, attempt)
-        except NoStateError:
-            if attempt:
-                break
-            return None
-        except NobodyVouchesError as error:
-            problem = error
-            continue
-        header, id = chosen[0].header, chosen[0].id
-        if len({one.peer for one in chosen}) < ENOUGH:
-            log.info("the weights of round %d are those of peer %s", header.round, short(chosen[0].peer))
-        stating = [one.reached for one in chosen]
-        holders = [*stating, *(to for to in asked if to[0] not in {peer for peer, _ in stating})]
-        if id not in begun:
-            begun = {id: MemorySink(header.nbytes)}
-        sink = begun[id]
-        try:
-            digests = await fetch_digests(host, swarm, header, stating)
-            left_out |= await download(host, swarm, header, digests, holders, sink, range(chunks_in(header.nbytes)))
+            digests = digests or await fetch_digests(host, swarm, header, offering)
+            if id not in opened:
+                opened = {id: await sinks.open(header, digests)}
+            left_out |= await download(host, swarm, header, digests, holders, opened[id], range(chunks_in(query.wanted(header))))
         except NetworkError as error:
-            log.warning("the weights of round %d did not come whole: %s", header.round, error)
+            log.warning("the weights of round %d could not be fetched whole: %s", header.round, error)
             problem = error
             continue
-        state = read(Snapshot(header, sink.payload, digests), wish.extra)
-        tensors = [*state.slow, *(tensor for part in state.extra.values() for tensor in part)]
-        if await asyncio.get_running_loop().run_in_executor(None, finite, tensors):
-            return state
-        log.warning("the weights that peer %s stated are not finite and were not used", short(chosen[0].peer))
-        left_out |= {one.peer for one in chosen}
+        result = await sinks.finish(header, digests, opened[id])
+        if result is not None:
+            return result
+        left_out |= named
     raise problem
 
 
-def fetch_state(host: Host, wish: StateQuery, givers: Sequence[Peer]) -> State | None:
-    """As ``take_over``, waiting for it."""
-    return begin_fetch(host, wish, givers).result(FETCH_S + 10.0)
+async def _digests_held(host: Host, query: StateQuery, header: StateHeader, sources: Sequence[Peer]) -> bytes | None:
+    """Return the digests of a snapshot that was chosen before; None if it does not fit or none of ``sources`` holds it."""
+    try:
+        query.check(host.peer_id, header)
+        return await fetch_digests(host, query.request.swarm, header, sources)
+    except ShoalError as error:
+        log.info("the unfinished download cannot go on: %s", error)
+        return None
 
 
-def begin_fetch(host: Host, wish: StateQuery, givers: Sequence[Peer]) -> concurrent.futures.Future[State | None]:
-    """As ``take_over``, without waiting, from any thread. It ends within an hour."""
+def fetch_state(host: Host, query: StateQuery, sources: Sequence[Peer]) -> State | None:
+    """Fetch a state that fits, in memory, and wait for it; see `fetch_into`."""
+    return begin_fetch(host, query, sources).result(FETCH_S + 10.0)
+
+
+def begin_fetch(host: Host, query: StateQuery, sources: Sequence[Peer]) -> concurrent.futures.Future[State | None]:
+    """Start `fetch_state` from any thread, without waiting. It ends within an hour."""
 
     async def bounded() -> State | None:
         try:
-            return await asyncio.wait_for(take_over(host, wish, givers), FETCH_S)
+            return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra)), FETCH_S)
         except asyncio.TimeoutError:
             raise NetworkError(f"the weights of the swarm did not come within {FETCH_S / 60:.0f} minutes.") from None
 

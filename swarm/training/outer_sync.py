@@ -11,7 +11,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.state.chunks import PIECES_PROTOCOL
+from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
 from shoal.swarm.state.drift import DriftDetector
 from shoal.swarm.state.resync import Resynchronizer
 from shoal.swarm.state.server import StateServer
@@ -40,9 +40,9 @@ class OuterSync:
         self._opt, self._exchange, self._watch, self._directory = opt, exchange, watch, membership.directory
         host, me = membership.host, membership.identity.peer_id
         shapes = [tuple(tensor.shape) for tensor in opt.slow]
-        host.resource_manager.meter(PIECES_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
-        self._anchor = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over)
+        self._resynchronizer = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over)
         self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
         self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
         """What this node tells others of itself."""
@@ -52,7 +52,7 @@ class OuterSync:
         self._opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
         if state.round > 0:
             self._opt.listen()  # weights of strangers, and not yet trained here: the first round does not count
-        self._anchor.joined(state)
+        self._resynchronizer.joined(state)
         self._server.keep(state)
 
     def begin(self) -> None:
@@ -71,11 +71,11 @@ class OuterSync:
         elif opt.anchored and info.key.fragment < opt.fragments:
             self._drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
         split = self._drift.split(self._directory.members()) if opt.anchored else None
-        self._anchor.saw(info, behind=behind, split=split)
+        self._resynchronizer.on_round(info, behind=behind, split=split)
 
     def after_step(self) -> bool:
         """Between two steps. True if the swarm's weights were taken over just now, after a missed round."""
-        back = self._anchor.settle()
+        back = self._resynchronizer.adopt_fetched()
         if back:
             self._exchange.next_round = self._opt.round
         self.offer()
@@ -87,7 +87,7 @@ class OuterSync:
         self._server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
 
     def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
-        return None if self._anchor.astray else self._drift.newest  # nobody should give way to weights that have drifted
+        return None if self._resynchronizer.diverged else self._drift.newest  # nobody should give way to diverged weights
 
     def _took_over(self) -> None:
         self._drift.moved()

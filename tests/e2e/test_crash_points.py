@@ -119,34 +119,34 @@ def test_without_its_leader_nobody_has_a_mean_and_all_go_on(nursery, number):
     assert [set(peer.wait("mean", round=1)["members"]) for peer in others] == [ids] * 2
 
 
-def givers_and_newcomer(nursery):
+def sources_and_newcomer(nursery):
     """Two peers that hand out the same state, and one that wants it; and where the two are."""
-    givers, newcomer = nursery.group(2, **GROUP), nursery.worker()
+    sources, newcomer = nursery.group(2, **GROUP), nursery.worker()
     newcomer.ask("host", "host")
-    for giver in givers:
-        giver.ask("serve", "serving", floats=FLOATS)
-    return givers, newcomer, [{key: giver.wait("host")[key] for key in ("peer", "addresses")} for giver in givers]
+    for source in sources:
+        source.ask("serve", "serving", floats=FLOATS)
+    return sources, newcomer, [{key: source.wait("host")[key] for key in ("peer", "addresses")} for source in sources]
 
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
-def test_a_newcomer_has_the_whole_state_though_one_of_its_givers_goes(nursery, worker_module, number):
-    givers, newcomer, places = givers_and_newcomer(nursery)
-    giver = givers[0]
-    giver.ask("arm", "armed", point="piece", number=int(number))
-    newcomer.tell("fetch", givers=places, floats=FLOATS)
-    giver.wait("point")
+def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(nursery, worker_module, number):
+    sources, newcomer, places = sources_and_newcomer(nursery)
+    source = sources[0]
+    source.ask("arm", "armed", point="piece", number=int(number))
+    newcomer.tell("fetch", sources=places, floats=FLOATS)
+    source.wait("point")
     fetched = newcomer.wait("fetched", seconds=60.0)
     assert (fetched["round"], fetched["sha256"]) == (3, worker_module.sha256(worker_module.values(7, FLOATS)))
 
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
-def test_the_givers_go_on_though_the_newcomer_goes_in_the_middle(nursery, number):
-    givers, newcomer, places = givers_and_newcomer(nursery)
+def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, number):
+    sources, newcomer, places = sources_and_newcomer(nursery)
     newcomer.ask("arm", "armed", point="write", number=int(number))
-    newcomer.tell("fetch", givers=places, floats=FLOATS)
+    newcomer.tell("fetch", sources=places, floats=FLOATS)
     newcomer.wait("point")
-    run(givers, 0)
-    means = [giver.wait("mean", round=0) for giver in givers]
+    run(sources, 0)
+    means = [source.wait("mean", round=0) for source in sources]
     assert [set(mean["members"]) for mean in means] == [{network["peer"] for network in places}] * 2
 
 

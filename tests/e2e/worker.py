@@ -177,9 +177,9 @@ class Worker:
         threading.Thread(target=steps, daemon=True).start()
         self.say("serving")
 
-    def do_fetch(self, givers, floats):
-        wish = StateQuery(StateRequest(swarm=SWARM, model=MODEL), [(floats,)], equal=True)
-        state = begin_fetch(self.host, wish, [(giver["peer"], giver["addresses"]) for giver in givers]).result(60)
+    def do_fetch(self, sources, floats):
+        query = StateQuery(StateRequest(swarm=SWARM, model=MODEL), [(floats,)], equal=True)
+        state = begin_fetch(self.host, query, [(source["peer"], source["addresses"]) for source in sources]).result(60)
         self.say("fetched", round=state.round, sha256=sha256(state.slow[0]))
 
     def do_save(self, folder, step, floats, number=0):
@@ -266,7 +266,7 @@ class Worker:
             return settle(*args)
 
         network, name, wrapped = {
-            "piece": (pieces_module, "_piece", at_piece),
+            "piece": (pieces_module, "_chunk", at_piece),
             "write": (MemorySink, "write", at_write),
             "part": (_Runner, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),

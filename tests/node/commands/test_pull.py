@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.node.checkpoint import resumable_download as partial
+from shoal.node.checkpoint import resumable_download
 from shoal.node.checkpoint.export import export_model
 from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.commands import pull as module
-from shoal.node.commands.pull import PullError, make, pull
+from shoal.node.commands.pull import PullError, build_model, pull
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.optim.codecs.base import FLOAT32
@@ -22,6 +22,7 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
 from shoal.swarm.p2p.stream import TrafficMeter
+from shoal.swarm.state import sync
 from shoal.swarm.state.selection import SnapshotOffer
 from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
@@ -61,15 +62,16 @@ def manifest(model, **overrides):
 
 
 class World:
-    """The swarm as `pull` sees it: its members' statements, and chunks that may end early."""
+    """The swarm as `pull` sees it: its members' offers, and chunks that may end early."""
 
     def __init__(self, monkeypatch, manifest, tensors):
         self.manifest, self.peer_id, self.traffic = manifest, ME.peer_id, TrafficMeter()
         state = State(4, tensors, {"momentum": tensors}, [3])
-        self.snapshot = self.stated = snapshot_of(state, encode(state))
+        self.snapshot = self.offered = snapshot_of(state, encode(state))
         self.held, self.most, self.given = True, 10**9, []
-        for name in ("visited", "settle", "fetch_digests", "download"):
-            monkeypatch.setattr(module, name, getattr(self, name))
+        monkeypatch.setattr(module, "visited", self.visited)
+        for name in ("choose_source", "fetch_digests", "download"):
+            monkeypatch.setattr(sync, name, getattr(self, name))
 
     @contextlib.contextmanager
     def visited(self, link):
@@ -83,9 +85,9 @@ class World:
     def call(self, coroutine, timeout):
         return asyncio.run(coroutine)
 
-    async def settle(self, host, wish, givers, check, attempt):
-        check(ME.peer_id, self.stated.header)
-        return [SnapshotOffer(ME.peer_id, (), self.stated.header)]
+    async def choose_source(self, host, query, sources, attempt):
+        query.check(ME.peer_id, self.offered.header)
+        return [SnapshotOffer(ME.peer_id, (), self.offered.header)]
 
     async def fetch_digests(self, host, swarm, header, holders):
         if not self.held or header != self.snapshot.header:
@@ -104,14 +106,14 @@ class World:
 
 
 def fresh(task):
-    made, why = make(manifest_of(task), task)
+    built, why = build_model(manifest_of(task), task)
     assert why == ""
-    return made
+    return built
 
 
 def manifest_of(task):
-    made = module._model(load(None, {"task.hooks": task}))
-    return manifest(model_digest(made.parameters), **{"task.hooks": task, "outer.method": "diloco"})
+    built = module._model(load(None, {"task.hooks": task}))
+    return manifest(model_digest(built.parameters), **{"task.hooks": task, "outer.method": "diloco"})
 
 
 @pytest.fixture
@@ -148,7 +150,7 @@ def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_ma
     assert report["named"] is False
     assert "which this node must have" in report["notes"][0]
     other = State(4, [torch.zeros(3)])
-    world.stated = snapshot_of(other, encode(other))
+    world.offered = snapshot_of(other, encode(other))
     with pytest.raises(PullError, match=r"cannot be checked against the swarm's manifest: name your copy of the task"):
         pull(LINK, tmp_path, force=True)
 
@@ -157,7 +159,7 @@ def test_what_broke_off_goes_on_where_it_was(world, task, tmp_path):
     world.most = 1
     with pytest.raises(NetworkError, match="chunks missing"):
         pull(LINK, tmp_path, hooks=task)
-    assert partial.begun(tmp_path / ".pull") == world.snapshot.header
+    assert resumable_download.begun(tmp_path / ".pull") == world.snapshot.header
     assert not (tmp_path / "model.safetensors").exists()
     world.most = 10**9
     pull(LINK, tmp_path, hooks=task)
@@ -172,7 +174,7 @@ def test_what_nobody_holds_any_more_is_given_up_for_something_newer(world, task,
         pull(LINK, tmp_path, hooks=task)
     newer = State(9, [tensor + 1 for tensor in slow(world)])
     world.most, world.snapshot = 10**9, snapshot_of(newer, encode(newer))
-    world.stated = world.snapshot
+    world.offered = world.snapshot
     assert pull(LINK, tmp_path, hooks=task)["round"] == 9
 
 
@@ -224,7 +226,7 @@ def test_weights_that_are_there_stay_unless_forced(world, task, tmp_path):
 
 def test_weights_that_are_not_finite_are_not_written(monkeypatch, world, task, tmp_path):
     spoiled = State(4, [tensor * float("nan") for tensor in slow(world)])
-    world.snapshot = world.stated = snapshot_of(spoiled, encode(spoiled))
+    world.snapshot = world.offered = snapshot_of(spoiled, encode(spoiled))
     with pytest.raises(PullError, match="NaN or infinity"):
         pull(LINK, tmp_path, hooks=task)
     assert list(tmp_path.glob("model*")) == []

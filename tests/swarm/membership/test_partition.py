@@ -139,9 +139,9 @@ class Swarm:
             for _ in range(100):
                 for node in nodes:
                     node.between_steps()
-                if all(node.outer_sync._anchor._coming is None for node in nodes):
+                if all(node.outer_sync._resynchronizer._pending is None for node in nodes):
                     break
-                threading.Event().wait(0.01)  # and if they do not come, training goes on: the giver may wait for its next round
+                threading.Event().wait(0.01)  # and if they do not come, training goes on: the source may wait for its next round
 
     def spread(self):
         weights = torch.stack([node.flat() for node in self.nodes])

@@ -30,7 +30,7 @@ class Swarm:
     """Members whose rounds go on while a newcomer downloads; ``given`` are the rounds of the weights that it gets, in turn."""
 
     def __init__(self, monkeypatch, members, given=(), seconds=100.0, pace=0, task="text"):
-        self.now, self.seconds, self.pace, self.given, self.wishes = 0.0, seconds, pace, list(given), []
+        self.now, self.seconds, self.pace, self.given, self.queries = 0.0, seconds, pace, list(given), []
         self.listed = {m.peer: m for m in members}
         self.identity, self.swarm, self.directory, self.host = ME, "a" * 52, self, None
         self.manifest = types.SimpleNamespace(model=MODEL, task=task, creator=members[-1].peer if members else "")
@@ -42,8 +42,8 @@ class Swarm:
     def refresh(self, seconds):
         self.listed = {p: m.model_copy(update={"round": m.round + self.pace}) for p, m in self.listed.items()}
 
-    def fetch(self, host, wish, givers):
-        self.wishes.append((wish, givers))
+    def fetch(self, host, query, sources):
+        self.queries.append((query, sources))
         self.now += self.seconds
         given = self.given.pop(0)
         if isinstance(given, Exception):
@@ -76,13 +76,13 @@ def test_of_those_in_the_same_round_the_creator_is_asked_first(monkeypatch):
     members = [member(3) for _ in range(20)]
     swarm = Swarm(monkeypatch, members, given=[3], seconds=1.0)
     swarm.join()
-    assert swarm.wishes[0][1][0][0] == members[-1].peer
+    assert swarm.queries[0][1][0][0] == members[-1].peer
 
 
 def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(monkeypatch):
     swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10, 10 + 5], pace=BEHIND + 1)
     assert swarm.join().round == 15
-    assert len(swarm.wishes) == 2
+    assert len(swarm.queries) == 2
     swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10], pace=BEHIND)
     assert swarm.join().round == 10
 
@@ -101,9 +101,9 @@ def test_where_rounds_are_faster_than_the_link_it_begins_after_some_tries_and_sa
 def test_who_is_furthest_is_asked_first_and_only_in_a_group_are_weights_equal(monkeypatch, method, equal):
     swarm = Swarm(monkeypatch, [member(n) for n in range(20)], given=[10], seconds=1.0)
     swarm.join(method=method)
-    wish, givers = swarm.wishes[0]
-    assert [swarm.listed[peer].round for peer, _ in givers] == list(range(19, 11, -1))
-    assert (wish.equal, wish.vouched, list(wish.shapes)) == (equal, True, [(3,)])
+    query, sources = swarm.queries[0]
+    assert [swarm.listed[peer].round for peer, _ in sources] == list(range(19, 11, -1))
+    assert (query.equal, query.confirmed, list(query.shapes)) == (equal, True, [(3,)])
 
 
 def test_weights_that_cannot_be_had_end_in_one_sentence(monkeypatch):

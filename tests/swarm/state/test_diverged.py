@@ -43,7 +43,7 @@ def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, tw
     lower, higher = two
     server = StateServer(higher, SWARM, MODEL, [(4,)])
     answer = ask(network, lower, higher, astray=True)
-    server.astray = 5
+    server.diverged = 5
     server.offer(never)
     assert answer() == "refuse"
 
@@ -53,6 +53,6 @@ def test_others_wait_until_it_is_back(network, two, first_asks, astray):
     asking, asked = two if first_asks else two[::-1]
     server = StateServer(asked, SWARM, MODEL, [(4,)])
     ask(network, asking, asked, astray=astray)
-    server.astray = 5
+    server.diverged = 5
     server.offer(never)
     assert len(server._wanted) == 1

@@ -61,7 +61,7 @@ def made(seed=0):
     return make(state, encode(state))
 
 
-class Giver:
+class Server:
     """A host that holds snapshots, and can answer as a test wants."""
 
     def __init__(self, network, *held):
@@ -71,15 +71,15 @@ class Giver:
         ChunkServer(self.host, SWARM, self.kept)
 
     @property
-    def reached(self):
+    def source(self):
         return self.host.peer_id, ()
 
 
-def take(network, wanted, givers, sink, chunks=None):
+def take(network, wanted, sources, sink, chunks=None):
     me = network.host()
 
     async def work():
-        to = [giver.reached for giver in givers]
+        to = [server.source for server in sources]
         digests = await fetch_digests(me, SWARM, wanted.header, to)
         assert digests == wanted.digests
         every = range(chunks_in(wanted.header.nbytes)) if chunks is None else chunks
@@ -99,15 +99,15 @@ def spy(monkeypatch):
         act = change.get(chunk)
         return act(found) if act is not None and found is not None else found
 
-    monkeypatch.setattr(pieces, "_piece", piece)
+    monkeypatch.setattr(pieces, "_chunk", piece)
     return seen, change
 
 
 def test_a_snapshot_comes_from_all_who_hold_it(network):
     wanted = made()
-    givers = [Giver(network, wanted) for _ in range(3)] + [Giver(network, made(1)), Giver(network)]
+    sources = [Server(network, wanted) for _ in range(3)] + [Server(network, made(1)), Server(network)]
     sink = MemorySink(wanted.header.nbytes)
-    assert take(network, wanted, givers, sink) == set()
+    assert take(network, wanted, sources, sink) == set()
     assert torch.equal(sink.payload, wanted.payload)
     assert sink.have == set(range(6))
 
@@ -115,7 +115,7 @@ def test_a_snapshot_comes_from_all_who_hold_it(network):
 def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):
     wanted = made()
     spoiled = snapshot.Snapshot(wanted.header, wanted.payload.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
-    liar, honest = Giver(network, spoiled), Giver(network, wanted)
+    liar, honest = Server(network, spoiled), Server(network, wanted)
     sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, [liar, honest], sink) == {liar.host.peer_id}
     assert torch.equal(sink.payload, wanted.payload)
@@ -124,18 +124,18 @@ def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, capl
 
 def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
     wanted = made()
-    liar = Giver(network, snapshot.Snapshot(wanted.header, wanted.payload, bytes(len(wanted.digests))))
+    liar = Server(network, snapshot.Snapshot(wanted.header, wanted.payload, bytes(len(wanted.digests))))
     sink = MemorySink(wanted.header.nbytes)
-    take(network, wanted, [liar, Giver(network, wanted)], sink)
+    take(network, wanted, [liar, Server(network, wanted)], sink)
     assert torch.equal(sink.payload, wanted.payload)
-    assert "handed out digests that are not those of the weights it stated" in caplog.text
+    assert "handed out digests that are not those of the weights it offered" in caplog.text
     with pytest.raises(NetworkError, match="holds the weights any more"):
         take(network, wanted, [liar], MemorySink(wanted.header.nbytes))
 
 
 def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
     wanted = made()
-    dying, other = Giver(network, wanted), Giver(network, wanted)
+    dying, other = Server(network, wanted), Server(network, wanted)
     _, change = spy
     dead = []
 
@@ -155,23 +155,23 @@ def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
 
 def test_what_has_come_is_not_asked_for_again(network, spy):
     wanted = made()
-    giver = Giver(network, wanted)
+    source = Server(network, wanted)
     seen, change = spy
 
     def gone(data):
-        giver.kept._held.clear()
+        source.kept._held.clear()
         return data
 
     change[3] = gone
     sink = MemorySink(wanted.header.nbytes)
     with pytest.raises(NetworkError, match="chunks missing"):
-        take(network, wanted, [giver], sink)
+        take(network, wanted, [source], sink)
     came = set(sink.have)
     assert came
-    giver.kept.put(wanted)
+    source.kept.put(wanted)
     change.clear()
     seen.clear()
-    take(network, wanted, [giver], sink)
+    take(network, wanted, [source], sink)
     assert not set(seen) & came
     assert torch.equal(sink.payload, wanted.payload)
 
@@ -179,7 +179,7 @@ def test_what_has_come_is_not_asked_for_again(network, spy):
 def test_some_chunks_can_be_had_alone(network, spy):
     wanted = made()
     sink = MemorySink(wanted.header.nbytes)
-    take(network, wanted, [Giver(network, wanted)], sink, chunks=[1, 5])
+    take(network, wanted, [Server(network, wanted)], sink, chunks=[1, 5])
     assert (sink.have, set(spy[0])) == ({1, 5}, {None, 1, 5})
 
 
@@ -189,14 +189,14 @@ def test_what_a_sink_raises_ends_the_download(network):
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        take(network, made(), [Giver(network, made())], Full(1))
+        take(network, made(), [Server(network, made())], Full(1))
 
 
 def test_a_piece_of_another_size_is_refused_before_it_is_taken(network, spy, caplog):
     wanted = made()
     spy[1][0] = lambda data: memoryview(bytes(CHUNK + 1))
     with pytest.raises(NetworkError, match="chunks missing"):
-        take(network, wanted, [Giver(network, wanted)], MemorySink(wanted.header.nbytes))
+        take(network, wanted, [Server(network, wanted)], MemorySink(wanted.header.nbytes))
     assert f"announced a piece of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
 
 
@@ -247,5 +247,5 @@ def test_a_lane_waits_for_news_without_asking(network):
     # One chunk and many lanes: the others wait, and end when it is there.
     wanted = make(State(1, [torch.ones(3)]), encode(State(1, [torch.ones(3)])))
     sink = MemorySink(wanted.header.nbytes)
-    take(network, wanted, [Giver(network, wanted) for _ in range(4)], sink)
+    take(network, wanted, [Server(network, wanted) for _ in range(4)], sink)
     assert torch.equal(sink.payload, wanted.payload)

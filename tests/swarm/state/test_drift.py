@@ -91,7 +91,7 @@ def test_of_two_parts_one_gives_way_and_then_all_are_together(places):
     found = yielding(drifts)
     assert len({given_places[peer] for peer in found}) <= 1
     for peer, split in found.items():
-        (place,) = {given_places[giver] for giver in split.givers}
+        (place,) = {given_places[source] for source in split.sources}
         drifts[peer].moved()
         given_places = given_places | {peer: place}
     for round in range(4, 8):
@@ -111,7 +111,7 @@ def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
     there = records(drifts) | {PEERS[3]: member(PEERS[3], None)}
     found = [drifts[PEERS[2]].split(there) for _ in range(DOUBTS)]
     assert found[:-1] == [None] * (DOUBTS - 1)
-    assert found[-1].givers == frozenset(PEERS[:2])
+    assert found[-1].sources == frozenset(PEERS[:2])
 
 
 @pytest.mark.parametrize("changes", [{"model": "1" * 64}, {"state": "waiting"}])

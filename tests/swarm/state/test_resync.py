@@ -44,30 +44,30 @@ class Swarm:
         directory = SimpleNamespace(members=lambda: self.members)
         membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
         self.stats, self.moves, self.behind, self.met, self.split = ExchangeStats(), 0, 0, (), None
-        self.server = SimpleNamespace(astray=None)
-        self.anchor = Resynchronizer(membership, MODEL, self.server, self.opt, self.stats, self.moved)
+        self.server = SimpleNamespace(diverged=None)
+        self.resynchronizer = Resynchronizer(membership, MODEL, self.server, self.opt, self.stats, self.moved)
         monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
         self.theirs = [torch.zeros(1, 4)]
 
     def moved(self):
         self.moves += 1
 
-    def fetch(self, host, wish, givers):
-        self.asked.append([peer for peer, _ in givers])
+    def fetch(self, host, query, sources):
+        self.asked.append([peer for peer, _ in sources])
         future = Future()
         shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.opt.shared.items()}
         future.set_result(State(self.opt.round, [t.clone() for t in self.theirs], shared, [self.opt.round - 1]))
         return future
 
     def on_round(self, info):
-        self.anchor.saw(RoundInfo(info.key, self.met, info.step, info.lag), behind=self.behind, split=self.split)
+        self.resynchronizer.on_round(RoundInfo(info.key, self.met, info.step, info.lag), behind=self.behind, split=self.split)
 
     def train(self, rounds):
         """Every round learns about the same, and moves by about one."""
         for _ in range(rounds * EVERY):
             self.model.weight.grad = -torch.full((1, 4), 2.5 / EVERY)
             self.opt.step()
-            self.anchor.settle()
+            self.resynchronizer.adopt_fetched()
 
     def away(self):
         """How far the model is from the swarm's weights: what its next pseudo-gradient holds."""
@@ -105,7 +105,7 @@ def test_a_node_that_slept_does_not_pull_the_others_back(monkeypatch):
     swarm.behind = 0
     assert swarm.away() < 5.0
     swarm.train(1)
-    assert swarm.anchor._missed.total() == 0
+    assert swarm.resynchronizer._missed.total() == 0
 
 
 def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monkeypatch):
@@ -123,10 +123,10 @@ def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monk
 def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
     swarm = Swarm(monkeypatch)
     swarm.split = SplitDecision(frozenset({0}), frozenset({"other"}))
-    monkeypatch.setattr(swarm.anchor, "settle", lambda: False)  # what it asked for is still on its way
+    monkeypatch.setattr(swarm.resynchronizer, "adopt_fetched", lambda: False)  # what it asked for is still on its way
     swarm.train(1)
-    assert swarm.anchor.astray
-    assert swarm.anchor._missed[0] == 1
+    assert swarm.resynchronizer.diverged
+    assert swarm.resynchronizer._missed[0] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -172,7 +172,7 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
     swarm.behind = 0
     refused(7)
     assert swarm.asked == [["other"]]
-    assert (swarm.moves, swarm.server.astray) == (1, None)
+    assert (swarm.moves, swarm.server.diverged) == (1, None)
     assert torch.equal(swarm.model.weight, swarm.theirs[0])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.state.chunks import PIECES_PROTOCOL
+from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State, encode
@@ -21,7 +21,7 @@ SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 1000), (3,)]
 
 
-def wish(extra=None, shapes=SHAPES, model=MODEL, swarm=SWARM, astray=False, round=0, **options):
+def query(extra=None, shapes=SHAPES, model=MODEL, swarm=SWARM, astray=False, round=0, **options):
     request = StateRequest(swarm=swarm, model=model, astray=astray, round=round)
     return StateQuery(request, shapes, extra or {}, **options)
 
@@ -83,35 +83,35 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def pieces_by(network, *hosts):
-    return {host.peer_id: sum(1 for me, peer, what in network.opened if peer == host.peer_id and what == PIECES_PROTOCOL)
+def chunks_by(network, *hosts):
+    return {host.peer_id: sum(1 for me, peer, what in network.opened if peer == host.peer_id and what == CHUNKS_PROTOCOL)
             for host in hosts}  # fmt: skip
 
 
 def test_weights_come_whole(network, members):
-    (giver,) = members(State(7, slow()))
+    (source,) = members(State(7, slow()))
     dead = network.host()
     dead.dead = True
-    state = fetch_state(network.host(), wish(), to(dead, giver.host))
+    state = fetch_state(network.host(), query(), to(dead, source.host))
     assert state.round == 7
-    assert equal(state.slow, giver.state.slow)
+    assert equal(state.slow, source.state.slow)
 
 
 def test_what_two_state_is_taken_from_both_and_from_who_took_it_before(network, members):
     first, second = members(State(7, slow(), applied=[6]), State(7, slow(), applied=[6]))
     before = members(State(9, slow(5), applied=[8]))[0]
-    state = fetch_state(network.host(), wish(equal=True), to(first.host, second.host))
-    assert state.snapshot.id == fetch_state(network.host(), wish(equal=True), to(second.host, first.host)).snapshot.id
+    state = fetch_state(network.host(), query(equal=True), to(first.host, second.host))
+    assert state.snapshot.id == fetch_state(network.host(), query(equal=True), to(second.host, first.host)).snapshot.id
     before.server.keep(state)
     network.opened.clear()
-    again = fetch_state(network.host(), wish(equal=True), to(first.host, second.host, before.host))
+    again = fetch_state(network.host(), query(equal=True), to(first.host, second.host, before.host))
     assert equal(again.slow, state.slow)
-    assert all(pieces_by(network, first.host, second.host, before.host).values())
+    assert all(chunks_by(network, first.host, second.host, before.host).values())
 
 
 def test_the_majority_is_taken_though_another_is_further(network, members):
     liar, one, other = members(State(900, slow(9), applied=[899]), *[State(7, slow(), applied=[6]) for _ in range(2)])
-    state = fetch_state(network.host(), wish(equal=True), to(liar.host, one.host, other.host))
+    state = fetch_state(network.host(), query(equal=True), to(liar.host, one.host, other.host))
     assert (state.round, equal(state.slow, slow())) == (7, True)
 
 
@@ -123,15 +123,15 @@ def test_who_is_a_round_behind_is_asked_again_for_the_later_one(network, members
             behind.state = State(8, slow(1), applied=[7])
 
     behind.steps = advance
-    state = fetch_state(network.host(), wish(equal=True), to(ahead.host, behind.host))
+    state = fetch_state(network.host(), query(equal=True), to(ahead.host, behind.host))
     assert (state.round, equal(state.slow, slow(1))) == (8, True)
-    assert pieces_by(network, behind.host)[behind.host.peer_id] >= 2
+    assert chunks_by(network, behind.host)[behind.host.peer_id] >= 2
 
 
-def test_copies_that_are_near_vouch_for_each_other(network, members):
+def test_copies_that_are_near_confirm_each_other(network, members):
     mine = slow()
     ahead, behind = members(State(8, mine), State(7, slow(1, near=mine)))
-    state = fetch_state(network.host(), wish(), to(behind.host, ahead.host))
+    state = fetch_state(network.host(), query(), to(behind.host, ahead.host))
     assert (state.round, equal(state.slow, mine)) == (8, True)
 
 
@@ -139,19 +139,19 @@ def test_copies_that_are_near_vouch_for_each_other(network, members):
 def test_weights_that_are_far_from_everybody_elses_are_not_taken(network, members, lie):
     mine = slow()
     liar, one, other = members(State(99, [lie(t) for t in mine]), State(8, mine), State(7, slow(1, near=mine)))
-    state = fetch_state(network.host(), wish(), to(liar.host, one.host, other.host))
+    state = fetch_state(network.host(), query(), to(liar.host, one.host, other.host))
     assert (state.round, equal(state.slow, mine)) == (8, True)
-    with pytest.raises(NetworkError, match=r"hand out weights that lie far from each other, and nobody says which are right"):
-        fetch_state(network.host(), wish(), to(liar.host, one.host))
+    with pytest.raises(NetworkError, match=r"hand out weights that lie far from each other, and no other peer confirms either"):
+        fetch_state(network.host(), query(), to(liar.host, one.host))
 
 
 def test_weights_that_are_damaged_or_not_finite_are_not_used(network, members, monkeypatch):
-    (giver,) = members(State(7, slow()))
-    giver.state.slow[1][0] = math.nan
+    (source,) = members(State(7, slow()))
+    source.state.slow[1][0] = math.nan
     with pytest.raises(NetworkError, match="could hand out weights"):
-        fetch_state(network.host(), wish(), to(giver.host))
-    giver.state.slow[1][0] = 0.0
-    assert fetch_state(network.host(), wish(), to(giver.host)).slow[1][0] == 0.0
+        fetch_state(network.host(), query(), to(source.host))
+    source.state.slow[1][0] = 0.0
+    assert fetch_state(network.host(), query(), to(source.host)).slow[1][0] == 0.0
     swap = Stream.swap
 
     async def damaging(stream, outgoing, incoming, **options):
@@ -159,7 +159,7 @@ def test_weights_that_are_damaged_or_not_finite_are_not_used(network, members, m
 
     monkeypatch.setattr(Stream, "swap", damaging)
     with pytest.raises(NetworkError, match="none of the peers that were asked holds the weights any more"):
-        fetch_state(network.host(), wish(), to(giver.host))
+        fetch_state(network.host(), query(), to(source.host))
 
 
 MOMENTUM = [torch.full((300, 1000), 0.5), torch.tensor([1.0, 2.0, 3.0])]
@@ -168,48 +168,48 @@ COUNT = [torch.tensor(4.0), torch.tensor(5.0)]
 
 def test_the_state_of_the_rule_comes_with_the_weights(network, members):
     rich, poor = members(State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}, [6, -1]), State(7, slow(), {}, [6, -1]))
-    state = fetch_state(network.host(), wish({"momentum": SHAPES, "count": [(), ()], "start": SHAPES}), to(rich.host))
+    state = fetch_state(network.host(), query({"momentum": SHAPES, "count": [(), ()], "start": SHAPES}), to(rich.host))
     assert (equal(state.slow, slow()), sorted(state.extra), list(state.applied)) == (True, ["count", "momentum"], [6, -1])
     for name, wanted in (("momentum", MOMENTUM), ("count", COUNT)):
         assert equal(state.extra[name], wanted)
-    assert fetch_state(network.host(), wish({"momentum": SHAPES}), to(poor.host)).extra == {}
+    assert fetch_state(network.host(), query({"momentum": SHAPES}), to(poor.host)).extra == {}
 
 
 @pytest.mark.parametrize("extra", [None, {"momentum": SHAPES}, {"momentum": SHAPES, "count": [(1,), ()]}])
 def test_a_state_that_does_not_fit_the_own_rule_is_not_taken(network, members, extra, caplog):
     (rich,) = members(State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}))
     with pytest.raises(NetworkError, match="could hand out weights"):
-        fetch_state(network.host(), wish(extra), to(rich.host))
+        fetch_state(network.host(), query(extra), to(rich.host))
     assert "does not fit this node's outer rule" in caplog.text
 
 
 def test_another_model_is_told_the_difference_and_another_swarm_nothing(network, members):
-    (giver,) = members(State(7, slow()))
+    (source,) = members(State(7, slow()))
     with pytest.raises(ModelDiffersError, match=r"tensor 1 has shape \[4\] here and \[3\] there"):
-        fetch_state(network.host(), wish(shapes=[(300, 1000), (4,)], model="1" * 64), to(giver.host))
-    assert fetch_state(network.host(), wish(swarm="b" * 52), to(giver.host)) is None
+        fetch_state(network.host(), query(shapes=[(300, 1000), (4,)], model="1" * 64), to(source.host))
+    assert fetch_state(network.host(), query(swarm="b" * 52), to(source.host)) is None
 
 
 def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(network, members):
-    (giver,) = members(State(7, slow()), run=False)
+    (source,) = members(State(7, slow()), run=False)
     taken = []
     for round in (7, 8, 9):
-        giver.state = at(round)
-        coming = begin_fetch(network.host(), wish(), to(giver.host))
+        source.state = at(round)
+        coming = begin_fetch(network.host(), query(), to(source.host))
         while not coming.done():
-            giver.step()
+            source.step()
         taken.append(coming.result(10).round)
     assert taken == [7, 8, 8]
 
 
 def test_one_copy_is_made_for_all_who_ask_for_the_same_weights(network, members, monkeypatch):
-    (giver,) = members(State(7, slow()))
+    (source,) = members(State(7, slow()))
     made = []
     monkeypatch.setattr("shoal.swarm.state.server.encode", lambda state: made.append(state.round) or encode(state))
     for _ in range(3):
-        assert fetch_state(network.host(), wish(), to(giver.host)).round == 7
-    giver.state = at(8)
-    assert fetch_state(network.host(), wish(), to(giver.host)).round == 8
+        assert fetch_state(network.host(), query(), to(source.host)).round == 7
+    source.state = at(8)
+    assert fetch_state(network.host(), query(), to(source.host)).round == 8
     assert made == [7, 8]
 
 
@@ -217,13 +217,13 @@ def at(number):
     return State(number, [torch.full(shape, float(number)) for shape in SHAPES])
 
 
-def requested(host, *givers, astray=True, round=5):
-    return begin_fetch(host, wish(astray=astray, round=round, equal=True, vouched=False, patience=1.0), to(*givers))
+def requested(host, *sources, astray=True, round=5):
+    return begin_fetch(host, query(astray=astray, round=round, equal=True, confirmed=False, patience=1.0), to(*sources))
 
 
 def adrift(host, round=5):
     server = StateServer(host, SWARM, MODEL, SHAPES)
-    server.astray = round
+    server.diverged = round
     return server
 
 
@@ -234,7 +234,7 @@ def test_of_those_that_drifted_the_lowest_keeps_its_own_and_the_others_take_it(n
     waiting = {middle: requested(middle, high, low), high: requested(high, middle, low)}
     for host in (middle, high):
         servers[host].offer(lambda: at(9))  # of weights that have drifted nothing is handed out
-    servers[low].astray = None
+    servers[low].diverged = None
     while not all(future.done() for future in waiting.values()):
         servers[low].offer(lambda: at(1))
     assert [waiting[host].result(10).round for host in (middle, high)] == [1, 1]
@@ -246,18 +246,18 @@ def test_of_two_that_drifted_the_one_of_the_later_round_keeps_its_own_whatever_t
     assert requested(high, low, round=6).result(10) is None
     coming = requested(low, high, round=5)
     servers[high].offer(lambda: at(9))
-    servers[high].astray = None
+    servers[high].diverged = None
     while not coming.done():
         servers[high].offer(lambda: at(6))
     assert coming.result(10).round == 6
 
 
 def test_a_newcomer_also_waits_until_weights_have_come_back(network):
-    me, giver = sorted((network.host() for _ in range(2)), key=lambda host: host.peer_id)
-    server = adrift(giver)
-    coming = requested(me, giver, astray=False)
+    me, source = sorted((network.host() for _ in range(2)), key=lambda host: host.peer_id)
+    server = adrift(source)
+    coming = requested(me, source, astray=False)
     server.offer(lambda: at(1))
-    server.astray = None
+    server.diverged = None
     while not coming.done():
         server.offer(lambda: at(2))
     assert coming.result(10).round == 2
