@@ -132,7 +132,7 @@ def sources_and_newcomer(nursery):
 def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(nursery, worker_module, number):
     sources, newcomer, places = sources_and_newcomer(nursery)
     source = sources[0]
-    source.ask("arm", "armed", point="piece", number=int(number))
+    source.ask("arm", "armed", point="snapshot-chunk", number=int(number))
     newcomer.tell("fetch", sources=places, floats=FLOATS)
     source.wait("point")
     fetched = newcomer.wait("fetched", seconds=60.0)

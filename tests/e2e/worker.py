@@ -34,7 +34,7 @@ from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state import chunks as pieces_module
+from shoal.swarm.state import chunks as chunks_module
 from shoal.swarm.state.download import MemorySink
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
@@ -243,12 +243,12 @@ class Worker:
                 now()
             return reply
 
-        piece, write = pieces_module._piece, MemorySink.write
+        chunk_of, write = chunks_module._chunk, MemorySink.write
 
-        def at_piece(snapshot, chunk):
+        def at_snapshot_chunk(snapshot, chunk):
             if chunk:  # neither the digests nor the first
                 now()
-            return piece(snapshot, chunk)
+            return chunk_of(snapshot, chunk)
 
         def at_write(sink, chunk, data):
             if sink.have:
@@ -266,7 +266,7 @@ class Worker:
             return settle(*args)
 
         network, name, wrapped = {
-            "piece": (pieces_module, "_chunk", at_piece),
+            "snapshot-chunk": (chunks_module, "_chunk", at_snapshot_chunk),
             "write": (MemorySink, "write", at_write),
             "part": (_Runner, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),

@@ -205,8 +205,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from shoal.node.checkpoint import save
-from shoal.node.saver import CheckpointWriter
+from shoal.node.checkpoint.store import save
+from shoal.node.checkpoint.writer import CheckpointWriter
 
 def state(value):
     return {"value": value, "weights": [torch.full((1024, 1024), float(value)) for _ in range(3)]}
@@ -237,7 +237,7 @@ def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     orders += ["block:2:6", "block:4:6", *(f"{point}:1:5" for point in ("synced", "aside", "renamed"))]  # 5: replaces the older one
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), *orders],
-        capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert done.stdout.splitlines() == [f"{order} {-signal.SIGKILL}" for order in orders], done.stderr
     for order in orders:

@@ -20,7 +20,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.node.config import settings as config
 from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load, resolve_device
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "swarm.toml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):

@@ -10,7 +10,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.node.tasks.text import TextTask
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_model.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_model.py"
 
 DUCK = """
 import torch

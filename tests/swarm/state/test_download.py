@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state import chunks as pieces
+from shoal.swarm.state import chunks as chunks_module
 from shoal.swarm.state import snapshot
 from shoal.swarm.state.chunks import ChunkServer
 from shoal.swarm.state.download import MemorySink, Plan, download, fetch_digests
@@ -91,15 +91,15 @@ def take(network, wanted, sources, sink, chunks=None):
 @pytest.fixture
 def spy(monkeypatch):
     """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot id, chunk) -> bytes or None."""
-    true, change, seen = pieces._piece, {}, []
+    true, change, seen = chunks_module._chunk, {}, []
 
-    def piece(snapshot, chunk):
+    def chunk_of(snapshot, chunk):
         seen.append(chunk)
         found = true(snapshot, chunk)
         act = change.get(chunk)
         return act(found) if act is not None and found is not None else found
 
-    monkeypatch.setattr(pieces, "_chunk", piece)
+    monkeypatch.setattr(chunks_module, "_chunk", chunk_of)
     return seen, change
 
 
@@ -197,7 +197,7 @@ def test_a_piece_of_another_size_is_refused_before_it_is_taken(network, spy, cap
     spy[1][0] = lambda data: memoryview(bytes(CHUNK + 1))
     with pytest.raises(NetworkError, match="chunks missing"):
         take(network, wanted, [Server(network, wanted)], MemorySink(wanted.header.nbytes))
-    assert f"announced a piece of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
+    assert f"announced a chunk of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
 
 
 def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
