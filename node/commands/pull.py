@@ -88,7 +88,7 @@ def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MA
         if manifest.outer.method == "none":
             raise PullError("The peers of this swarm do not average (method none), so it has no weights to pull.")
         built, why = build_model(manifest, hooks)
-        sources = sources_in(members, manifest, manifest.model)
+        sources = sources_in(members, manifest.model, manifest.creator)
         if not sources:
             raise PullError("No peer of this swarm has finished a round yet, so there is nothing to pull: try again later.")
         query = _WeightsQuery(

@@ -15,7 +15,6 @@ from statistics import median_low
 from shoal.optim import OuterOptimizer
 from shoal.optim.codecs.base import Shape
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.state.download import Peer
 from shoal.swarm.state.snapshot import State
@@ -60,7 +59,7 @@ def catch_up(
         if clock() - began <= FRESH_S:
             return state
         membership.directory.refresh(LOOK_S)
-        rounds = [member.round for member in _sources(_others(membership), membership.manifest, model, begun)]
+        rounds = [member.round for member in _sources_for(membership, model, begun)]
         behind = median_low(rounds) - state.round if rounds else 0
         if behind <= BEHIND * opt.fragments:
             return state
@@ -74,7 +73,7 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
     if model == membership.manifest.model:
         return
     # Any member's header will do: the shapes in it name the difference, which raises.
-    sources = _addressed(_furthest_first(_others(membership), membership.manifest))
+    sources = _addressed(_furthest_first(_others(membership), membership.manifest.creator))
     query = StateQuery(StateRequest(swarm=membership.swarm, model=model), shapes)
     try:
         if sources:
@@ -84,14 +83,14 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
     raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
 
 
-def sources_in(members: Mapping[str, Member], manifest: Manifest, model: str, begun: bool = True) -> list[Peer]:
+def sources_in(members: Mapping[str, Member], model: str, creator: str, early: Sequence[str] = ()) -> list[Peer]:
     """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round."""
-    return _addressed(_sources(members, manifest, model, begun))
+    return _addressed(_sources(members, model, creator, early))
 
 
 def sources_for(membership: Membership, model: str, begun: bool = True) -> list[Peer]:
     """Return the other members to ask for weights; none if nobody else has finished a round."""
-    return sources_in(_others(membership), membership.manifest, model, begun)
+    return _addressed(_sources_for(membership, model, begun))
 
 
 def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
@@ -104,20 +103,24 @@ def _others(membership: Membership) -> dict[str, Member]:
     return {peer: member for peer, member in membership.directory.members().items() if peer != membership.identity.peer_id}
 
 
-def _furthest_first(members: Mapping[str, Member], manifest: Manifest) -> list[Member]:
+def _furthest_first(members: Mapping[str, Member], creator: str) -> list[Member]:
     """Sort by round, the latest first, and within a round the creator first."""
-    return sorted(members.values(), key=lambda member: (-member.round, member.peer != manifest.creator))
+    return sorted(members.values(), key=lambda member: (-member.round, member.peer != creator))
 
 
-def _sources(members: Mapping[str, Member], manifest: Manifest, model: str, begun: bool) -> list[Member]:
-    """Return the members that can hand out weights: one that waits in a later round than 0 has resumed and is about to train.
+def _sources(members: Mapping[str, Member], model: str, creator: str, early: Sequence[str]) -> list[Member]:
+    """Return the members that can hand out weights. ``early``: states in which they can before they have finished a round.
 
-    In a swarm of own loops a member that waits in round 0 has the weights that it begins with; others hand out none before they
-    train.
+    A member that waits in a later round than 0 has resumed, and is about to train.
     """
-    early = () if begun else ("waiting", "training") if manifest.task == OWN_LOOP else ("training",)
-    fitting = [member for member in _furthest_first(members, manifest) if member.model == model]
+    fitting = [member for member in _furthest_first(members, creator) if member.model == model]
     return [member for member in fitting if member.state in (("waiting", "training") if member.round > 0 else early)]
+
+
+def _sources_for(membership: Membership, model: str, begun: bool) -> list[Member]:
+    # In a swarm of own loops a member that waits in round 0 has the weights that it begins with; others have none before they train.
+    early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
+    return _sources(_others(membership), model, membership.manifest.creator, early)
 
 
 def _addressed(members: Sequence[Member]) -> list[Peer]:
