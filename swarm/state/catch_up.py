@@ -118,7 +118,7 @@ def _sources(members: Mapping[str, Member], model: str, creator: str, early: Seq
 
 
 def _sources_for(membership: Membership, model: str, begun: bool) -> list[Member]:
-    # In a swarm of own loops a member that waits in round 0 has the weights that it begins with; others have none before they train.
+    # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
     early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
     return _sources(_others(membership), model, membership.manifest.creator, early)
 
