@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench._interval import rate_interval
 from shoal.verification.calibration.calibration import Honest
-from shoal.verification.calibration.confidence import rate_interval
 from shoal.verification.fingerprints import Evidence, ImageHash
 from shoal.verification.fingerprints.text import hamming
 

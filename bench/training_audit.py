@@ -26,6 +26,7 @@ import torch
 if not __package__:  # run as a file: its folder comes first on the path, where bench/verification.py hides the package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench._interval import rate_interval
 from bench._training_cheats import LABEL, OTHER, SHARD, World
 from shoal.node.task import Shard
 from shoal.node.verify.training.audit import Kept, prove
@@ -33,7 +34,6 @@ from shoal.node.verify.training.calibrate import OTHERS, half, honest_evidence
 from shoal.node.verify.training.checker import TrainingChecker
 from shoal.node.verify.training.replica import Condition
 from shoal.verification.calibration.calibration import Calibration, Pair
-from shoal.verification.calibration.confidence import rate_interval
 from shoal.verification.fingerprints import WeightProjection
 
 SIDES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))

@@ -39,11 +39,11 @@ if not __package__:  # run as a file: its folder comes first on the path, where 
 
 from bench import _verification_images as images
 from bench import votes
+from bench._interval import rate_interval
 from bench._verification_claims import ACTIVATIONS, SAMPLING, Plan, Scores, measure
 from bench._verification_table import BEGIN, END, into, markdown
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, World, honest, seed_of
-from shoal.verification.calibration.confidence import rate_interval
 from shoal.verification.fingerprints import Drawn
 
 NAMED = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")]

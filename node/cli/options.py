@@ -1,4 +1,4 @@
-"""The options of commands about what is trained, and what this node trains on."""
+"""Groups of options that several commands share, and the settings that each option overrides."""
 
 from __future__ import annotations
 
@@ -8,31 +8,126 @@ from typing import Any
 
 import click
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+verbose_option = click.option("--verbose", is_flag=True, help="Log what the network does on stderr.")
+set_option = click.option(
+    "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml, such as outer.lr=0.5."
+)
 option_option = click.option(
-    "--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Option of the task, such as width=256."
+    "--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Set an option of the task, such as width=256."
 )
 
+RL_OPTIONS = ("env", "policy", "local", "external", "group", "loss", "share_only", "learn_only")
+OUTER_OPTIONS = ("method", "length", "codec", "finish", "robust", "verify", "audit_rate", "assigned")
+METRICS_OPTIONS = ("metrics", "tensorboard", "wandb")
 
-def task_option(default: str | None) -> Callable[..., Any]:
-    """``--task``, or ``--hooks`` as it was called first."""
+
+def task_option(default: str | None) -> Decorator:
+    """Return the option ``--task``, with its older name ``--hooks``."""
     shown = "text|rl|MODULE:CLASS|FILE.py:CLASS"
     return click.option("--task", "--hooks", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]")
 
 
-def data_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds them to a command."""
-    options = [
-        click.option("--data", help="Text to train on, for the built-in task: files, folders, FILE.jsonl(.gz), or hf:DATASET."),
-        click.option("--tokenizer", metavar="NAME|PATH", help="bytes, one on the hub, or ./FOLDER with one.  [default: bytes]"),
-        click.option("--shard", metavar="I/N", help="Part of the data to train on; by default the least used."),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+def _group(*options: Decorator) -> Decorator:
+    """Return a decorator that adds ``options`` to a command, in this order."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
 
 
-def data_overrides(flags: dict[str, Any]) -> dict[str, Any]:
-    """What they say, as dotted settings; those not given are None."""
+data_options = _group(
+    click.option("--data", help="Text to train on, for the built-in task: files, folders, FILE.jsonl(.gz), or hf:DATASET."),
+    click.option("--tokenizer", metavar="NAME|PATH", help="bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"),
+    click.option("--shard", metavar="I/N", help="Part of the data to train on.  [default: the least used]"),
+)
+
+limit_options = _group(
+    click.option("--allow", multiple=True, metavar="ID|FILE", help="Exchange with these peers only."),
+    click.option("--deny", multiple=True, metavar="ID|FILE", help="Never exchange with these peers."),
+    click.option("--upload", type=float, metavar="MBIT", help="Limit uploads to this many megabits a second.  [default: no limit]"),
+    click.option("--ram", type=float, metavar="GB", help="Train only what fits into this much memory.  [default: no limit]"),
+    click.option("--disk", type=float, metavar="GB", help="Limit the size of the folder to this.  [default: no limit]"),
+)
+
+metrics_options = _group(
+    click.option("--metrics", metavar="[HOST:]PORT", help="Serve metrics to Prometheus (a demo uses PORT, PORT+1 and so on)."),
+    click.option("--tensorboard", metavar="DIR", type=click.Path(path_type=Path), help="Also write curves for TensorBoard."),
+    click.option("--wandb", metavar="PROJECT", help="Also send curves to Weights & Biases."),
+)
+
+rl_options = _group(
+    click.option("--env", metavar="ENV", help="rl: strings, sapo9, a family of it, or FILE.py:CLASS.  [default: strings]"),
+    click.option("--policy", metavar="POLICY", help="rl: tiny, tiny:HABIT, or hf:PATH_OR_NAME.  [default: tiny]"),
+    click.option("--local", type=int, help="rl: own groups to learn from in a round.  [default: 4]"),
+    click.option("--external", type=int, help="rl: other peers' groups to learn from in a round.  [default: 4]"),
+    click.option("--group", type=int, help="rl: completions of each question.  [default: 8]"),
+    click.option("--loss", metavar="LOSS", help="rl: sapo, tis, decoupled or positive.  [default: what suits the policy]"),
+    click.option("--share-only", is_flag=True, default=None, help="rl: share rollouts, but do not learn."),
+    click.option("--learn-only", is_flag=True, default=None, help="rl: learn, but share nothing."),
+)
+
+outer_options = _group(
+    click.option(
+        "--method",
+        metavar="METHOD",
+        help="How to average: noloco, local, gasloc (with one partner), diloco, diloco-hb, streaming, decoupled, eager, co2, "
+        "sparseloco, sparta (over everyone), or none.  [default: noloco]",
+    ),
+    click.option(
+        "--round",
+        "length",
+        metavar="LENGTH",
+        help="Round length: steps, tokens:N, seconds:S or seconds:auto.  [default: steps]",
+    ),
+    click.option("--codec", metavar="CODEC", help="Number format: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
+    click.option("--robust", metavar="RULE", help="Screen hostile peers: clipped-gossip or centered-clip.  [default: none]"),
+    click.option("--finish", metavar="average|none", help="Average the slow weights once more at the end.  [default: none]"),
+    click.option(
+        "--verify",
+        metavar="none|activations|training",
+        help="Claim own work and check that of others: rl completions (activations) or inner steps (training).  [default: none]",
+    ),
+    click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
+    set_option,
+)
+
+node_options = _group(
+    data_options,
+    click.option("--name", help="Name that other peers see, and name of the folder runs/NAME."),
+    click.option("--device", help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]"),
+    click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001."),
+    click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to announce, if a port is forwarded."),
+    click.option("--bootstrap", multiple=True, metavar="MULTIADDR", help="A bootstrap node, or a member, to join through."),
+    click.option("--relay", metavar="auto|only|off", help="Be reached through a seed or the link's peers.  [default: auto]"),
+    click.option("--folder", type=click.Path(path_type=Path), help="Folder for checkpoints and metrics.  [default: runs/NAME]"),
+    click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
+    click.option("--threads", type=int, help="CPU threads for computing.  [default: half of the processors]"),
+    click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+    click.option(
+        "--resume-from",
+        type=click.Path(path_type=Path),
+        metavar="CHECKPOINT",
+        help="Continue in another swarm from a checkpoint, or from the newest one of a node's folder.",
+    ),
+    click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
+    task_option(None),
+    json_option,
+    verbose_option,
+    # For `shoal demo`, which starts its nodes by these same commands.
+    click.option("--baseline", is_flag=True, hidden=True),
+    click.option("--keep-rounds", is_flag=True, hidden=True),
+    click.option("--with-parent", type=int, hidden=True),
+)
+
+
+def data_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted settings of the data options; those not given are None."""
     from shoal.node.config.settings import assignment
 
     own = {f"task.options.{key}": value for key, value in map(assignment, flags.get("task_options", ()))}
@@ -41,22 +136,8 @@ def data_overrides(flags: dict[str, Any]) -> dict[str, Any]:
     return {"node.data": flags["data"], "node.shard": flags["shard"], **own}
 
 
-def limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds them to a command."""
-    options = [
-        click.option("--allow", multiple=True, metavar="ID|FILE", help="Meet these peers only."),
-        click.option("--deny", multiple=True, metavar="ID|FILE", help="Do not meet these peers."),
-        click.option("--upload", type=float, metavar="MBIT", help="Send at most so many megabits a second.  [default: no limit]"),
-        click.option("--ram", type=float, metavar="GB", help="Train only what fits into so much memory.  [default: no limit]"),
-        click.option("--disk", type=float, metavar="GB", help="Let the folder hold so many gigabytes.  [default: no limit]"),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-def limit_overrides(flags: dict[str, Any]) -> dict[str, Any]:
-    """What they say, as dotted settings; those not given are None."""
+def limit_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted settings of the limit options; those not given are None."""
     return {
         "peers.allow": list(flags["allow"]) or None,
         "peers.deny": list(flags["deny"]) or None,
@@ -67,21 +148,35 @@ def limit_overrides(flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-METRICS_OPTIONS = ("metrics", "tensorboard", "wandb")
-
-
-def metrics_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds them to a command."""
-    options = [
-        click.option("--metrics", metavar="[HOST:]PORT", help="Serve metrics to Prometheus (a demo: at PORT, PORT+1 ...)."),
-        click.option("--tensorboard", metavar="DIR", type=click.Path(path_type=Path), help="Also write curves for TensorBoard."),
-        click.option("--wandb", metavar="PROJECT", help="Also send curves to Weights & Biases."),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
 def metrics_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What they say, as dotted settings; those not given are None."""
+    """Return the dotted settings of the metrics options; those not given are None."""
     return {f"node.{name}": flags.get(name) for name in METRICS_OPTIONS}
+
+
+def outer_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted settings of the outer options and of ``--set``, without those not given."""
+    from shoal.node.config.settings import assignment
+
+    named = {f"outer.{name}": flags.get(name) for name in ("method", "codec", "robust", "finish")}
+    named["outer.round"] = flags.get("length")
+    named |= {"verify.kind": flags.get("verify"), "verify.audit_rate": flags.get("audit_rate")}
+    return {**dict(map(assignment, flags.get("assigned", ()))), **{key: value for key, value in named.items() if value is not None}}
+
+
+def node_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted settings of all options of ``shoal up`` and ``shoal join``; None and empty values change nothing."""
+    names = ("name", "device", "relay", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
+    return {
+        **{f"node.{name}": flags[name] for name in names},
+        "node.listen": list(flags["listen"]) or None,
+        "node.announce": list(flags["announce"]) or None,
+        "node.bootstrap": list(flags["bootstrap"]) or None,
+        "task.hooks": flags["hooks"],
+        "train.steps": flags["steps"],
+        "outer.every": flags.get("every"),
+        **{f"rl.{name}": flags[name] for name in RL_OPTIONS},
+        **limit_overrides(flags),
+        **data_overrides(flags),
+        **metrics_overrides(flags),
+        **outer_overrides(flags),
+    }

@@ -86,8 +86,3 @@ def _worth(batch: Completions, update: Update) -> float | None:
     if not known:
         return None
     return float(effective_sample_size(log_weights(batch)[known])) / len(known)
-
-
-def encode_foreign(policy: Policy, text: str, ended: bool, most: int) -> tuple[int, ...]:
-    """Somebody else's completion in the own policy's tokens, at most ``most`` of them."""
-    return tuple(policy.encode(text, ended)[:most])

@@ -73,18 +73,3 @@ def least_audit(gain: float, penalty: float, detected: float) -> float:
     if gain < 0 or penalty <= 0 or not 0 < detected <= 1:
         raise ValueError("gain must not be negative, penalty must be positive, and detected in (0, 1]")
     return gain / (penalty * detected)
-
-
-def lazy_caught(seats: int, planted: float, upheld: float) -> float:
-    """P(a verifier that approves blindly is caught within so many ``seats``), each a planted claim with probability ``planted``.
-
-    ``upheld``: P(the planted claim is rejected by the vote in spite of this seat), or by the larger draw that its opening asks for.
-    """
-    if seats < 0 or not 0 <= planted <= 1 or not 0 <= upheld <= 1:
-        raise ValueError("seats must not be negative, planted and upheld are from 0 to 1")
-    return float(1 - (1 - planted * upheld) ** seats)
-
-
-def lazy_pay(planted: float, upheld: float, reward: float, fine: float) -> float:
-    """What a blind approval is worth on average: ``reward`` unless the claim was planted, then ``-fine`` if the vote rejects it."""
-    return float((1 - planted) * reward + planted * ((1 - upheld) * reward - upheld * fine))

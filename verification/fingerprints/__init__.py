@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shoal.verification.fingerprints.activations import ActivationProof, Toploc
+from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
 from shoal.verification.fingerprints.hidden import LastHidden, output_head, prefill_states
 from shoal.verification.fingerprints.image import ImageHash
@@ -39,7 +39,6 @@ __all__ = [
     "ProofError",
     "SeededSampling",
     "SimHash",
-    "Toploc",
     "WeightProjection",
     "draw",
     "draw_each",

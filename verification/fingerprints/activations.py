@@ -11,8 +11,6 @@ weights on a small model, are replaced by what honest peers show (``verification
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,18 +29,6 @@ WINDOW, TOP = 32, 128
 MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16
 BATCH = 16  # windows at once: 2 MB of powers, which stay in the cache
 OCTAVE = 128  # ulps between a value and its double: a place whose error is more than that is not on the polynomial
-
-
-@dataclass(frozen=True)
-class Toploc:
-    """TOPLOC's own figures for a window, to compare with the paper's: of ``points``, how many exponents are equal, and the mean
-    and median difference of the mantissas (0 to 127) of those. Infinite if there are none.
-    """
-
-    points: int
-    exponents_equal: int
-    mantissa_mean: float
-    mantissa_median: float
 
 
 class ActivationProof:
@@ -89,10 +75,6 @@ class ActivationProof:
         rows = [row for theirs, own, places in pairs for row in _measure(theirs, own, places % width, width).tolist()]
         sizes = [own.shape[1] / whole for _, own, _ in pairs for _ in own]
         return Evidence(self.features, tuple(map(tuple, rows)), tuple(sizes))
-
-    def toploc(self, proof: bytes, states: Tensor) -> list[Toploc]:
-        """The paper's figures for each window. Raises ``ProofError`` if ``proof`` is not one of so many tokens."""
-        return [figures for theirs, own, _ in self._pairs(proof, states) for figures in _toploc(theirs, own)]
 
     def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Bits in the proof, own bits and places, (W, K) each, of some windows at a time."""
@@ -188,15 +170,3 @@ def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tenso
     excess = torch.where(shared, (sums.square() - squares) / (many - 1).clamp_min(1), 0.0).sum(dim=1)
     channel = (excess / torch.where(shared, many, 0.0).sum(dim=1).clamp_min(1)).clamp_min(0).sqrt()
     return torch.stack((missing, error.abs().sum(dim=1) / count, channel), dim=1)
-
-
-def _toploc(theirs: Tensor, own: Tensor) -> list[Toploc]:
-    equal = (theirs >> 7 & 0xFF) == (own >> 7 & 0xFF)
-    apart = ((theirs & 0x7F) - (own & 0x7F)).abs()
-    found = []
-    for same, differences in zip(equal, apart, strict=True):
-        kept = differences[same].double()
-        # torch.median takes the lower of two middle values; the paper takes their mean.
-        mean, median = (float(kept.mean()), float(kept.quantile(0.5))) if len(kept) else (float("inf"), float("inf"))
-        found.append(Toploc(len(same), len(kept), mean, median))
-    return found

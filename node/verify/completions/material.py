@@ -128,16 +128,6 @@ def output_hash(rows: Sequence[Sequence[int]]) -> bytes:
     return _hash("output", b"".join(struct.pack(">I", len(row)) + pack_tokens(row) for row in rows))
 
 
-def prompt_hash(at: Coordinates) -> bytes:
-    """Of the question, for `Claim.prompt`."""
-    return at.hash
-
-
-def sampling_hash(agreed: Agreed) -> bytes:
-    """Of the agreed settings, for `Claim.sampling`."""
-    return agreed.hash
-
-
 def seed_of(run: str, round: int, peer: str, slot: int, prompt: bytes) -> int:
     """The seed of `Claim.seed`, below 2^63: it follows from where the claim stands, so its author cannot try several."""
     return int.from_bytes(_hash("seed", bytes(msgpack.packb([run, round, peer, slot, prompt])))[:8], "big") >> 1

@@ -18,7 +18,7 @@ NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6
 # A process of its own: libp2p and hivemind cannot be imported into the same one, and other tests need hivemind.
 ALONE = """
 import json, sys
-from shoal.node.cli import main
+from shoal.node.cli.main import main
 sys.argv = ["shoal", "watch", *sys.argv[1:]]
 try:
     main()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from bench._interval import rate_interval
 from shoal.verification.calibration import file as calibration_file
 from shoal.verification.calibration.calibration import LEAST_SLOPE, Calibration, CalibrationError, Honest, Pair, _spread_factor
-from shoal.verification.calibration.confidence import rate_interval
 from shoal.verification.calibration.file import load_calibration, save_calibration
 from shoal.verification.fingerprints import Evidence, Feature
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from stories import Story, claim_of, digest, electorates
 
 import shoal.verification.consensus.log as module
+from bench._votes_peers import Peer, toy_signer
+from bench.votes_simulation import Swarm, World
 from shoal.verification.consensus.log import Log, decode_log, encode
 from shoal.verification.consensus.records import Signed
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.sortition import Electorate
-from shoal.verification.simulation.peers import Peer, toy_signer
-from shoal.verification.simulation.run import Swarm, World
 
 PEERS = tuple(f"p{number:02}" for number in range(8))
 

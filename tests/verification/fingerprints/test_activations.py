@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.fingerprints import ActivationProof, ProofError
+from shoal.verification.fingerprints import ActivationProof
 from shoal.verification.fingerprints.activations import decode, encode, largest
 from shoal.verification.fingerprints.polynomial import evaluate
 
@@ -87,9 +87,6 @@ def measured(own, theirs):
 def test_one_unit_of_the_last_place():
     below = 2 - 2**-7  # the neighbour of 2 below, whose exponent is another
     assert measured([[2.0, 4.0]], [[below, 4.0]]) == ((0.0, 0.5, 0.0),)
-    figures = ActivationProof(1, 1).toploc(ActivationProof(1, 1).make(torch.tensor([[below]])), torch.tensor([[2.0]]))
-    assert figures[0].exponents_equal == 0
-    assert math.isinf(figures[0].mantissa_mean)
 
 
 def test_another_sign_is_a_miss():
@@ -141,10 +138,7 @@ def test_any_bytes_are_a_fault_or_evidence(proof):
     ],
 )
 def test_faults(proof, says):
-    states = normal(32, 64)
-    assert says in PROOF.compare(proof, states).fault
-    with pytest.raises(ProofError, match=says.split(",")[0]):
-        PROOF.toploc(proof, states)
+    assert says in PROOF.compare(proof, normal(32, 64)).fault
 
 
 def test_a_constant_polynomial_is_far_away():

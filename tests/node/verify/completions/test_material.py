@@ -16,8 +16,6 @@ from shoal.node.verify.completions.material import (
     encode,
     material_of,
     output_hash,
-    prompt_hash,
-    sampling_hash,
     seed_of,
 )
 from shoal.node.verify.completions.prover import prove
@@ -50,10 +48,10 @@ def test_outputs_are_told_apart_also_where_only_the_completions_end_differently(
 
 def test_each_hash_depends_on_all_of_it():
     others = {"env": "x", "version": "2", "config": b"", "seed": 6, "index": 5}
-    found = {prompt_hash(dataclasses.replace(AT, **{name: value})) for name, value in others.items()}
-    assert len(found | {prompt_hash(AT)}) == 6
+    found = {dataclasses.replace(AT, **{name: value}).hash for name, value in others.items()}
+    assert len(found | {AT.hash}) == 6
     agreed = Agreed(1.0, 12, 8)
-    assert len({sampling_hash(each) for each in (agreed, Agreed(0.9, 12, 8), Agreed(1.0, 11, 8), Agreed(1.0, 12, 7))}) == 4
+    assert len({each.hash for each in (agreed, Agreed(0.9, 12, 8), Agreed(1.0, 11, 8), Agreed(1.0, 12, 7))}) == 4
     mine = ("run", 1, "peer", 0, AT.hash)
     seeds = {seed_of(*mine[:place], other, *mine[place + 1 :]) for place, other in enumerate(("x", 2, "y", 1, bytes(32)))}
     assert len(seeds | {seed_of(*mine)}) == 6

@@ -1,6 +1,9 @@
 """A swarm in one process that audits its training: who does not do its steps is banned, and nobody else."""
 
+from bench import votes_simulation as simulation
 from bench._training_cheats import LABEL, World, with_change_of
+from bench._votes_peers import Peer
+from bench.votes_simulation import Swarm
 from shoal.node.task import Shard
 from shoal.node.verify.training.audit import prove
 from shoal.node.verify.training.calibrate import stretches
@@ -10,9 +13,6 @@ from shoal.swarm.manifest.outer import TrainSettings
 from shoal.verification.calibration.calibration import Calibration, Pair
 from shoal.verification.consensus.voter import Checked
 from shoal.verification.fingerprints import Evidence, WeightProjection
-from shoal.verification.simulation import run as simulation
-from shoal.verification.simulation.peers import Peer
-from shoal.verification.simulation.run import Swarm
 
 KINDS = {**{f"honest-{number}": "honest" for number in range(5)}, "liar-0": "liar", "liar-1": "liar"}
 TERMS = TrainingTerms(LABEL, TrainSettings(steps=0, seed=1))

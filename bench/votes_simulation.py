@@ -1,9 +1,9 @@
-"""A swarm of provers and verifiers in one process, with a clock of its own, for tests and to try prices:
+"""A swarm of provers and verifiers in one process with a virtual clock, to test the vote and to try score rules:
 
-    python -m shoal.verification.simulation --rounds 30 --honest 5 --lazy 1 --liar 1
+    python -m bench.votes_simulation --rounds 30 --honest 5 --lazy 1 --liar 1
 
-Every peer is a `Participant` with its own view: records reach it late and in another order than they reach others, or not at all.
-Signatures are a toy. What kinds of peers there are, and what each does, is in `simulated_peers`.
+Every peer is a `Participant` with its own view: records reach it late, in another order than they reach others, or not at all.
+Signatures are toys. `bench._votes_peers.KINDS` lists the kinds of peers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
+from bench._votes_peers import KINDS, Peer, World, is_right
 from shoal.verification.consensus.records import Signed
-from shoal.verification.simulation.peers import KINDS, Peer, World, is_right
 
 TICK = 1.0  # seconds
 START = 4  # the round by Unix time in which a simulation begins; its own count is from 0
 
 
 class Swarm:
-    """All peers and the time. ``kinds``: peer id to one of `simulated_peers.KINDS`."""
+    """All peers and the time. ``kinds``: peer id to one of `bench._votes_peers.KINDS`."""
 
     def __init__(self, kinds: Mapping[str, str], world: World | None = None) -> None:
         self.world, self.kinds, self.names = world or World(), dict(kinds), sorted(kinds)

@@ -1,4 +1,4 @@
-"""The interval of Clopper and Pearson: closed forms at the ends, tables, and its coverage."""
+"""The benchmarks' interval of Clopper and Pearson: closed forms at the ends, tables, and its coverage."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.calibration.confidence import rate_interval
+from bench._interval import rate_interval
 
 
 @pytest.mark.parametrize("total", [1, 10, 1000, 10_000])

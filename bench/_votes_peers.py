@@ -75,7 +75,7 @@ class World:
 
 
 class Place(Protocol):
-    """Where simulated peers are: `simulation.Swarm`."""
+    """Where simulated peers are: `bench.votes_simulation.Swarm`."""
 
     world: World
     now: float

@@ -1,0 +1,59 @@
+"""The command ``shoal demo``. Heavy imports happen inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.node.cli.options import (
+    METRICS_OPTIONS,
+    OUTER_OPTIONS,
+    RL_OPTIONS,
+    json_option,
+    metrics_options,
+    metrics_overrides,
+    option_option,
+    outer_options,
+    outer_overrides,
+    rl_options,
+    task_option,
+)
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command(short_help="Train with several real nodes on this machine.")
+@click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start.")
+@click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
+@click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
+@outer_options
+@rl_options
+@metrics_options
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
+@task_option("text")
+@option_option
+@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
+@json_option
+@click.option("--verbose", is_flag=True, help="Show what the nodes log.")
+def demo(as_json: bool, verbose: bool, **options: Any) -> int:
+    """Start a swarm of real nodes on this machine, train, and compare with training alone."""
+    log_to_stderr(verbose)
+    outer = {**outer_overrides(options), **metrics_overrides(options)}
+    rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
+    own = {name: value for name, value in options.items() if name not in (*OUTER_OPTIONS, *METRICS_OPTIONS)}
+    if own["hooks"] == "rl":
+        from shoal.node.demo import rl as rl_demo
+
+        del own["hooks"], own["every"]
+        report = rl_demo.run_demo(verbose=verbose, more={**outer, **rl}, **own)
+        click.echo(json.dumps(report) if as_json else rl_demo.summary(report))
+        return int(ExitCode.OK)
+    from shoal.node.demo.demo import run_demo, summary
+
+    report = run_demo(verbose=verbose, outer=outer, **own)
+    click.echo(json.dumps(report) if as_json else summary(report))
+    return int(ExitCode.OK)

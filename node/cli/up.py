@@ -1,0 +1,91 @@
+"""The commands ``shoal up`` and ``shoal join``, which run a node. Heavy imports happen inside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.node.cli.options import (
+    limit_options,
+    metrics_options,
+    node_options,
+    node_overrides,
+    option_option,
+    outer_options,
+    rl_options,
+    set_option,
+)
+from shoal.node.exit_codes import ExitCode
+from shoal.node.logs import log_to_stderr
+
+
+@click.command(short_help="Create a swarm and start a node in it.")
+@click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
+@click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped.")
+@click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
+@click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite).")
+@outer_options
+@rl_options
+@limit_options
+@option_option
+@metrics_options
+@node_options
+def up(file: Path | None, **flags: Any) -> int:
+    """Create a swarm, start a node in it, and print the link by which others join."""
+    return _run_node(file, None, flags)
+
+
+@click.command(short_help="Join a swarm by its link and train with it.")
+@click.argument("link")
+@click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
+@set_option
+@rl_options
+@limit_options
+@metrics_options
+@node_options
+def join(link: str, **flags: Any) -> int:
+    """Join the swarm of LINK and train with it."""
+    return _run_node(None, link, flags)
+
+
+def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
+    from shoal.node.config.settings import load
+    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
+
+    shutdown = ShutdownSignals()
+    shutdown.install()
+    if flags["with_parent"]:
+        end_with_parent(flags["with_parent"])
+    settings = load(file, node_overrides(flags))
+    parsed = None
+    if link is not None:
+        from shoal.swarm.access.link import Link
+
+        parsed = Link.parse(link)
+    log_to_stderr(flags["verbose"])
+    from shoal.node.runtime.display import make_display
+    from shoal.node.runtime.node_run import NodeRun
+
+    as_json = flags["as_json"]
+    run = NodeRun(
+        settings,
+        parsed,
+        make_display(),
+        shutdown,
+        on_link=lambda made: click.echo(str(made), err=as_json) if link is None else None,
+        baseline=flags["baseline"],
+        keep_rounds=flags["keep_rounds"],
+    )
+    result = run.run()
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps(asdict(result)))
+    if result.not_saved is not None:
+        from shoal.node.checkpoint.store import CheckpointError
+
+        raise CheckpointError(result.not_saved)
+    return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)

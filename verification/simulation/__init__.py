@@ -1,1 +1,0 @@
-"""The vote among cheats, without a network."""
