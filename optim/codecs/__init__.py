@@ -1,1 +1,1 @@
-"""Codecs: tensors to bytes and back, in full precision, in fewer bits, or as the largest entries alone."""
+"""Codecs: tensors to bytes and back, in full precision, in fewer bits, or as the largest values only."""

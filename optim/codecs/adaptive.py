@@ -1,4 +1,4 @@
-"""A codec of its own for each tensor, so that a payload of a given size loses least."""
+"""A codec that chooses another codec for each tensor, so that a payload of a given size has the least error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shoal.optim.codecs.base import Codec, Shape, check_finite, check_payload
 from shoal.optim.codecs.bit_allocation import allocate
 
 REFRESH = 20
-"""Rounds after which the errors are measured anew."""
+"""Rounds after which the errors are measured again."""
 
 
 class AutoCodec:
-    """Spends ``bits`` a value on average, more on the tensors that gain more by it.
+    """Codec that spends ``bits`` a value on average, more on the tensors whose error falls more by it.
 
-    Every ``every`` rounds each candidate encodes each tensor that is to be sent, and ``allocate`` finds the choice with the least
-    sum of squared errors. Wrapped in error feedback ("auto:2+ef") it is measured on what is owed, errors included.
+    Every ``every`` rounds each candidate encodes each tensor to be sent, and ``allocate`` finds the choice with the least sum of
+    squared errors. Wrapped in error feedback ("auto:2+ef") it measures the sum of tensor and residual.
 
-    The two ends of an exchange may choose differently, so a payload says what was chosen: one byte a tensor, the index of
-    the candidate; then the candidates' payloads, each beginning at a multiple of 4 bytes; then zeros up to the size that
-    follows from the shapes: the budget, or what the smallest candidates need if that is more. So a receiver knows the size before.
+    The two ends of an exchange may choose differently, so a payload names the choice: one byte a tensor, the index of the
+    candidate; then the candidates' payloads, each beginning at a multiple of 4 bytes; then zeros up to the size that follows
+    from the shapes: the budget, or the sum of the smallest candidates if that is more. So a receiver knows the size beforehand.
 
     Raises:
         ValueError: ``bits`` is not in (0, 32].
@@ -42,21 +42,21 @@ class AutoCodec:
 
     @property
     def name(self) -> str:
-        """As in ``codec_named``."""
+        """The name that ``codec_named`` parses."""
         return f"auto:{self.bits:g}"
 
     @property
     def choice(self) -> list[str]:
-        """The names of the codecs that the tensors of the last ``encode`` got."""
+        """The name of the codec chosen for each tensor of the last ``encode``."""
         return [self.candidates[index].name for index in self._choice]
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Size of the payload in bytes."""
+        """Return the size of the payload in bytes."""
         return _padded(len(shapes)) + self._budget(shapes)
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Measure if it is time, then encode. ValueError for NaN or infinity."""
+        """Measure the candidates if that is due, then encode. ValueError for NaN or infinity."""
         check_finite(tensors, "a tensor to be sent")
         shapes = [tuple(tensor.shape) for tensor in tensors]
         due = shapes != self._shapes or self._age >= self.every
@@ -72,7 +72,7 @@ class AutoCodec:
         return payload
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """By the choice that the payload names. ValueError if it names none, or one that does not fit."""
+        """Decode by the choice that the payload names. ValueError if it names none, or one that does not fit."""
         payload = check_payload(payload, self.nbytes(shapes), self.name)
         choice = payload[: len(shapes)].tolist()
         if max(choice, default=0) >= len(self.candidates):
@@ -87,15 +87,15 @@ class AutoCodec:
         return tensors
 
     def fresh(self) -> AutoCodec:
-        """The same, not measured yet."""
+        """Return the same codec without measurements."""
         return AutoCodec(self.bits, self.candidates, self.every)
 
     def state_dict(self) -> dict[str, Any]:
-        """The present choice and its age."""
+        """Return the present choice and its age."""
         return {"codec": self.name, "shapes": list(self._shapes), "choice": list(self._choice), "age": self._age}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError if it is another codec's; nothing is changed then."""
+        """Restore what ``state_dict`` returned. ValueError for another codec's state; nothing is changed then."""
         choice = [int(index) for index in state_dict.get("choice", [])]
         if state_dict.get("codec") != self.name or not all(0 <= index < len(self.candidates) for index in choice):
             raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")
@@ -106,16 +106,16 @@ class AutoCodec:
         return [[_padded(codec.nbytes([shape])) for codec in self.candidates] for shape in shapes]
 
     def _budget(self, shapes: Sequence[Shape]) -> int:
-        asked = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
-        return max(asked, sum(map(min, self._sizes(shapes))))
+        requested = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
+        return max(requested, sum(map(min, self._sizes(shapes))))
 
     def _measure(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:
         errors = []
         for tensor, shape in zip(tensors, shapes, strict=True):
             row = []
             for codec in self.candidates:
-                (got,) = codec.decode(codec.encode([tensor]).to(tensor.device), [shape])
-                row.append(float((tensor.float() - got).double().square().sum()))
+                (decoded,) = codec.decode(codec.encode([tensor]).to(tensor.device), [shape])
+                row.append(float((tensor.float() - decoded).double().square().sum()))
             errors.append(row)
         return allocate(errors, self._sizes(shapes), self._budget(shapes))
 

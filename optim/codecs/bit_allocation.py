@@ -1,7 +1,7 @@
-"""Which of several choices each layer gets, so that all sizes fit a budget and the sum of the errors is least.
+"""Selection of one choice for each layer, so that the sizes fit a budget and the sum of the errors is least.
 
-After L-GreCo (2210.17357), turned round: there an error is given and the size is least, here the size is given, since a receiver
-must know it beforehand.
+After L-GreCo (2210.17357), reversed: there the error is given and the size minimised, here the size is given, since a receiver must
+know it beforehand.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 
 Table = Sequence[Sequence[float]]
 RESOLUTION = 4096
-"""Steps into which the dynamic programme divides what the budget leaves beyond the smallest choices."""
+"""Steps into which the dynamic programme divides the budget beyond the smallest choices."""
 
 
 def allocate(errors: Table, sizes: Table, budget: float) -> list[int]:
-    """One choice for each layer, by index; ``errors[layer][choice]`` (of any unit that adds up), ``sizes`` alike.
+    """Return the index of one choice for each layer; ``errors[layer][choice]`` (in any unit that adds up), ``sizes`` alike.
 
-    A knapsack by dynamic programming over sizes in steps of the budget / ``RESOLUTION``, rounded up; what the rounding leaves is
-    spent greedily. The result is exact when the steps are single bytes, and never worse than the greedy one nor than the best
-    single choice for all that fits. Time: layers x choices x ``RESOLUTION``.
+    Solves the knapsack by dynamic programming over sizes in steps of the budget / ``RESOLUTION``, rounded up, and spends the
+    remainder greedily. The result is exact when the steps are single bytes, and never worse than the greedy one or the best
+    single choice for all layers that fits. Time: layers x choices x ``RESOLUTION``.
 
     Raises:
         ValueError: not even the smallest choices fit, or an error is NaN or negative.
@@ -38,12 +38,12 @@ def allocate(errors: Table, sizes: Table, budget: float) -> list[int]:
 
 
 def total(table: Table, picks: Sequence[int]) -> float:
-    """The sum of the chosen entries."""
+    """Return the sum of the chosen entries."""
     return sum(row[pick] for row, pick in zip(table, picks, strict=True))
 
 
 def greedy(errors: Table, sizes: Table, budget: float) -> list[int]:
-    """The best of the choices that minimise error + price x size at one price for all: a check of the knapsack, and a fallback.
+    """Return the best of the choices that minimise error + price x size at one price for all layers.
 
     Optimal for the size that it happens to use, which may lie well below the budget.
     """
@@ -90,7 +90,7 @@ def _knapsack(errors: Table, sizes: Table, budget: float) -> list[int]:
 
 
 def _spend(errors: Table, sizes: Table, budget: float, picks: list[int]) -> list[int]:
-    """Improve one layer after another, the one that gains most first, as long as the budget allows."""
+    """Improve one layer after another, the largest gain first, as long as the budget allows."""
     picks = list(picks)
     left = budget - total(sizes, picks)
     while True:

@@ -1,7 +1,7 @@
-"""Small integers packed without gaps: 1, 2 or 4 bits each, and pairs of 12 bits. Vectorised, on any device.
+"""Packing of small integers without gaps: 1, 2 or 4 bits each, and pairs of 12 bits. Vectorised, on any device.
 
-The first code stands in the lowest bits of the first byte. Bytes of several codes are combined in one machine word, which
-supposes a little-endian machine, as all that PyTorch supports are.
+The first code is in the lowest bits of the first byte. Bytes of several codes are combined in one machine word, which requires a
+little-endian machine; PyTorch supports no other.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes that ``count`` codes of ``width`` bits fill."""
+    """Return the bytes that ``count`` codes of ``width`` bits need."""
     return (count * width + 7) // 8
 
 
 def pack(codes: Tensor, width: int) -> Tensor:
-    """Flat uint8 ``codes`` below 2**width, with ``width`` 1, 2 or 4, as a flat uint8 tensor of ``packed_bytes``."""
+    """Pack flat uint8 ``codes`` below 2**width, with ``width`` 1, 2 or 4, into a flat uint8 tensor of ``packed_bytes``."""
     per_byte = 8 // width
     short = -codes.numel() % per_byte
     words = (functional.pad(codes, (0, short)) if short else codes.contiguous()).view(_WORDS[width])
     if width == 1:
-        # Bit i of the highest byte of the product is the lowest bit of byte i: no two of the partial products meet.
+        # Bit i of the highest byte of the product is the lowest bit of byte i: the partial products do not overlap.
         return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
     packed = words.clone()
     for place in range(1, per_byte):
@@ -34,9 +34,9 @@ def pack(codes: Tensor, width: int) -> Tensor:
 
 
 def byte_table(levels: Tensor) -> Tensor:
-    """What each of the 256 bytes stands for when a code of width 1, 2 or 4 stands for one of ``levels`` (2, 4 or 16 of them).
+    """Return the values that each of the 256 bytes encodes when its codes of width 1, 2 or 4 index the 2, 4 or 16 ``levels``.
 
-    Shape (256, codes per byte), of the dtype and on the device of ``levels``.
+    The shape is (256, codes per byte), dtype and device are those of ``levels``.
     """
     width = {2: 1, 4: 2, 16: 4}[levels.numel()]
     byte = torch.arange(256, device=levels.device)
@@ -44,17 +44,17 @@ def byte_table(levels: Tensor) -> Tensor:
 
 
 def look_up(packed: Tensor, table: Tensor, count: int) -> Tensor:
-    """The ``count`` values that the bytes ``packed`` stand for, by a ``byte_table``; flat."""
+    """Return the ``count`` values that the bytes ``packed`` encode by a ``byte_table``; flat."""
     return table.index_select(0, packed.int()).view(-1)[:count]
 
 
 def unpack(packed: Tensor, width: int, count: int) -> Tensor:
-    """The ``count`` codes that ``pack`` has packed, as uint8."""
+    """Return the ``count`` codes that ``pack`` has packed, as uint8."""
     return look_up(packed, byte_table(torch.arange(2**width, dtype=torch.uint8, device=packed.device)), count)
 
 
 def pack12(codes: Tensor) -> Tensor:
-    """Integers below 4,096, row by row: shape (rows, n) becomes uint8 of shape (rows, ``packed_bytes(n, 12)``)."""
+    """Pack integers below 4,096 row by row: shape (rows, n) becomes uint8 of shape (rows, ``packed_bytes(n, 12)``)."""
     rows, count = codes.shape
     low, high = functional.pad(codes, (0, count % 2)).view(rows, -1, 2).unbind(2)
     packed = torch.stack((low & 0xFF, (low >> 8) | ((high & 0xF) << 4), high >> 4), dim=2)
@@ -62,7 +62,7 @@ def pack12(codes: Tensor) -> Tensor:
 
 
 def unpack12(packed: Tensor, count: int) -> Tensor:
-    """The inverse of ``pack12``: int64 of shape (rows, count)."""
+    """Invert ``pack12``: return int64 of shape (rows, count)."""
     rows, size = packed.shape
     first, second, third = functional.pad(packed, (0, -size % 3)).long().view(rows, -1, 3).unbind(2)
     codes = torch.stack((first | ((second & 0xF) << 8), (second >> 4) | (third << 4)), dim=2)

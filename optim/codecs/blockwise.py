@@ -1,4 +1,4 @@
-"""What the block-wise codecs share: each tensor in a section of its own, worked through in slabs that stay in the cache."""
+"""Base of the block-wise codecs: each tensor has its own section of the payload and is processed in slabs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from shoal.optim.codecs.base import Shape, Stateless, check_payload
 
 CPU_SLAB, GPU_SLAB = 2**18, 2**26
-"""Values worked on at once: on a CPU the intermediate results stay in the cache, on a GPU the launches are few."""
+"""Values processed at once: on a CPU the intermediate results stay in the cache, on a GPU the launches are few."""
 
 
 class SectionCodec(Stateless, ABC):
-    """A codec without state that encodes each tensor on its own. Sections begin at multiples of 4 bytes; gaps are zero."""
+    """Stateless codec that encodes each tensor separately. Sections begin at multiples of 4 bytes; gaps are zero."""
 
     name: str
     displacement = True
 
     @abstractmethod
     def section(self, shape: Shape) -> int:
-        """Bytes that a tensor of this shape needs, the gap not counted."""
+        """Return the bytes that a tensor of this shape needs, without the gap."""
 
     @abstractmethod
     def write(self, tensor: Tensor, section: Tensor) -> None:
@@ -37,11 +37,11 @@ class SectionCodec(Stateless, ABC):
         return (self.section(shape) + 3) // 4 * 4
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Size of the payload in bytes."""
+        """Return the size of the payload in bytes."""
         return sum(self._room(shape) for shape in shapes)
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Computed where the tensors are; only the payload is copied from a GPU."""
+        """Encode on the device of the tensors; only the payload is copied from a GPU."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         devices = {tensor.device for tensor in tensors}
         payload = torch.zeros(self.nbytes(shapes), dtype=torch.uint8, device=devices.pop() if len(devices) == 1 else "cpu")
@@ -54,7 +54,7 @@ class SectionCodec(Stateless, ABC):
         return payload.cpu()
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Fresh tensors."""
+        """Decode into fresh tensors."""
         payload = check_payload(payload, self.nbytes(shapes), self.name)
         tensors, offset = [], 0
         with torch.no_grad():
@@ -65,12 +65,12 @@ class SectionCodec(Stateless, ABC):
 
 
 def blocks(count: int, size: int) -> int:
-    """Number of blocks of ``size`` values that hold ``count`` values, the last perhaps shorter."""
+    """Return the number of blocks of ``size`` values that hold ``count`` values; the last may be shorter."""
     return (count + size - 1) // size
 
 
 def slabs(flat: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Views of a flat tensor as matrices of whole blocks, each with the number of its first block; a short last block alone."""
+    """Yield views of a flat tensor as matrices of whole blocks, with the number of their first block; a short last block alone."""
     whole = flat.numel() // size
     step = max((GPU_SLAB if flat.is_cuda else CPU_SLAB) // size, 1)
     for first in range(0, whole, step):
@@ -81,17 +81,17 @@ def slabs(flat: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def check_sent(scales: Tensor) -> None:
-    """ValueError if a tensor's scales show that it cannot be sent."""
+    """Raise ValueError if a tensor's scales show that it cannot be sent."""
     if not bool(scales.isfinite().all()):
         raise ValueError("a tensor to be sent holds NaN, infinity or values too large: lower the learning rate or clip gradients")
 
 
 def check_received(scales: Tensor) -> None:
-    """ValueError unless a payload's scales are finite and not negative."""
+    """Raise ValueError unless a payload's scales are finite and not negative."""
     if not bool(((scales >= 0) & scales.isfinite()).all()):
         raise ValueError("the payload has a scale that is negative, infinite or no number")
 
 
 def numel(shape: Shape) -> int:
-    """Number of values."""
+    """Return the number of values."""
     return math.prod(shape)

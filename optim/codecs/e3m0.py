@@ -1,4 +1,4 @@
-"""Four bits a value, the scales included: exactly an eighth of float32."""
+"""The codec e3m0: four bits a value, scales included, exactly an eighth of float32."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ DIGITS, QUARTER = 15, 15**4
 
 
 class E3M0Codec(SectionCodec):
-    """As in Streaming DiLoCo (2501.18512): a sign and 3 bits of exponent, no mantissa.
+    """Codec of Streaming DiLoCo (2501.18512): a sign and 3 bits of exponent, no mantissa.
 
     The paper does not give the scaling, so this is ours: with s the block's largest magnitude rounded to bfloat16, a value is 0 or
-    one of +-s 2^-k, k = 0..6, the nearest. Error at most |x|/3 where |x| >= s/64, and at most s/128 below. A factor that is a
-    power of two goes through.
+    one of +-s 2^-k, k = 0..6, the nearest. Error at most |x|/3 where |x| >= s/64, and at most s/128 below. A common factor that is
+    a power of two is preserved exactly.
 
     Those are 15 levels and not 16. So 16 values, as the digits of a number to the base of 15, fit into 63 bits of a word, and the
-    left-over bits of a block's 16 words hold its scale: 4 bits a value in all, while a scale beside the codes would make it more.
+    remaining bits of a block's 16 words hold its scale: 4 bits a value in all, where a separate scale would need more.
     The digits are 0 for zero, 8 - k - 1 for positive and 15 - k - 1 for negative levels, the first value the lowest digit; bit j
-    of the scale is the sign of word j. What is left of a tensor after whole blocks: its scale in 2 bytes, then 4 bits a value.
+    of the scale is the sign of word j. The rest of a tensor after whole blocks: its scale in 2 bytes, then 4 bits a value.
     """
 
     name = "e3m0"
 
     def section(self, shape: Shape) -> int:
-        """Whole blocks, then the rest."""
+        """Return the bytes of the whole blocks and of the rest."""
         whole, rest = divmod(numel(shape), BLOCK)
         return whole * BLOCK // 2 + (2 + packed_bytes(rest, 4) if rest else 0)
 
@@ -55,7 +55,7 @@ class E3M0Codec(SectionCodec):
         for first, values in slabs(flat, BLOCK):
             at = first * BLOCK // 2
             if values.shape[1] == BLOCK:
-                # A copy, for words must begin at multiples of 8 bytes.
+                # A copy, because words must begin at multiples of 8 bytes.
                 words = section[at : at + values.numel() // 2].clone().view(torch.int64).view(-1, WORD)
                 scales = _from_words(words, values)
             else:
@@ -68,11 +68,11 @@ class E3M0Codec(SectionCodec):
 
 
 def _digits(values: Tensor, scales: Tensor) -> Tensor:
-    """The nearest level of each value, uint8 (blocks, values): by integer arithmetic on the bits of the floats, hence exactly."""
+    """Return the nearest level of each value, uint8 (blocks, values), exactly: by integer arithmetic on the bits of the floats."""
     magnitudes = values.abs()
     ratios = magnitudes.div_(torch.where(scales > 0, scales, 1)[:, None])
     above = ratios >= 2.0**-7  # half of the least level: not zero
-    # Adding half of the mantissa's range carries into the exponent from 1.5 times a power of two on: to the nearer one.
+    # Adding half of the mantissa's range carries into the exponent from 1.5 times a power of two on: rounds to the nearer one.
     digits = ratios.view(torch.int32).add_(1 << 22).bitwise_right_shift_(23).sub_(120)
     digits = torch.maximum(digits, above.int()).clamp_(0, 7)
     digits += (values < 0).int().mul_(7).mul_(digits > 0)
@@ -80,7 +80,7 @@ def _digits(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _to_words(digits: Tensor, scales: Tensor) -> Tensor:
-    """int64 (blocks, 16)."""
+    """Return the words that encode the digits and scales, int64 (blocks, 16)."""
     fours = digits.view(torch.int32)  # four digits, a byte each
     quarters = fours & 0xFF
     for place in range(1, 4):
@@ -94,7 +94,7 @@ def _to_words(digits: Tensor, scales: Tensor) -> Tensor:
 
 
 def _from_words(words: Tensor, values: Tensor) -> Tensor:
-    """Fill ``values`` (blocks, 256) with the levels; returns the scales. ValueError if a word is too large for its digits."""
+    """Fill ``values`` (blocks, 256) with the levels; return the scales. ValueError if a word is too large for its digits."""
     places = torch.arange(WORD, device=words.device)
     bits = ((words < 0).int() << places).sum(1, dtype=torch.int32)
     scales = bits.to(torch.int16).view(torch.bfloat16)
@@ -105,20 +105,20 @@ def _from_words(words: Tensor, values: Tensor) -> Tensor:
         torch.sub(rest, higher * QUARTER, out=quarters[..., place])
         rest = higher
     if bool((rest >= QUARTER).any()):
-        raise ValueError("the payload has a word that stands for no values")
+        raise ValueError("the payload has a word that encodes no values")
     quarters[..., 3] = rest
     values.view(-1, 4).copy_(_fours(words.device).index_select(0, quarters.view(-1)))
     return scales
 
 
 def _levels(device: torch.device) -> Tensor:
-    """What a digit stands for, at a scale of 1; 15 is never sent."""
+    """Return the value of each digit at a scale of 1; 15 is never sent."""
     powers = [2.0**-k for k in range(6, -1, -1)]
     return torch.tensor([0.0, *powers, *(-power for power in powers), 0.0], device=device)
 
 
 @functools.lru_cache(maxsize=8)
 def _fours(device: torch.device) -> Tensor:
-    """What four digits stand for, as one number: (50625, 4)."""
+    """Return the values of four digits by the number that they form: (50625, 4)."""
     index = torch.arange(QUARTER, device=device)
     return _levels(device)[torch.stack([index // DIGITS**place % DIGITS for place in range(4)], dim=1)]

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec leaves out of one round is added to what is sent in the next."""
+"""Error feedback: the part that a codec loses in one round is added to the tensors of the next."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shoal.optim.codecs.base import Codec, Shape, check_finite
 
 
 class ErrorFeedback:
-    """Wraps a codec. With g handed in, e the error that is kept (0 at first) and Q the codec:
+    """Codec with error feedback. With g the tensors to send, e the residual (0 at first) and Q the wrapped codec:
 
         a = beta e + g;   sent = Q(a);   e <- a - sent
 
-    With beta = 1 nothing is ever lost: all that was sent, plus e, is all that was handed in. With beta < 1 (SparseLoCo: 0.95)
-    old errors fade. For displacements only: a weight is not owed a second time.
+    With beta = 1 nothing is lost: the sum of all sent values plus e equals the sum of all g. With beta < 1 (SparseLoCo: 0.95) old
+    residuals fade. For displacements only: a weight must not be sent a second time.
 
     e belongs to one peer and one fragment: give every fragment its own instance (``fresh``). A newcomer begins with e = 0.
-    NaN and infinity never enter e: ``encode`` raises before anything has changed. Memory: one float32 copy of the tensors, where
-    they are; while encoding two more.
+    NaN and infinity never enter e: ``encode`` raises before anything has changed. Memory: one float32 copy of the tensors, on
+    their device; while encoding two more.
 
-    When a round was not accepted (``Exchange`` answered None), the sum of all that was applied, plus e, stays what it must be if
+    After a round that was not accepted (the exchange returned None), the sum of all applied values plus e stays correct if
 
-    * the slow weights get g, and ``rejected(g)`` is called: e is what it was before (faded by beta). ``OuterOptimizer`` does so,
-      for then nothing that was learnt waits for others;
+    * the slow weights get g, and ``rejected(g)`` is called: e is as before (faded by beta). ``OuterOptimizer`` does so, because
+      then local progress never waits for other peers;
     * or they get ``sent()``, as in a group of one, and ``accepted()`` is called;
-    * or they get nothing, and ``rejected()`` is called: the whole of a is owed in the next round.
+    * or they get nothing, and ``rejected()`` is called: the whole of a is the residual of the next round.
 
     Raises:
         ValueError: beta is not in [0, 1], or the codec has error feedback already.
@@ -49,36 +49,36 @@ class ErrorFeedback:
 
     @property
     def name(self) -> str:
-        """As in ``codec_named``."""
+        """The name that ``codec_named`` parses."""
         return f"{self.codec.name}+ef" + ("" if self.beta == 1 else f":{self.beta:g}")
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """As the wrapped codec's."""
+        """Return the size of the wrapped codec's payload in bytes."""
         return self.codec.nbytes(shapes)
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Encode what is handed in and what is owed. ValueError for NaN, infinity, or shapes other than before."""
-        due = [tensor.detach().float() for tensor in tensors]
+        """Encode the tensors plus the residual. ValueError for NaN, infinity, or shapes other than before."""
+        total = [tensor.detach().float() for tensor in tensors]
         if self.error is not None:
-            self._check_shapes(due)
-            due = [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(due, self.error, strict=True)]
-        payload = self.codec.encode(due)
-        error = [torch.sub(owed, got, out=got) for owed, got in zip(due, self._decoded(payload, due), strict=True)]
-        check_finite(error, "what is to be sent, or what the codec makes of it,")
+            self._check_shapes(total)
+            total = [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
+        payload = self.codec.encode(total)
+        error = [torch.sub(a, sent, out=sent) for a, sent in zip(total, self._decoded(payload, total), strict=True)]
+        check_finite(error, "a tensor to be sent, or its decoded form,")
         self.error, self._payload = error, payload.clone()
         return payload
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """As the wrapped codec's."""
+        """Decode as the wrapped codec does."""
         return self.codec.decode(payload, shapes)
 
     def fresh(self) -> ErrorFeedback:
-        """The same with e = 0."""
+        """Return the same codec with e = 0."""
         return ErrorFeedback(self.codec.fresh(), self.beta)
 
     def sent(self) -> list[Tensor]:
-        """What the others got in the last ``encode``, on the devices of the tensors. ValueError if there is nothing of the kind."""
+        """Return the decoded values of the last ``encode``, on the devices of its tensors. ValueError if none awaits an outcome."""
         if self._payload is None or self.error is None:
             raise ValueError("nothing has been sent since the last outcome")
         return self._decoded(self._payload, self.error)
@@ -89,12 +89,12 @@ class ErrorFeedback:
         return self._payload is not None
 
     def accepted(self) -> None:
-        """The last ``encode`` counted."""
+        """Note that the last ``encode`` counted."""
         self._payload = None
 
     @torch.no_grad()
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
-        """The last ``encode`` counted for nobody: e <- e + sent, less what was ``applied`` in its place, if anything was.
+        """Take back the last ``encode``, which counted nowhere: e <- e + sent, less ``applied``, the values applied in its place.
 
         ValueError if there was no ``encode`` since the last outcome.
         """
@@ -103,19 +103,19 @@ class ErrorFeedback:
 
     def _taken_back(self, applied: Sequence[Tensor]) -> list[Tensor]:
         sent, error = self.sent(), self.error or []
-        error = [torch.add(e, got, out=got) for e, got in zip(error, sent, strict=True)]
+        error = [torch.add(e, decoded, out=decoded) for e, decoded in zip(error, sent, strict=True)]
         for e, g in zip(error, applied, strict=False):
             e.sub_(g.to(e.device))
         return error
 
     @torch.no_grad()
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        """The codec's name, e, and the wrapped codec's state; with ``unsent``, e as ``rejected(unsent)`` would leave it."""
+        """Return the codec's name, e, and the wrapped codec's state; with ``unsent``, e as ``rejected(unsent)`` would leave it."""
         error = self._taken_back(unsent) if unsent is not None else [tensor.clone() for tensor in self.error or []]
         return {"codec": self.name, "error": None if self.error is None else error, "inner": self.codec.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError if it is another codec's or not finite; nothing is changed then."""
+        """Restore what ``state_dict`` returned. ValueError for another codec's state or one not finite; nothing is changed then."""
         if state_dict.get("codec") != self.name:
             raise ValueError(f"the saved error feedback is of the codec {state_dict.get('codec')}, not of {self.name}")
         error: list[Tensor] | None = state_dict["error"]
@@ -126,9 +126,9 @@ class ErrorFeedback:
 
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         devices = {tensor.device for tensor in like}
-        place = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        decoded = self.codec.decode(payload.to(place, copy=True), [tuple(tensor.shape) for tensor in like])
-        return [got.to(tensor.device) for got, tensor in zip(decoded, like, strict=True)]
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        decoded = self.codec.decode(payload.to(device, copy=True), [tuple(tensor.shape) for tensor in like])
+        return [values.to(tensor.device) for values, tensor in zip(decoded, like, strict=True)]
 
     def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
         kept, given = ([tuple(tensor.shape) for tensor in some] for some in (self.error or [], tensors))

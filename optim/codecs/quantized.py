@@ -16,7 +16,7 @@ from shoal.optim.codecs.blockwise import SectionCodec, blocks, check_received, c
 
 
 class DenseCodec(SectionCodec):
-    """A section is one float32 scale a block, then the codes of all values in row-major order, ``width`` bits each."""
+    """Codec whose sections hold one float32 scale a block, then the codes of all values, row-major, ``width`` bits each."""
 
     width: int
     block: int
@@ -28,10 +28,10 @@ class DenseCodec(SectionCodec):
 
     @abstractmethod
     def restore(self, codes: Tensor, values: Tensor) -> None:
-        """Fill ``values`` with what the packed codes stand for at a scale of 1."""
+        """Fill ``values`` with the values of the packed codes at a scale of 1."""
 
     def section(self, shape: Shape) -> int:
-        """Scales and codes."""
+        """Return the bytes of scales and codes."""
         return 4 * blocks(numel(shape), self.block) + packed_bytes(numel(shape), self.width)
 
     def _parts(self, section: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -60,16 +60,16 @@ class DenseCodec(SectionCodec):
 
 
 def _largest(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The magnitudes of ``values``, and each row's largest, written into ``scales`` and in a form that can be divided by."""
+    """Write each row's largest magnitude into ``scales``; return the magnitudes and the scales as divisors (1 in place of 0)."""
     magnitudes = values.abs()
     torch.amax(magnitudes, dim=1, out=scales)
     return magnitudes, torch.where(scales > 0, scales, 1).unsqueeze(1)
 
 
 class Int8Codec(DenseCodec):
-    """127 equal steps to either side of zero up to the block's largest magnitude s; error at most s/254.
+    """Codec of 127 equal steps to either side of zero up to the block's largest magnitude s; error at most s/254.
 
-    Precise enough for whole weights too, if the pseudo-gradients of a round are not small against s/254.
+    Precise enough for whole weights too, if the pseudo-gradients of a round are not small compared with s/254.
     """
 
     name, displacement, width, block = "int8", False, 8, 256
@@ -81,26 +81,26 @@ class Int8Codec(DenseCodec):
         return steps.to(torch.int8).view(torch.uint8).view(-1)
 
     def restore(self, codes: Tensor, values: Tensor) -> None:
-        """Divided first, so that the largest value comes back exactly. The code -128, which is never sent, counts as -127."""
+        """Divide by 127 before scaling, so that the largest value is exact. The code -128, which is never sent, counts as -127."""
         values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(127)
 
 
 class SignCodec(DenseCodec):
-    """1 bit, as in 1-bit Adam (2102.02888): every value becomes its sign times the block's mean magnitude.
+    """Codec of 1 bit a value, as in 1-bit Adam (2102.02888): each value becomes its sign times the block's mean magnitude.
 
-    Zero counts as positive. Use it with error feedback ("sign+ef"): without, what is small is lost for good. The paper compresses
-    twice, each time with feedback: the peers' contributions and the mean that a reducer sends back. Where there is a reducer,
-    it needs a codec of its own (``fresh``); between pairs nothing is sent back.
+    Zero counts as positive. Use it with error feedback ("sign+ef"): without it small values are lost for good. The paper
+    compresses twice, each time with feedback: the peers' contributions and the mean that a reducer sends back. A reducer needs a
+    codec of its own (``fresh``); between pairs nothing is sent back.
     """
 
     name, width, block = "sign", 1, 1024
 
     def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
-        """One bit a value, 1 for negative."""
+        """Pack one bit a value, 1 for negative."""
         torch.mean(values.abs(), dim=1, out=scales)
         return pack((values < 0).view(torch.uint8).view(-1), self.width)
 
     def restore(self, codes: Tensor, values: Tensor) -> None:
-        """By table."""
+        """Look the values up in a table of bytes."""
         levels = torch.tensor([1.0, -1.0], device=codes.device)
         values.view(-1).copy_(look_up(codes, byte_table(levels), values.numel()))

@@ -1,9 +1,9 @@
-"""Codecs by name.
+"""Codecs by their names.
 
     NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2, sign, auto:BITS
 
-``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose errors fade by 0.95 a round;
-``auto:2`` spends 2 bits a value, more on some tensors than on others. A name has no two spellings once it is a codec's ``name``.
+``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
+``auto:2`` spends 2 bits a value, more on some tensors than on others. The ``name`` of a codec is its one canonical spelling.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(rf"(?P<base>[a-z0-9]+)(?::(?P<bits>{_NUMBER}))?(?P<ef>\+ef(?:
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name, without state of others: a new instance where it has any. ValueError lists the known ones."""
+    """Return the codec of that name, a new instance if it has state. ValueError for an unknown name lists the known ones."""
     match = _NAME.fullmatch(name) if len(name) <= 64 else None
     codec = _base(match["base"], match["bits"]) if match else None
     if match is None or codec is None:

@@ -1,4 +1,4 @@
-"""What saving and loading an outer optimizer needs."""
+"""Protocols and helpers to save and restore the state of codecs."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from shoal.optim.codecs.base import Codec
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A codec that may have a memory."""
+    """Codec that may have state."""
 
     def fresh(self) -> Codec:
-        """The same codec with an empty memory."""
+        """Return the same codec with empty state."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory, as copies."""
+        """Return the state, as copies."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore the state."""
         ...
 
 
 @runtime_checkable
 class Rejectable(Protocol):
-    """A codec with error feedback, which must know what became of the contribution that it encoded last."""
+    """Codec with error feedback, which must be given the outcome of the contribution that it encoded last."""
 
     @property
     def pending(self) -> bool:
-        """True between ``encode`` and the news of its outcome."""
+        """True between ``encode`` and ``accepted`` or ``rejected``."""
         ...
 
     def accepted(self) -> None:
-        """It is in a mean."""
+        """Note that the contribution is in a mean."""
         ...
 
     def rejected(self, applied: Sequence[Tensor]) -> None:
-        """It reached nobody, and the rule was given ``applied`` instead: take back into the memory what is still owed then."""
+        """Put a contribution that is in no mean, less ``applied`` (given to the rule in its place), back into the residual."""
         ...
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        """The memory; with ``unsent`` as ``rejected(unsent)`` would leave it."""
+        """Return the state; with ``unsent`` as ``rejected(unsent)`` would leave it."""
         ...
 
 
 def codec_state(codec: Codec, unsent: Sequence[Tensor] | None) -> dict[str, Any]:
-    """A codec's state for saving. ``unsent``: a contribution in flight, which will be sent again with the next one."""
+    """Return a codec's state to save. ``unsent``: a contribution in flight, which will be sent again with the next one."""
     if unsent is not None and isinstance(codec, Rejectable) and codec.pending:
         return codec.state_dict(unsent)
     return codec.state_dict() if isinstance(codec, Stateful) else {}
 
 
 def fresh(codec: Codec) -> Codec:
-    """The same codec with an empty memory, for another fragment or a new start; itself if it has none."""
+    """Return the same codec with empty state, for another fragment or a new start; itself if it has no state."""
     return codec.fresh() if isinstance(codec, Stateful) else codec

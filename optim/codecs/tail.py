@@ -1,4 +1,4 @@
-"""Averaging what is no parameter: BatchNorm's running mean and variance travel at the end of a contribution, in full precision."""
+"""The codec for averaged buffers: BatchNorm's statistics follow the parameters in a contribution, in full precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.optim.codecs.state import Stateful, fresh
 
 @dataclass(frozen=True)
 class BufferTailCodec:
-    """``codec`` for all tensors but the last ``count``, which travel as float32: a lossy codec would ruin running statistics."""
+    """Codec that sends the last ``count`` tensors as float32, since running statistics stand no loss, and the rest by ``codec``."""
 
     codec: Codec
     count: int
@@ -27,23 +27,23 @@ class BufferTailCodec:
 
     @property
     def displacement(self) -> bool:
-        """What the codec for the head says."""
+        """The head codec's value."""
         return bool(getattr(self.codec, "displacement", False))
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Size of the payload in bytes."""
+        """Return the size of the payload in bytes."""
         head, tail = self._cut(shapes)
         return self._room(head) + FLOAT32.nbytes(tail)
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The head, zeros up to a multiple of 4 bytes, the tail."""
+        """Encode the head, zeros up to a multiple of 4 bytes, and the tail."""
         head, tail = list(tensors[: -self.count]), list(tensors[-self.count :])
         payload = self.codec.encode(head)
         gap = payload.new_zeros(self._room([tuple(tensor.shape) for tensor in head]) - payload.numel())
         return torch.cat([payload, gap, FLOAT32.encode(tail)])
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """ValueError if the size is wrong."""
+        """Decode head and tail. ValueError if the size is wrong."""
         if payload.numel() != self.nbytes(shapes):
             raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}")
         head, tail = self._cut(shapes)
@@ -51,15 +51,15 @@ class BufferTailCodec:
         return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
     def fresh(self) -> BufferTailCodec:
-        """With a fresh codec for the head."""
+        """Return the same with a fresh codec for the head."""
         return BufferTailCodec(fresh(self.codec), self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """The head's."""
+        """Return the state of the head's codec."""
         return self.codec.state_dict() if isinstance(self.codec, Stateful) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The head's."""
+        """Restore the state of the head's codec."""
         if isinstance(self.codec, Stateful):
             self.codec.load_state_dict(state_dict)
 

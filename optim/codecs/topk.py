@@ -1,4 +1,4 @@
-"""SparseLoCo's codec (2508.15706): of each chunk of 4,096 values the 64 largest, with two bits of value each."""
+"""SparseLoCo's codec (2508.15706): the 64 largest of each chunk of 4,096 values, with two bits of value each."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ CHUNK, SIDE, KEEP = 4096, 64, 64
 
 
 class TopK2Codec(SectionCodec):
-    """Keeps 1 value in 64 as one of +-lo, +-hi; all others become 0. 108 bytes for 16,384: a ratio of 151.7.
+    """Codec that keeps 1 value in 64 as one of +-lo, +-hi; all others become 0. 108 bytes for 16,384: a ratio of 151.7.
 
     A chunk is a square of 64 x 64 of a matrix both of whose sides are multiples of 64, else a run of 4,096 values in row-major
     order, the last run perhaps shorter (of n values it keeps n/64, rounded up). Of the kept values, ordered by magnitude, the
-    larger half become hi and the others lo, which are the means of their magnitudes (one step of Lloyd's algorithm; the paper's
-    levels are not given in what we could read). lo and hi travel as bfloat16, whose range is that of the values.
+    larger half become hi and the others lo, which are the means of their magnitudes (one step of Lloyd's algorithm; the text
+    of the paper that was available to us does not give its levels). lo and hi are sent as bfloat16, which has float32's range.
 
     A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all signs (1 bit each, 1 for
     negative). Indices and signs of the larger half come first, so the bit that tells hi from lo need not be sent. A chunk with
-    fewer values above zero than it may keep fills up by repeating its first index, which means nothing: zero stays zero.
+    fewer nonzero values than it may keep repeats its first index, which has no effect: zero stays zero.
 
-    Meant for error feedback ("topk2+ef:0.95"): without, what is never among the largest is never sent.
+    Meant for error feedback ("topk2+ef:0.95"): without it a value that is never among the largest is never sent.
     """
 
     name = "topk2"
 
     def section(self, shape: Shape) -> int:
-        """Whole chunks, then the short one."""
+        """Return the bytes of the whole chunks and of the short one."""
         whole, rest = divmod(numel(shape), CHUNK)
         return whole * _chunk_bytes(CHUNK) + (_chunk_bytes(rest) if rest else 0)
 
@@ -51,7 +51,7 @@ class TopK2Codec(SectionCodec):
             _select(tensor.reshape(-1)[-rest:].view(1, rest), *_parts(section[at:], 1, rest))
 
     def read(self, section: Tensor, shape: Shape) -> Tensor:
-        """Decode one tensor: only the kept values are touched."""
+        """Decode one tensor; only the kept values are written."""
         flat = torch.zeros(numel(shape), dtype=torch.float32, device=section.device)
         whole, rest = divmod(flat.numel(), CHUNK)
         at = whole * _chunk_bytes(CHUNK)
@@ -76,7 +76,7 @@ def _square(shape: Shape) -> bool:
 
 
 def _chunks(tensor: Tensor, whole: int) -> Iterator[Tensor]:
-    """The whole chunks of a tensor, some at a time, as rows."""
+    """Yield the whole chunks of a tensor as rows, some at a time."""
     slab = GPU_SLAB if tensor.is_cuda else CPU_SLAB
     if _square(tuple(tensor.shape)):
         across = tensor.shape[1] // SIDE
@@ -100,7 +100,7 @@ def _chunk_bytes(size: int) -> int:
 
 
 def _parts(section: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a section that holds ``chunks`` chunks of ``size`` values: levels, packed indices, packed signs, row by row."""
+    """Return views of a section that holds ``chunks`` chunks of ``size`` values: levels, packed indices, signs, row by row."""
     sizes = [chunks * 4, chunks * packed_bytes(_kept(size), 12), chunks * packed_bytes(_kept(size), 1)]
     levels, indices, signs = torch.split(section, sizes)
     return levels.view(torch.bfloat16).view(chunks, 2), indices.view(chunks, -1), signs.view(chunks, -1)
@@ -116,30 +116,30 @@ def _select(chunks: Tensor, levels: Tensor, indices: Tensor, signs: Tensor) -> N
     indices.copy_(pack12(places))
     negative = (chunks.gather(1, places) < 0).to(torch.uint8)
     if keep % 8:
-        signs.copy_(pack(negative.view(-1), 1).view(1, -1))  # a short chunk is alone
+        signs.copy_(pack(negative.view(-1), 1).view(1, -1))  # a short chunk is the only row
     else:
         signs.copy_(pack(negative.view(-1), 1).view(len(chunks), -1))
 
 
 def _halves(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns that become hi, and those that become lo: none of them if only one is kept."""
+    """Return the columns that become hi and those that become lo; the latter are empty if only one value is kept."""
     half = (kept.shape[1] + 1) // 2
     return kept[:, :half], kept[:, half:]
 
 
 def _mean(magnitudes: Tensor) -> Tensor:
-    """Of each row's values above zero; 0 if there are none."""
+    """Return the mean of each row's values above zero; 0 if there are none."""
     return magnitudes.sum(1) / (magnitudes != 0).sum(1).clamp(min=1)
 
 
 def _restore(section: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Places within the chunks and values, both of shape (chunks, kept). ValueError for bytes that no ``_select`` writes."""
+    """Return places within the chunks and values, both (chunks, kept). ValueError for bytes that ``_select`` never writes."""
     keep = _kept(size)
     levels, indices, signs = _parts(section, chunks, size)
     check_received(levels)
     places = unpack12(indices, keep)
     ordered, head = places.sort(dim=1).values, places[:, :1]
-    # With a place named twice the value would depend on the order in which a device writes.
+    # If a place were named twice, its value would depend on the order in which a device writes.
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != head)
     if bool((ordered[:, -1] >= size).any()) or bool(twice.any()):
         raise ValueError("the payload names a place twice, or one that is not in its chunk")

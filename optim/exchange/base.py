@@ -1,9 +1,9 @@
-"""What an outer optimizer asks of a network: hand in tensors for a round, get the weighted mean with some peers, or nothing.
+"""The ``Exchange`` protocol: hand in tensors for a round, get their weighted mean with some peers, or None.
 
-The implementations pass one test-suite (tests/exchanges): ``Simulation`` (in one process), ``Distributed`` (torch.distributed) and
-``swarm.exchange.SwarmExchange`` (libp2p); ``Alone`` is here. An exchange never raises because of a peer, never hangs and never
-returns a partly averaged tensor: if nobody answered in time, or the pair could not both commit, the result is ``None`` and the
-rule goes on with the own contribution alone.
+The implementations pass one test suite (tests/exchanges): ``Simulation`` (in one process), ``Distributed`` (torch.distributed), and
+``PairExchange`` and ``GroupExchange`` in ``shoal.swarm.exchange`` (libp2p); ``Alone`` is here. An exchange never raises because
+of a peer, never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member could not commit, the
+result is ``None`` and the rule goes on with the own contribution alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 
 @dataclass(frozen=True, order=True)
 class RoundKey:
-    """Names one exchange. Two peers average only contributions with equal keys, so nothing depends on arrival order."""
+    """Name of one exchange. Peers average only contributions with equal keys, so nothing depends on arrival order."""
 
     run: str
     round: int
@@ -28,32 +28,32 @@ class RoundKey:
 
 @dataclass(frozen=True)
 class Mean:
-    """The outcome of an exchange."""
+    """Outcome of an exchange."""
 
     tensors: list[Tensor]
-    """Weighted mean, float32 on the CPU, same shapes as handed in."""
+    """Weighted mean, float32 on the CPU, of the shapes handed in."""
     weight: float
     """Sum of the members' weights."""
     members: tuple[str, ...]
-    """Sorted peer ids who took part, the own one included."""
+    """Sorted peer ids of all who took part, the own one included."""
     counted: int | None = None
-    """How many of them have a weight that is not 0, and so are in the mean; None: all."""
+    """Number of members with a weight above 0, which the mean is over; None: all."""
 
 
 class Handle(Protocol):
-    """One exchange in flight."""
+    """Handle of one exchange in flight."""
 
     def done(self) -> bool:
-        """True once ``result`` would return without waiting."""
+        """Return True once ``result`` would return without waiting."""
         ...
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds (None: the exchange's own limit). ``None``: go on alone; the exchange is then over."""
+        """Wait at most ``deadline`` seconds (None: the exchange's limit). A result of None ends the exchange without a partner."""
         ...
 
 
 class Exchange(Protocol):
-    """A way to average tensors with other peers."""
+    """Averaging of tensors with other peers."""
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
         """Begin an exchange. The tensors are copied before this returns; the caller may change them at once."""
@@ -62,28 +62,28 @@ class Exchange(Protocol):
 
 @runtime_checkable
 class AnnouncesAbsence(Protocol):
-    """An exchange in which the others would wait for a peer that has nothing to contribute, unless it says so."""
+    """Exchange whose peers wait for one without a contribution unless it announces its absence."""
 
     def absent(self, key: RoundKey) -> None:
-        """Stay out of this round; returns at once."""
+        """Announce that this peer stays out of the round; return at once."""
         ...
 
 
 @runtime_checkable
 class KnowsOptimizer(Protocol):
-    """An exchange that must know the optimizer that uses it, to give it the weights to begin with, for instance."""
+    """Exchange that must know the optimizer that uses it, for example to set its first weights."""
 
     def attach(self, optimizer: Any) -> None:
-        """Called once with the ``OuterOptimizer``, when that is made; may raise, and then there is no optimizer."""
+        """Take note of the ``OuterOptimizer``. Called once, when that is made; an exception prevents its construction."""
         ...
 
 
 def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]]) -> Mean:
-    """Weighted mean of (peer id, weight, tensors), computed in place of the first peer's tensors (in order of peer id).
+    """Return the weighted mean of (peer id, weight, tensors), computed in the tensors of the peer whose id sorts first.
 
     The order of additions depends only on the peer ids, so every member gets the same bits. With two equal weights each
-    product is exact, and the result is the correctly rounded mean. Who has weight 0 takes part, and is not in the mean; where
-    nobody has any weight all count the same. ValueError unless every weight is finite and not negative.
+    product is exact, and the result is the correctly rounded mean. A peer with weight 0 takes part but is not counted;
+    if all weights are 0, all count the same. ValueError unless every weight is finite and not negative.
     """
     if not contributions or any(not 0 <= weight < float("inf") for _, weight, _ in contributions):
         raise ValueError(f"weights must be finite and not negative, got {[weight for _, weight, _ in contributions]}")
@@ -103,20 +103,20 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]]) 
 
 
 class Alone:
-    """An exchange in which nobody ever answers: local training, and the baseline of every comparison."""
+    """Exchange without partners: local training, and the baseline of every comparison."""
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
-        """Begin and end at once."""
+        """Return the handle of an exchange that is over already."""
         return NoPartner()
 
 
 class NoPartner:
-    """The handle of an exchange that is over without a partner."""
+    """Handle of an exchange that is over without a partner."""
 
     def done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """NoPartner answered."""
+        """Return None."""
         return None

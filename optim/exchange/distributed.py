@@ -1,4 +1,4 @@
-"""The exchange over torch.distributed, for processes that torchrun started: ``optim`` alone is enough then.
+"""The exchange over torch.distributed, for processes started by torchrun; it needs no swarm.
 
     dist.init_process_group("gloo")                                    # or "nccl", for the training's own collectives
     opt = DiLoCo(inner, Distributed(), every=50)                       # the mean over all ranks
@@ -8,18 +8,18 @@
     fully_shard(model, mesh=mesh["shard"])                             # before the inner optimizer is made
     opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of a peer with shard r of the others
 
-A round goes as in the swarm: find out who is there, move the bytes, count them only if everybody has them. The first and the last
-of these go through the job's store (optim/consensus.py), so somebody late is waited for without any collective in flight. The
-bytes go through gloo groups of our own, in main memory, whatever the training uses: they do not mix with the training's
-collectives, which may run meanwhile, and other than nccl's a failure leaves the process alive. A thread does it all.
+A round has three steps, as in the swarm: find the members, move the bytes, count them only if all members have them. The first and
+the last use the job's store (``StoreConsensus``), so a late peer is waited for without a collective in flight. The bytes go through
+separate gloo groups in main memory, whatever the training uses: they do not mix with the training's collectives, which may run
+meanwhile, and unlike with nccl a failure leaves the process alive. One background thread does all of it.
 
-When a rank dies, gloo notices if bytes were moving, or else the others wait up to 10 s for its word, and the round is ``None`` for
-all. Later rounds wait for it once at most (``wait``) and then go on among those who are left. It comes back only with the whole
-job (``torchrun --max-restarts``); what dies and returns by itself belongs into a swarm. When the store dies (it lives with
-torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. Each is said in one warning.
+When a rank dies, gloo notices if bytes were moving; otherwise the others wait up to 10 s for its vote. The round is ``None`` for
+all. Later rounds wait for the dead rank once at most (``wait``) and then go on among the others. It comes back only with the whole
+job (``torchrun --max-restarts``); processes that come and go on their own belong in a swarm. When the store dies (it is in
+torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. Each case is logged in one warning.
 
-Rules and codecs see a shard as if it were the model. Nothing changes where every value is treated by itself, as with float codecs
-and all rules but these: CO2's clip and Decoupled DiLoCo's merge take norms, and block-wise codecs cut blocks, of the shard.
+Rules and codecs see a shard as if it were the model. That changes nothing where every value is treated separately, as float codecs
+and most rules do. Exceptions: CO2's penalty and Decoupled DiLoCo's merge use norms, and block-wise codecs use blocks, of a shard.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 CONFIRM_S = 10.0
-KEEP = 64  # rounds after which what was said in one is deleted from the store; twice that for what was decided
+KEEP = 64  # rounds after which a round's offers are deleted from the store; its decisions after twice as many
 _instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 @dataclass(eq=False)
 class _Round:
-    """An exchange in flight; also its handle."""
+    """Exchange in flight; also its handle."""
 
     key: RoundKey
     ticket: RoundTicket
@@ -72,17 +72,17 @@ class _Round:
     error: BaseException | None = None
 
     def done(self) -> bool:
-        """True once ``result`` would return without waiting."""
+        """Return True once ``result`` would return without waiting."""
         return self.finished.is_set()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds, then call the round off, for all its members (and shards) or for none."""
+        """Wait at most ``deadline`` seconds, then cancel the round, for all its members (and shards) or for none."""
         if not self.finished.wait(self.limit if deadline is None else min(deadline, self.limit)):
             self.ticket.closed.set()
             self.finished.wait(CLOSE_S)
             with self.ticket.lock:
                 voted = self.ticket.voted
-            if voted:  # the others may count on the mean: what they decided is in the store, and near
+            if voted:  # the others may count on the mean: their decision will be in the store soon
                 self.finished.wait(self.limit)
         if self.error is not None:
             raise self.error
@@ -90,17 +90,17 @@ class _Round:
 
 
 class Distributed:
-    """``optim.Exchange`` between the processes of a torch.distributed job. Peer ids are "0", "1", ... in the order of ranks.
+    """``Exchange`` between the processes of a torch.distributed job. Peer ids are "0", "1", ... in the order of ranks.
 
-    Made by all ranks of ``group`` together, in the same order if there are several; their rounds have to come in the same order.
+    All ranks of ``group`` must construct it, several of them in the same order, and start the same rounds in the same order.
 
     Args:
         group: the ranks; None: all.
-        size: peers that average in a round, grouped by ``optim.pairing`` anew each time; 2: pairs. 0: everybody.
+        size: peers that average in a round, grouped anew each time (``groups``); 2: pairs. 0: all.
         seed: of the pairing; the same for all.
-        shards: processes of one peer, consecutive ranks. Each exchanges with those of the same place in the other peers, about its
-            own part of the model (FSDP2) or about its copy (DDP); a round counts for all of a peer's shards or for none.
-        wait: seconds that a round waits for a rank; then it goes on without it, and without waiting until that rank comes again.
+        shards: processes of one peer, consecutive ranks. Each exchanges its own part of the model (FSDP2) or its copy (DDP) with
+            those at the same place in the other peers; a round counts for all of a peer's shards or for none.
+        wait: seconds that a round waits for a rank. Later rounds do not wait for it until it comes to one again.
         exchange_timeout: seconds that moving the bytes of one round may take.
 
     Raises:
@@ -124,7 +124,7 @@ class Distributed:
             raise ValueError(f"{len(ranks)} ranks cannot be cut into peers of {shards} shards in groups of {size}")
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):
-            store = store.clone()  # a connection of its own: whoever waits in the other one would hold us up
+            store = store.clone()  # a connection of its own: a wait in the other one would block this exchange
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
         self._peers, self._size, self._seed = [str(number) for number in range(len(ranks) // shards)], size, seed
         self._process = ProcessCoordinates(peer, shard, shards)
@@ -139,14 +139,14 @@ class Distributed:
         self._pending: deque[_Round] = deque()
         self._thread = threading.Thread(target=self._work, name="shoal-distributed", daemon=True)
         self._thread.start()
-        # At the interpreter's end a thread within torch would bring the process down.
+        # At interpreter exit a thread within torch would crash the process.
         self._closing = weakref.finalize(self, _close, self._queue, self._pending, self._thread)
 
     @classmethod
     def for_shards(
         cls, mesh: DeviceMesh, *, size: int = 0, seed: int = 0, wait: float = 60.0, exchange_timeout: float = 600.0
     ) -> Distributed:
-        """For a mesh of (peers, shards) over all ranks, as ``init_device_mesh`` makes it. ValueError for another."""
+        """Construct it for a mesh of (peers, shards) over all ranks, as ``init_device_mesh`` makes it. ValueError for another."""
         if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
             raise ValueError(f"the mesh must have two dimensions, peers and shards, over all ranks in order: {mesh.mesh.tolist()}")
         return cls(size=size, seed=seed, shards=mesh.size(1), wait=wait, exchange_timeout=exchange_timeout)
@@ -157,7 +157,7 @@ class Distributed:
         return str(self._process.peer)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
-        """Copy the tensors and return; the rest happens in the background. ValueError from the codec, or for no weight."""
+        """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive."""
         if not 0 < weight < float("inf"):
             raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -171,11 +171,11 @@ class Distributed:
         return self._begin(key, Offer(what, float(weight)), Payload(encoded, shapes, codec))
 
     def absent(self, key: RoundKey) -> None:
-        """Stay out of this round, and tell the others, so that they do not wait."""
+        """Stay out of this round, and inform the others, so that they do not wait."""
         self._begin(key, None, None)
 
     def close(self) -> None:
-        """End the exchanges in flight, without a mean, and tell the others not to wait any more."""
+        """End the exchanges in flight without a mean, and inform the others that they need not wait any more."""
         self._closing()
 
     def _begin(self, key: RoundKey, offer: Offer | None, payload: Payload | None) -> Handle:
@@ -183,7 +183,7 @@ class Distributed:
             return NoPartner()
         expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
         peers = tuple(sorted(map(int, expected)))
-        # The same key may come again, after a load_state_dict: that is another round.
+        # The same key may be used again after a load_state_dict: that is another round.
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
         name = f"round {key.round}, fragment {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
         self._uses[key] += 1
@@ -233,7 +233,7 @@ class Distributed:
                 weights = [offer.weight for offer in offers]
                 mean = self._gloo.mean(ticket, members, weights, round.payload, lambda: consensus.over(ticket))
         finally:
-            # The bytes end at about the same time for all, so who takes much longer to say so is dead.
+            # The bytes arrive at about the same time everywhere, so a member that votes much later is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
             counts = consensus.agree(ticket, members, isinstance(mean, Mean), limit)
             if not counts:

@@ -1,4 +1,4 @@
-"""Moving the payloads of a round between the processes of one job, with gloo."""
+"""Transfer of a round's payloads between the processes of one job, by gloo."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from shoal.optim.exchange.store_agreement import Pause, ProcessCoordinates, Roun
 
 CONNECT_S = 10.0
 GIVEN_UP = "another rank has given it up"
+
 Gloo = Any
-"""A ``ProcessGroupGloo``, of which torch's stubs know no collective."""
+"""A ``ProcessGroupGloo``; torch's stubs lack its collectives."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What a process brings into a round."""
+    """Encoded contribution of one process to a round."""
 
     data: Tensor
     shapes: list[Shape]
@@ -33,15 +34,15 @@ class Payload:
 
     @property
     def plain(self) -> bool:
-        """True if the payload is nothing but the values as float32."""
+        """True if the bytes are the values as float32 and nothing else."""
         return self.codec == FLOAT32 or (isinstance(self.codec, BufferTailCodec) and self.codec.codec == FLOAT32)
 
 
 class GlooGroups:
-    """A gloo group for each set of peers that has met, between processes of the same shard.
+    """Gloo groups between processes of the same shard, one for each set of peers that has met.
 
     Groups are made here and not by ``dist.new_group``, which all ranks of the job would have to call, dead ones too.
-    All members keep a group, or all make a new one: whoever is among them calls ``drop`` when a round did not count.
+    All members keep a group or all make a new one: each member calls ``drop`` when a round did not count.
     """
 
     def __init__(self, store: Store, process: ProcessCoordinates, timeout: float) -> None:
@@ -52,16 +53,16 @@ class GlooGroups:
     def mean(
         self, ticket: RoundTicket, members: tuple[int, ...], weights: Sequence[float], own: Payload, over: Callable[[], bool]
     ) -> Mean | str:
-        """The weighted mean of what the members' payloads stand for, the same bits on all; or why it cannot be had.
+        """Return the weighted mean of the members' contributions, bit-identical on all; or the reason why there is none.
 
-        ``weights`` in the order of ``members``. ``over`` is asked now and then and ends the waiting. The payload is used up.
+        ``weights`` are in the order of ``members``. ``over`` is polled and ends the waiting. The payload is overwritten.
         """
-        # A group with an operation in it cannot be ended, and deleting it would wait: only when gloo has let go.
+        # A group with an operation in it cannot be closed, and deleting it would block: keep it until gloo is done.
         self._abandoned = [(work, group) for work, group in self._abandoned if not work.is_completed()]
         peers = [str(peer) for peer in members]
         try:
             group = self._group(ticket, members)
-            # Of two equal weights the sum has the bits of ``weighted_mean``, the swarm's and the simulation's.
+            # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and simulation use.
             if own.plain and (len(members) > 2 or weights[0] == weights[1]):
                 share = weights[members.index(self._process.peer)] / sum(weights)
                 if not self._sum(group, own.data, share, over):
@@ -85,7 +86,7 @@ class GlooGroups:
         return mean
 
     def drop(self, members: tuple[int, ...]) -> None:
-        """Use this group no more."""
+        """Forget the group of these members."""
         self._groups.pop(members, None)
 
     def _group(self, ticket: RoundTicket, members: tuple[int, ...]) -> Gloo:
@@ -96,24 +97,27 @@ class GlooGroups:
         return self._groups[members]
 
     def _gather(self, group: Gloo, payload: Tensor, count: int, over: Callable[[], bool]) -> list[Tensor]:
-        """Everybody's payload to everybody, in the order of the members; empty if it is over."""
+        """Return all members' payloads, in the order of the members; empty if the round is over."""
         options = AllgatherOptions()
         options.timeout = self._timeout
         payloads = [torch.empty_like(payload) for _ in range(count)]
         return payloads if self._finish(group, group.allgather([payloads], [payload], options), over) else []
 
     def _decoded(self, own: Payload, payload: Tensor) -> Iterable[Tensor]:
-        """Decoded when its turn has come, so that not all are in memory at once."""
+        """Yield the decoded tensors lazily, so that not all contributions are in memory at once."""
         yield from own.codec.decode(payload, own.shapes)
 
     def _sum(self, group: Gloo, payload: Tensor, share: float, over: Callable[[], bool]) -> bool:
-        """Adds on the way: each process sends and receives two payloads' worth, however many there are. False if it is over."""
+        """Replace the payload by the sum over the members, each times its share. False if the round is over.
+
+        Each process sends and receives the bytes of two payloads, whatever the number of members.
+        """
         options = AllreduceOptions()
         options.timeout = self._timeout
         return self._finish(group, group.allreduce([payload.view(torch.float32).mul_(share)], options), over)
 
     def _finish(self, group: Gloo, work: Work, over: Callable[[], bool]) -> bool:
-        """Wait for the bytes; RuntimeError if gloo failed, False if it is over."""
+        """Wait for the bytes. RuntimeError if gloo failed; return False if the round is over."""
         pause = Pause(Event())
         while not work.is_completed():
             if over():

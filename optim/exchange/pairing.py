@@ -1,7 +1,7 @@
-"""Who averages with whom, without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
+"""Pairing without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
 
-Peers that see the same membership compute the same groups, and no message is needed to agree. Peers that see different
-memberships disagree about some pairs only; ``candidates`` is the order in which such a peer tries the others.
+Peers that see the same membership compute the same groups without a message. Peers that see different memberships disagree about
+some pairs only; ``candidates`` is the order in which such a peer tries the others.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 
-@functools.lru_cache(maxsize=8192)  # a round asks for each peer's several times
+@functools.lru_cache(maxsize=8192)  # a round needs the rank of each peer several times
 def rank(seed: int, round: int, peer: str) -> bytes:
-    """The 32 bytes by which a peer is placed in a round; uniform and fresh each round."""
+    """Return the 32 bytes by which a peer is ordered in a round; uniform, and new each round."""
     return hashlib.sha256(f"shoal/pairing/1:{seed}:{round}:{peer}".encode()).digest()
 
 
 def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
-    """All peers in the order of the round."""
+    """Return all peers in the order of the round."""
     return sorted(set(peers), key=functools.partial(rank, seed, round))
 
 
 def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[tuple[str, ...]]:
-    """Consecutive groups of ``size``; the last one may be smaller (with pairs: one peer goes alone when the number is odd)."""
+    """Return consecutive groups of ``size``; the last may be smaller (with pairs: one peer has no partner if the number is odd)."""
     if size < 1:
         raise ValueError(f"a group needs at least one peer, got size {size}")
     ordered = order(seed, round, peers)
@@ -31,19 +31,19 @@ def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[t
 
 
 def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
-    """My partner of the round, or None when I am the odd one out."""
+    """Return the partner of ``me`` in the round, or None if the number of peers leaves it over."""
     ordered = order(seed, round, {*peers, me})
     return _beside(ordered, ordered.index(me))
 
 
 def _beside(ordered: list[str], here: int) -> str | None:
-    """The other one in the group of two at that place."""
+    """Return the other member of the pair at that place, or None."""
     there = here ^ 1
     return ordered[there] if there < len(ordered) else None
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
-    """My partner first, then every other peer in the order of the round, starting behind me and wrapping around."""
+    """Return the partner of ``me``, then every other peer in the order of the round, starting after ``me`` and wrapping around."""
     ordered = order(seed, round, {*peers, me})
     here = ordered.index(me)
     behind = ordered[here + 1 :] + ordered[:here]
@@ -55,14 +55,14 @@ def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str
 
 
 def common(held: Mapping[int, int]) -> tuple[int, int]:
-    """Whose contributions make the mean, and who takes it: both as sets of places, both empty if it is off.
+    """Return the members whose contributions make the mean and those that take it, as bit sets of places; both 0 if there is none.
 
-    ``held``: for each survivor's place, the places whose contributions it holds whole, as bits, its own among them.
+    ``held``: for each survivor's place, the places whose complete contributions it holds, as bits, its own among them.
 
-    The mean is of the contributions that every taker holds, those of members that died meanwhile included, and each taker's own
-    is in it. Survivors for whom that cannot be are left out one by one: first whoever has the most others whose contribution it
-    lacks or who lack its own (its links are broken, or nobody can use what it sent, or it says so of the others: one that says
-    so of many puts itself out, not them); then whom the fewest hold.
+    The mean is over the contributions that every taker holds, including those of members that died meanwhile, and each taker's
+    own is in it. Survivors that prevent this are left out one by one: first the one with the most others whose contribution it
+    lacks or who lack its own (its links are broken, its contribution is unusable, or it claims that of the others: a member that
+    claims it of many excludes itself, not them); among equals the one whose contribution the fewest hold.
     """
     takers = dict(held)
     while len(takers) >= 2:

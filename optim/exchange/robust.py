@@ -1,8 +1,14 @@
-"""What a node makes of others' contributions: which it refuses before anything counts, and what it takes in place of the mean.
+"""Robust aggregation: which contributions are refused before the commit, and the mean of the others.
 
-An exchange asks its ``UpdateScreen`` at two moments. Before the commit, ``problem``: whoever has one refuses that contribution, so
-a pair goes apart and a group goes on without it, and nothing of it was ever used. After the commit, ``mean``. The defence of a node
-is in `shoal.swarm.exchange.robust`; without one an exchange trusts everybody with finite numbers.
+An exchange calls its ``UpdateScreen`` twice. Before the commit, ``problem``: a contribution with a problem is refused, so a pair
+parts and a group goes on without it, and none of it is ever used. After the commit, ``mean``. A node's screens are in
+`shoal.swarm.exchange.robust`; without one an exchange accepts all finite contributions.
+
+A clipped step x + f (y - x) lies between x and y, so the results of ClippedGossip and CenteredClip are weighted means of the
+contributions whose weights (shares: not negative, in all 1) follow from the distances between them alone. The mean itself is then
+summed as a plain mean is, in the same order: where nothing is clipped the result is bit-identical to the plain mean. Members that
+hold the same contributions get the same shares. Shares are whole multiples of 2^-20, so that machines that sum distances in
+another order agree on them too, unless a share lies on the border between two.
 """
 
 from __future__ import annotations
@@ -17,64 +23,55 @@ from torch import Tensor
 
 from shoal.optim.exchange.base import Mean, RoundKey, weighted_mean
 
+GRID = 2**20  # shares are whole multiples of 1 / GRID
+SLAB = 2**18  # values of a contribution that are in float64 at a time
+ITERATIONS = 30
+NOTHING = 1e4  # in usual distances: a contribution beyond it has no share, because its square would drown the others'
+
+Tensors = Sequence[Tensor]
 Contributions = Sequence[tuple[str, float, Iterable[Tensor]]]
 """(peer id, weight, float32 tensors) of each member."""
 
 
 class UpdateScreen(Protocol):
-    """One node's. ``problem`` may be called from several threads at once."""
+    """One node's check of others' contributions. ``problem`` may be called from several threads at once."""
 
     @property
     def gathers(self) -> bool:
-        """Needs every contribution by itself, so that sums of parts (an all-reduce) are of no use."""
+        """True if every contribution is needed separately, so that an all-reduce will not do."""
         ...
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """Why the contribution of ``peer`` must not count, in a few words; None: it may. ``own`` gives this node's.
+        """Return in a few words why the contribution of ``peer`` must not count, or None if it may. ``own`` returns this node's.
 
-        Neither is changed. Both are as the codec delivered them, and ``theirs`` has the shapes of ``own``.
+        Neither is changed. Both are decoded, and ``theirs`` has the shapes of ``own``.
         """
         ...
 
     def mean(self, me: str, fragment: int, contributions: Contributions) -> Mean:
-        """What to take for the mean of a committed exchange, the own contribution ``me`` among them; may be computed in place."""
+        """Return the mean to use for a committed exchange of ``me`` and others; may be computed in place."""
         ...
 
 
 class Trusting:
-    """Everybody counts as it says."""
+    """Update screen that accepts every contribution at its stated weight."""
 
     gathers = False
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """None."""
+        """Return None."""
         return None
 
     def mean(self, me: str, fragment: int, contributions: Contributions) -> Mean:
-        """The weighted mean."""
+        """Return the weighted mean."""
         return weighted_mean(contributions)
 
 
 TRUSTING = Trusting()
 
 
-Tensors = Sequence[Tensor]
-
-
-GRID = 2**20
-
-
-SLAB = 2**18  # values of a contribution in float64 at a time
-
-
-ITERATIONS = 30
-
-
-NOTHING = 1e4  # times the usual distance: what is farther has no share, for its square would drown the others'
-
-
 def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
-    """The Euclidean norm of the difference of all tensors together, and that of ``own``. float32 input cannot overflow."""
+    """Return the Euclidean norms of the difference of all tensors together and of ``own``. float32 input cannot overflow."""
     far = near = 0.0
     for mine, theirs in zip(own, other, strict=True):
         for a, b in zip(torch.split(mine.reshape(-1), SLAB), torch.split(theirs.reshape(-1), SLAB), strict=True):
@@ -85,14 +82,14 @@ def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
 
 
 def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
-    """Between each two contributions, n x n, never negative and 0 on the diagonal."""
+    """Return the squared distance between each two contributions, n x n, never negative and 0 on the diagonal."""
     first, count = contributions[0], len(contributions)
     gram = torch.zeros(count, count, dtype=torch.float64)
     for place, like in enumerate(first):
         flat = [tensors[place].reshape(-1) for tensors in contributions]
         for start in range(0, like.numel(), SLAB):
             rows = torch.stack([part[start : start + SLAB].double() for part in flat])
-            rows -= rows.median(dim=0).values  # weights differ by little: squares of the whole would drown that
+            rows -= rows.median(dim=0).values  # model weights differ by little, which squares of the whole would drown
             gram += rows @ rows.T
     squares = gram.diagonal()[:, None] + gram.diagonal()[None, :] - 2 * gram
     found: list[list[float]] = squares.clamp_min(0).fill_diagonal_(0).tolist()
@@ -100,7 +97,7 @@ def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
 
 
 def clipped_gossip(distance: float, radius: float) -> int:
-    """The other's share in x + (clip(y - x, radius)) / 2, of ``GRID``: half of it within the radius, less beyond.
+    """Return the share of y in x + clip(y - x, radius) / 2, of ``GRID``: half of it within the radius, less beyond.
 
     The result is at most ``radius / 2`` away from x (share rounded down). ValueError for a radius below 0.
     """
@@ -110,12 +107,12 @@ def clipped_gossip(distance: float, radius: float) -> int:
 
 
 def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]:
-    """The shares, in all about ``GRID``, in the v to which v <- v + (1/n) sum_j clip(x_j - v, radius) comes.
+    """Return the shares, in all about ``GRID``, in the limit v of v <- v + (1/n) sum_j clip(x_j - v, radius).
 
-    Ours, where the paper goes on from the previous aggregate with a given radius: it starts at the contribution with the least
-    median distance to the others, and the radius is ``times`` the median distance from v, anew in each iteration. So it needs no
-    memory, and no setting in the unit of the model. With a quarter hostile it stays within twice the largest distance of an honest
-    contribution from the honest mean (tests/verification/test_shares.py). Equal shares (1 each) if nothing is clipped in the end.
+    The paper continues from the previous aggregate with a given radius. Ours starts at the contribution with the least median
+    distance to the others, with a radius of ``times`` the median distance from v, computed anew in each iteration. So it needs no
+    memory and no setting in the unit of the model. With a quarter hostile it stays within twice the largest distance of an honest
+    contribution from the honest mean (tested). The shares are equal (1 each) if nothing is clipped in the end.
 
     Args:
         squares: squared distances between each two of n contributions.

@@ -1,7 +1,7 @@
-"""Many peers in one process, with a virtual clock: deterministic, instant, and with faults at will.
+"""Simulation of many peers in one process with a virtual clock: deterministic, instant, with faults on demand.
 
 Each peer is a thread running an ordinary training loop, but only one runs at a time: the one whose virtual time is least.
-The same seed therefore gives the same bits, whatever the machine does.
+The same seed therefore gives the same bits on any machine under any load.
 
     def peer(exchange):
         opt = NoLoCo(inner(model), exchange, every=25)
@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, as pure functions: the same faults in every run."""
+    """Faults of a simulation as pure functions: the same in every run."""
 
     delay: Callable[[str, RoundKey], float] = lambda peer, key: 0.0
-    """Virtual seconds between a peer's start of an exchange and the moment the others have its contribution."""
+    """Virtual seconds between a peer's start of an exchange and the arrival of its contribution."""
     drop: Callable[[str, RoundKey], bool] = lambda peer, key: False
-    """True: this peer's contribution is lost, and its group gets nothing in that round (both or neither)."""
+    """True: this peer's contribution is lost, and its whole group gets no mean in that round."""
     kill: Mapping[str, float] = field(default_factory=dict)
-    """Peer id -> virtual time from which it is gone."""
+    """Peer id -> virtual time of its death."""
 
 
 class _Killed(BaseException):
-    """Unwinds a killed peer's thread; not an Exception, so that a training loop does not catch it."""
+    """Exception that unwinds a killed peer's thread; no ``Exception``, so that a training loop does not catch it."""
 
 
 @dataclass
@@ -50,22 +50,22 @@ class _Peer:
     turn: threading.Event = field(default_factory=threading.Event)
     wake: float = 0.0
     ready: Callable[[], bool] | None = None
-    """Wakes the peer before ``wake`` as soon as it is true."""
+    """The peer wakes before ``wake`` as soon as this is true."""
     over: bool = False
     value: Any = None
     error: BaseException | None = None
 
 
 class Simulation(Generic[T]):
-    """Runs peers against an in-process exchange.
+    """Run of several peers against an in-process exchange.
 
     Args:
         peers: their ids; all are members from the start.
         seed: of the pairing.
         size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
-        wait: virtual seconds that a peer waits for its group in a round before it goes on alone.
-        screens: what each peer refuses, and takes for the mean; the others trust everybody. As over the network, a pair of which
-            one refuses goes apart, and a group goes on without whom not all of the others can use.
+        wait: virtual seconds that a peer waits for its group in a round before it goes on without a partner.
+        screens: the update screens of some peers; the others accept all. As over the network, a pair parts if one refuses the
+            other's contribution, and a group goes on without a contribution that not all of the others accept.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ class Simulation(Generic[T]):
         self._scheduler = threading.Event()
         self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
         self._fetched: set[tuple[RoundKey, str]] = set()
-        self._alone: set[tuple[RoundKey, str]] = set()
+        self._unpartnered: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
         self._means: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
-        """Who is in the mean that a peer takes; nobody, if it goes on alone."""
-        self._events = sorted(self.faults.kill.values())  # a heap of the moments at which somebody may become ready sooner
-        # Groups of a round, as long as they hold: the number of deaths by then, and each peer's group.
+        """Members of the mean that a peer takes; empty if it goes on without a partner."""
+        self._events = sorted(self.faults.kill.values())  # heap of the times at which a peer may become ready sooner
+        # By round, while valid: the number of deaths by then, and each peer's group.
         self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
 
     def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
-        """Run ``peer(exchange)`` for every peer to its end; raises the first exception of any peer. Killed peers have no entry.
+        """Run ``peer(exchange)`` for every peer and return the results; killed peers have no entry. Raises a peer's exception.
 
-        Once only (RuntimeError): its clock and its rounds are used up then.
+        A simulation runs once only (RuntimeError), since its clock and its rounds are used up then.
         """
         if any(p.over for p in self._peers.values()):
             raise RuntimeError("this simulation has run: make a new one")
@@ -110,7 +110,7 @@ class Simulation(Generic[T]):
             while self._events and self._events[0] <= self.now:
                 heapq.heappop(self._events)
             if self._events and self._events[0] < self._wakes_at(chosen):
-                self.now = self._events[0]  # an arrival or a death may make somebody ready sooner
+                self.now = self._events[0]  # an arrival or a death may make a peer ready sooner
                 continue
             self.now = max(self.now, self._wakes_at(chosen))
             chosen.turn.set()
@@ -123,7 +123,7 @@ class Simulation(Generic[T]):
 
     def _wakes_at(self, peer: _Peer) -> float:
         if not self._alive(peer.name):
-            return self.now  # to unwind; it has no group any more, so it must not be asked whether it is ready
+            return self.now  # to unwind; it has no group any more, so ``ready`` must not be called
         if peer.ready is not None and peer.ready():
             return min(self.now, peer.wake)
         return min(peer.wake, self.faults.kill.get(peer.name, float("inf")))
@@ -156,31 +156,31 @@ class Simulation(Generic[T]):
         peer.ready = None
 
     def _group(self, name: str, key: RoundKey) -> tuple[str, ...]:
-        """The group of the round among those still to be had: a dead partner is replaced if another peer is left over."""
+        """Return the peer's group of the round among those available: a dead partner is replaced if another peer is left over."""
         if (key, name) in self._decided:
             return self._decided[key, name]
-        if (key, name) in self._alone:
+        if (key, name) in self._unpartnered:
             return (name,)
         deaths = sum(at <= self.now for at in self.faults.kill.values())
         if key not in self._groups or self._groups[key][0] != deaths:
-            there = [
+            available = [
                 p
                 for p in self.peers
                 if self._alive(p)
                 and not (self._peers[p].over and (key, p) not in self._posted)
-                and (key, p) not in self._alone
+                and (key, p) not in self._unpartnered
                 and (key, p) not in self._decided
             ]
-            found = groups(self.seed, key.round, there, self.size)
+            found = groups(self.seed, key.round, available, self.size)
             self._groups[key] = (deaths, {p: group for group in found for p in group})
         return self._groups[key][1][name]
 
     def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
-        """All contributions of the group have arrived."""
+        """Return True if all contributions of the group have arrived."""
         return all((key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group)
 
     def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
-        """The first to see the group complete decides for all: from now on every member gets this mean, or dies."""
+        """Fix the group's mean. The first member to see the group complete decides; every other then gets this mean, or dies."""
         held = {place: self._held(place, group, key) for place in range(len(group))}
         mean, takers = common(held)
         for place, peer in enumerate(group):
@@ -188,7 +188,7 @@ class Simulation(Generic[T]):
             self._means[key, peer] = tuple(p for at, p in enumerate(group) if mean >> at & 1) if takers >> place & 1 else ()
 
     def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
-        """The places of those whose contributions a member does not refuse, as bits."""
+        """Return the places of the members whose contributions member ``me`` accepts, as bits."""
         screen, own = self.screens.get(group[me], TRUSTING), self._posted[key, group[me]][2]
         held = 1 << me
         for at, peer in enumerate(group):
@@ -198,7 +198,7 @@ class Simulation(Generic[T]):
         return held
 
     def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
-        """Drop a round's tensors once the whole group has them: a long run would keep them all."""
+        """Delete a round's tensors once the whole group has them: a long run would keep them all."""
         self._fetched.add((key, name))
         if all((key, peer) in self._fetched for peer in group):
             for peer in group:
@@ -206,17 +206,17 @@ class Simulation(Generic[T]):
 
 
 class SimulatedExchange:
-    """One peer's end of a ``Simulation``; also its clock."""
+    """One peer's exchange in a ``Simulation``; also its clock."""
 
     def __init__(self, simulation: Simulation[Any], peer: str) -> None:
         self.simulation, self.peer = simulation, peer
 
     def sleep(self, seconds: float) -> None:
-        """Let virtual time pass, as computing does."""
+        """Let virtual time pass, as computation does."""
         self.simulation._yield(self.peer, self.simulation.now + seconds)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> _SimulatedHandle:
-        """Post the contribution, as the codec would deliver it."""
+        """Post the contribution, encoded and decoded by the codec."""
         simulation = self.simulation
         shapes = [tuple(tensor.shape) for tensor in tensors]
         arrived = codec.decode(codec.encode(tensors), shapes)
@@ -245,12 +245,12 @@ class _SimulatedHandle:
         simulation._yield(self.peer, until, self.done)
         group = simulation._group(self.peer, key)
         if len(group) == 1 or not simulation._complete(group, key):
-            simulation._alone.add((key, self.peer))
+            simulation._unpartnered.add((key, self.peer))
             simulation._groups.pop(key, None)
             simulation._posted[key, self.peer][2].clear()
             return None
         if (key, self.peer) not in simulation._decided:
-            # A group that is decided leaves whole, so the others' groups stay as they are.
+            # A decided group leaves as a whole, so the groups of the others do not change.
             simulation._decide(group, key)
         contributions = []
         for peer in simulation._means[key, self.peer]:

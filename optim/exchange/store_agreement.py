@@ -1,9 +1,9 @@
-"""How the processes of one job agree about a round, over the key-value store of torch.distributed: who takes part, what came of it.
+"""Agreement between the processes of one job about a round's members and outcome, over the key-value store of torch.distributed.
 
-Two values of a round are written once, with compare-and-set, so everybody reads the same: its members, and whether their mean
-counts. Nobody can be left in the middle: who gives up proposes to go without itself, or, later, that the mean does not count, and
-learns what was decided. A peer may be several processes, its shards: it takes part if all of them do, and the outcome is
-one for all of them.
+Two values of a round are written once, with compare-and-set, so all processes read the same: its members, and whether their mean
+counts. No process can be left undecided: one that gives up proposes members without itself, or, later, that the mean does not
+count, and reads the decision. A peer may be several processes, its shards: it takes part if all of them do, and all of them have
+the same outcome.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 MEAN, VOID, ABSENT = "mean", "void", "-"
 LOOK_S = 0.5
-"""How often a waiting process asks whether those it waits for are there at all."""
+"""Seconds between two checks of a waiting process whether the missing peers are still alive."""
 
 
 @dataclass(frozen=True)
 class ProcessCoordinates:
-    """Which process this is: shard ``shard`` of peer ``peer``."""
+    """Identity of a process: shard ``shard`` of peer ``peer``."""
 
     peer: int
     shard: int
@@ -35,58 +35,58 @@ class ProcessCoordinates:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a process says when it comes to a round. ``what`` must be equal among all who take part."""
+    """Contribution that a process announces for a round. ``what`` must be equal among all members."""
 
     what: str
-    """In words: shapes, codec, size."""
+    """Shapes, codec and size, in words."""
     weight: float
 
 
 @dataclass
 class RoundTicket:
-    """This process's part in one round."""
+    """State of this process in one round."""
 
     name: str
-    """The same in all processes, and of this round alone."""
+    """The same in all processes, and unique to this round."""
     expected: tuple[int, ...]
-    """The peers that are to meet, this one among them."""
+    """The peers that the pairing puts together, this one among them."""
     closed: threading.Event = field(default_factory=threading.Event)
-    """Set by whoever waits for the outcome, to give up."""
+    """Set to give the round up."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     voted: bool = False
 
     @property
     def label(self) -> str:
-        """The round, for people."""
+        """The round's name for log messages."""
         return self.name.split(" of ")[0]
 
 
 class StoreConsensus:
-    """The rounds of one exchange.
+    """Consensus on the members and outcomes of one exchange's rounds.
 
     Args:
-        store: of the job; it must answer at once, so nothing here waits inside of it.
+        store: the job's; nothing here blocks inside it.
         process: this process.
-        wait: seconds that a peer is waited for, in all, until it comes to some round again. A dead one costs that much once.
+        wait: seconds that all rounds together wait for a missing peer until it comes to a round again. A dead one costs that once.
     """
 
     def __init__(self, store: Store, process: ProcessCoordinates, wait: float) -> None:
         self.store, self.process, self.wait = store, process, wait
-        self._silent: dict[int, tuple[int, float]] = {}  # peer: the rounds it had come to, and the seconds it was waited for since
+        self._silent: dict[int, tuple[int, float]] = {}  # peer: (rounds it had come to, seconds waited for it since)
 
     def arrive(self, ticket: RoundTicket, offer: Offer | None) -> None:
-        """Say that this process is there; None: that it takes no part, so that nobody waits for it."""
+        """Announce this process's offer; None: that it takes no part, so that nobody waits for it."""
         text = ABSENT if offer is None else json.dumps([offer.what, offer.weight])
         self.store.set(self._offer(ticket, self.process.peer, self.process.shard), text)
         self.store.add(f"come/{self.process.peer}", 1)
         self.store.add(f"{ticket.name}/come", 1)
 
     def leave(self) -> None:
-        """Nobody has to wait for this peer any more."""
+        """Announce that nobody has to wait for this peer any more."""
         self.store.set(f"gone/{self.process.peer}", ABSENT)
 
     def members(self, ticket: RoundTicket) -> tuple[int, ...]:
-        """Wait for the expected peers; whom the round is between. Less than two or without this one: there is nothing to do."""
+        """Wait for the expected peers, then return the round's members. Fewer than two, or without this peer: no exchange."""
         if self.process.peer not in ticket.expected or len(ticket.expected) < 2:
             return ()
         began = looked = time.monotonic()
@@ -98,7 +98,7 @@ class StoreConsensus:
             if processes == len(ticket.expected) * self.process.shards or ticket.closed.is_set():
                 self._propose(ticket)
                 break
-            if processes != before or now - looked > LOOK_S:  # who is missing, and is it worth the wait?
+            if processes != before or now - looked > LOOK_S:  # is a missing peer worth the wait?
                 looked, until = now, began + self._patience(ticket, 0.0)
             if now >= until:
                 self._patience(ticket, now - began)
@@ -109,16 +109,16 @@ class StoreConsensus:
         return tuple(int(peer) for peer in text.split(",") if peer)
 
     def offers(self, ticket: RoundTicket, members: Sequence[int]) -> list[Offer]:
-        """What the members' processes of the own shard said."""
+        """Return the offers of the members' processes of the own shard."""
         texts = [self.store.get(self._offer(ticket, peer, self.process.shard)) for peer in members]
         return [Offer(str(what), float(weight)) for what, weight in map(json.loads, texts)]
 
     def over(self, ticket: RoundTicket) -> bool:
-        """The outcome is decided, or this process gives up: as long as it has not voted, the mean will not count."""
+        """Return True if the outcome is decided or this process gives up; before its vote that means no mean."""
         return ticket.closed.is_set() or self.store.check([f"{ticket.name}/outcome"])
 
     def agree(self, ticket: RoundTicket, members: Sequence[int], whole: bool, limit: float) -> bool:
-        """True if the mean counts: all processes of all members have it ``whole``, and nobody gave up within ``limit`` seconds."""
+        """Vote, and return True if the mean counts: all members' processes had it ``whole`` and voted within ``limit`` seconds."""
         with ticket.lock:
             ticket.voted = whole and not ticket.closed.is_set()
         if not ticket.voted:
@@ -132,11 +132,11 @@ class StoreConsensus:
         return self._decide(ticket, VOID)
 
     def forget_offer(self, ticket: RoundTicket) -> None:
-        """Delete what this process said about a round that is long over."""
+        """Delete this process's offer for a round that is long over."""
         self.store.delete_key(self._offer(ticket, self.process.peer, self.process.shard))
 
     def forget(self, ticket: RoundTicket) -> None:
-        """Delete the rest, once nobody can come to that round any more."""
+        """Delete the round's other values, once no process can come to it any more."""
         if (self.process.peer, self.process.shard) == (min(ticket.expected), 0):
             for what in ("come", "members", "votes", "outcome"):
                 self.store.delete_key(f"{ticket.name}/{what}")
@@ -148,7 +148,7 @@ class StoreConsensus:
         return self.store.check([self._offer(ticket, peer, shard) for shard in range(self.process.shards)])
 
     def _patience(self, ticket: RoundTicket, waited: float) -> float:
-        """Seconds that are left to wait for those who are missing; ``waited`` is noted down."""
+        """Return the seconds left to wait for the missing peers, to whose account ``waited`` is added."""
         left = 0.0
         for peer in ticket.expected:
             if self._has_arrived(ticket, peer):
@@ -182,7 +182,7 @@ class StoreConsensus:
 
 
 class Pause:
-    """Waits between two questions, longer each time, or until ``closed`` is set."""
+    """Waiting time between two polls, longer each time; ends early when ``closed`` is set."""
 
     def __init__(self, closed: threading.Event, longest: float = 0.02) -> None:
         self._closed, self._longest, self._seconds = closed, longest, 0.0005
@@ -190,7 +190,7 @@ class Pause:
     def __call__(self) -> None:
         """Wait once."""
         if self._closed.is_set():
-            time.sleep(self._seconds)  # whoever asks will not find anything sooner for not waiting
+            time.sleep(self._seconds)  # without it the caller would poll in a busy loop
         else:
             self._closed.wait(self._seconds)
         self._seconds = min(1.5 * self._seconds, self._longest)

@@ -1,1 +1,1 @@
-"""Outer methods by name: what each one is made of and which settings it has."""
+"""Outer methods by name: their rules, schedules, codecs and settings."""

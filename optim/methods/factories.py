@@ -1,7 +1,7 @@
-"""The methods of the field, each a rule, a schedule and the documented defaults.
+"""Factories of the known methods: each combines a rule and a schedule with documented defaults.
 
-Every factory takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. What the group is (a pair,
-everyone) is the exchange's choice: NoLoCo and GASLoC are meant for pairs, the others for a mean over everyone.
+Every factory takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. The exchange decides on the
+group: NoLoCo and GASLoC are meant for pairs, the others for a mean over everyone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
-"""SparseLoCo's codec, ``topk2+ef:0.95``; a pattern: each optimizer gets one with a memory of its own."""
+"""SparseLoCo's codec, ``topk2+ef:0.95``; a template: each optimizer gets a fresh copy with its own residual."""
 
 
 class Options(TypedDict, total=False):
-    """What every method takes; see ``OuterOptimizer``."""
+    """Arguments that every method takes; see ``OuterOptimizer``."""
 
     codec: Codec
     run: str
@@ -63,7 +63,7 @@ def _outer(
 
 
 def _weighted(options: Options, method: str) -> bool:
-    """True if peers count differently. ValueError for a codec that cannot hold weights divided by what a peer counts."""
+    """Return True if peers have different weights. ValueError for a codec too narrow for model weights divided by those."""
     if options.get("weight", equal) is equal:
         return False
     if options.get("codec", FLOAT32).name.startswith("float16"):
@@ -84,9 +84,9 @@ def NoLoCo(
     pull: float | None = None,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """NoLoCo (2506.10911): every ``every`` inner steps average with one random peer. See ``NoLoCoRule`` for the mathematics.
+    """Make NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps (``NoLoCoRule``).
 
-    Defaults are the paper's. ``pull=None`` means equal to ``lr``: then only one tensor per parameter is sent, unless peers have
+    The defaults are the paper's. ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent, unless peers have
     different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
     """
     rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options, "NoLoCo"))
@@ -95,11 +95,11 @@ def NoLoCo(
 
 
 def LocalSGD(inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 50, **options: Unpack[Options]) -> OuterOptimizer:
-    """Local SGD / FedAvg: every ``every`` inner steps replace the weights by their mean over the group.
+    """Make local SGD / FedAvg, which replaces the weights by their mean over the group every ``every`` inner steps.
 
-    With different weights (``weight`` given) what each has learnt is weighted, not where each began, so that the mean over all
-    peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two tensors. Where
-    the group is everyone, all begin equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one.
+    With different weights (``weight`` given) the pseudo-gradients are weighted and the slow weights are not, so that the mean
+    over all peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two
+    tensors. If the group is everyone, all start equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor.
     """
     weighted = _weighted(options, "LocalSGD")
     rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
@@ -116,7 +116,7 @@ def GASLoC(
     mix: float = 1.0,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
+    """Make GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
 
     The defaults are NoLoCo's, for comparison; the paper's were not available to us.
     """
@@ -135,10 +135,10 @@ def DiLoCo(
     nesterov: bool = True,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """DiLoCo (2311.08105), with the paper's defaults; ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
+    """Make DiLoCo (2311.08105) with the paper's defaults; ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
 
-    Alone it is SNOO, without momentum Lookahead. The best lr rises with the number of peers (2503.09799: 0.4 alone, 0.6 for 2 to 4,
-    0.8 for 8); a short ``every`` wants less momentum.
+    For one peer it is SNOO, without momentum Lookahead. The best lr rises with the number of peers (2503.09799: 0.4 for 1, 0.6 for
+    2 to 4, 0.8 for 8); a short ``every`` requires less momentum.
     """
     warn_if_unstable(lr, momentum, 0, nesterov=nesterov)
     return _outer(inner, exchange, DiLoCoRule(lr, momentum, nesterov), Every(every), options)
@@ -156,13 +156,13 @@ def StreamingDiLoCo(
     momentum: float = 0.9,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """Streaming DiLoCo (2501.18512): a fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
+    """Make Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
 
-    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; there are never more than
-    layers), or lists of parameters.
-    Each fragment has a momentum of its own. Evaluate within ``averaged()``: the slow weights are better than any peer's own.
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
+    or lists of parameters.
+    Each fragment has its own momentum. Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
     lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
-    An exchange that fails keeps the fast weights (torchft throws the round away).
+    After a failed exchange the fast weights are kept (torchft discards the round).
     """
     parts = _cut(fragments, options)
     warn_if_unstable(lr, momentum, 0, nesterov=True)
@@ -182,10 +182,10 @@ def DecoupledDiLoCo(
     plain: Sequence[Tensor] = (),
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """Decoupled DiLoCo's mathematics (2604.21428): fragments, the RDA merge, weights tokens^2 / steps (``DecoupledRule``).
+    """Make Decoupled DiLoCo (2604.21428): fragments, the RDA merge, weights tokens^2 / steps (``DecoupledRule``).
 
     Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``: parameters merged by a plain mean
-    (embeddings). lr and momentum are what reimplementers assume; the paper's outer lr was not available to us.
+    (embeddings). lr and momentum are those of reimplementations; the paper's outer lr was not available to us.
     """
     parts = _cut(fragments, options)
     parameters: list[Tensor] = [p for group in inner.param_groups for p in group["params"]]
@@ -212,7 +212,7 @@ def Eager(
     nesterov: bool = True,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """Eager updates (2502.12996): the exchange takes a whole round; the own motion is applied at once (``EagerRule``).
+    """Make eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied at once (``EagerRule``).
 
     The paper's outer settings were not available to us. These are stable for any number of peers; momentum 0.9 is not.
     """
@@ -231,12 +231,12 @@ def CO2(
     keep: bool = False,
     **options: Unpack[Options],
 ) -> OuterOptimizer:
-    """CO2-style (2401.16265): the exchange takes a whole round; heavy ball with a staleness penalty and a clip (``CO2Rule``).
+    """Make the CO2-style method (2401.16265): an exchange takes a whole round; heavy ball with staleness penalty (``CO2Rule``).
 
     Defaults from the official code: 48 steps and lr 1 (fairscale), momentum 0.2 and clip 1 (its language-model script; fairscale
     has 0.5 and none). Its penalty is 1; ours is gap-aware.
     """
-    # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): the least that it damps a lasting motion.
+    # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its least damping of a lasting motion.
     damping = penalty if penalty is not None else (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
     rule = CO2Rule(lr, momentum, penalty, clip, keep)
     warn_if_unstable(lr / damping, momentum, 1, nesterov=False)
@@ -252,10 +252,10 @@ def SparseLoCo(
     lr: float = 1.0,
     **options: Any,
 ) -> OuterOptimizer:
-    """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds its error back.
+    """Make SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds back errors.
 
-    There is no outer momentum: the error buffer plays its role. (The file of that name by NoLoCo's authors has both.)
-    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose errors fade by 0.95 a round.
+    There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's authors has both.)
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round.
     """
     options["codec"] = SPARSE.fresh() if codec is None else codec
     return DiLoCo(inner, exchange, every=every, lr=lr, momentum=0.0, **options)
@@ -264,7 +264,7 @@ def SparseLoCo(
 def SPARTA(
     inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 1, part: float = 0.005, **options: Unpack[Options]
 ) -> OuterOptimizer:
-    """SPARTA: every ``every`` steps the mean of a random ``part`` of the parameters (``SpartaRule``)."""
+    """Make SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps (``SpartaRule``)."""
     return _outer(inner, exchange, SpartaRule(part), Every(every), options, weights_sent_by="SPARTA")
 
 

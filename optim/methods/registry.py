@@ -1,7 +1,7 @@
-"""Every method by its name: what makes it, whom it wants to meet, what it sends, which knobs it has.
+"""Table of the methods by name: factory, intended group, what is sent, and knobs.
 
     method = method_named("streaming")
-    opt = method.make(inner, exchange, every=50, lag=5, model=model)      # what is not given has the method's own default
+    opt = method.make(inner, exchange, every=50, lag=5, model=model)      # other arguments: the method's defaults
     method.knobs                                                          # {"every": 100, "fragments": 4, ...}
 
 The command line, the node, the tests and the benchmarks go through this table, so that a new method is one line here.
@@ -34,43 +34,43 @@ from shoal.optim.methods.factories import (
 from shoal.optim.outer.optimizer import OuterOptimizer
 
 NO_KNOBS = ("codec", "plain")
-"""Arguments of factories that are objects and not settings."""
+"""Arguments of factories that are objects, not settings."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the table."""
+    """Method of outer optimization, as a row of the table."""
 
     name: str
     factory: Callable[..., OuterOptimizer]
     group: Literal["pair", "everyone", "nobody"]
-    """Whom the mean is meant to be over."""
+    """Peers that the mean is meant to be over."""
     sends: Literal["weights", "displacement"]
-    """Whole weights, or pseudo-gradients, which stand the codecs below 8 bits."""
+    """Whole weights, or pseudo-gradients, for which codecs below 8 bits are precise enough."""
     when: str
-    """What it is for, in a few words."""
+    """The method's purpose, in a few words."""
     slow: bool = False
-    """Evaluate with the slow weights (``OuterOptimizer.averaged``): with a delay the fast ones are not where the group is."""
+    """True: evaluate with the slow weights (``OuterOptimizer.averaged``); with a delay the fast ones differ from the group's."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the factory that make this method and are no knobs."""
+    """Arguments of the factory that define this method and are no knobs."""
     weights: Literal["equal", "tokens", "rate"] = "equal"
-    """How contributions are weighed where nothing is said (optim/weights.py)."""
+    """Default weighting of contributions (`shoal.optim.outer.weighting`)."""
     codec: Codec = FLOAT32
-    """Its own codec, where none is asked for."""
+    """The default codec."""
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """Its own keyword arguments and their defaults; besides them it takes all of ``shoal.optim.methods.factories.Options``."""
+        """The method's own keyword arguments and their defaults; besides them it takes all ``Options``."""
         parameters = inspect.signature(self.factory).parameters.values()
         skip = (*NO_KNOBS, *self.fixed)
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in skip}
 
     def make(self, inner: torch.optim.Optimizer, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
-        """The optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that the method or codec cannot use."""
+        """Return the optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that method or codec cannot use."""
         return self.factory(inner, exchange, **self.fixed, **arguments)
 
     def check_codec(self, codec: Codec) -> None:
-        """ValueError if what this method sends would not survive ``codec``."""
+        """Raise ValueError if ``codec`` is too lossy for what this method sends."""
         if self.sends == "weights":
             check_sends_weights(codec, self.name)
 
@@ -98,11 +98,11 @@ _ALL = (
     Method("sparta", SPARTA, "everyone", "weights", "a trickle: at each step a random 0.5 % of the weights is averaged"),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
-"""All methods, in the order in which to show them."""
+"""All methods by name, in the order of display."""
 
 
 def method_named(name: str) -> Method:
-    """ValueError lists the known ones."""
+    """Return the method of that name. ValueError for an unknown name lists the known ones."""
     method = METHODS.get(name)
     if method is None:
         raise ValueError(f"unknown method {name[:64]!r}: choose one of {', '.join(METHODS)}")
@@ -110,5 +110,5 @@ def method_named(name: str) -> Method:
 
 
 def methods_with(knob: str) -> list[str]:
-    """The names of the methods that have that knob."""
+    """Return the names of the methods that have that knob."""
     return [method.name for method in METHODS.values() if knob in method.knobs]

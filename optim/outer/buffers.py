@@ -1,4 +1,4 @@
-"""Which buffers of a model are averaged beside its parameters."""
+"""Selection of the buffers that are averaged beside the parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch import Tensor, nn
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
-    """The model's floating-point buffers that are part of its state_dict, each once. Counters and masks are not among them."""
+    """Return the model's floating-point buffers that are in its state_dict, each once; so no counters and masks."""
     saved = model.state_dict(keep_vars=True)
     return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]

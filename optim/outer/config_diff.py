@@ -1,4 +1,4 @@
-"""In what two outer optimizers differ, where peers must not: rule, schedule, codec, weights, length of a round, fragments."""
+"""Comparison of two outer optimizers in everything that peers must have in common."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from shoal.optim.outer.optimizer import OuterOptimizer
 
 
 def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
-    """The first thing in which ``mine`` averages otherwise than ``other``, such as "every is 20 and not 50"; None if nothing.
+    """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20 and not 50"), or None.
 
-    ``other`` may be on the device "meta": tensors are not looked at.
+    Compares rule, schedule, codec, weight, length of a round, number of buffers, and fragments. Tensors are not read, so ``other``
+    may be on the device "meta".
     """
     for one, two in ((mine.rule, other.rule), (mine.schedule, other.schedule)):
         if type(one) is not type(two):
@@ -45,6 +46,6 @@ def _shown(weight: Any) -> str:
 
 
 def _length(opt: OuterOptimizer) -> str:
-    """The kind of length, and how long if that is a number; seconds that are asked for are the same whoever asks."""
+    """Return the kind of the length, and its number if it is one; a function of seconds gives all peers the same."""
     public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
     return " ".join([_name(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])

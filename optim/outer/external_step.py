@@ -1,4 +1,4 @@
-"""An optimizer whose steps somebody else takes: for training loops that keep their inner optimizer to themselves."""
+"""A stand-in for an inner optimizer that a library steps itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 class Stepped(torch.optim.Optimizer):
-    """In place of the inner optimizer where a library steps that one: wrapped, ``step`` does the outer part alone.
+    """Optimizer whose ``step`` does nothing: wrapped in an outer optimizer, whose ``step`` then does the outer part alone.
 
-    Call the outer optimizer's ``step`` after each inner one. ValueError without parameters.
+    For training loops in which a library steps the inner optimizer. Call the outer optimizer's ``step`` after each inner one.
+    ValueError without parameters.
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
@@ -22,5 +23,5 @@ class Stepped(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Nothing; the inner step is done already."""
+        """Do nothing but call ``closure``: the inner step is done already."""
         return None if closure is None else closure()

@@ -1,4 +1,4 @@
-"""Cutting a model into fragments that are exchanged one after another."""
+"""Division of a model into fragments that are exchanged one after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter's name belongs to: up to its first number ("blocks.3"), else its first part ("embedding")."""
+    """Return the layer of a parameter's name: the name up to its first number ("blocks.3"), else its first part ("embedding")."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -17,7 +17,7 @@ def layer_of(name: str) -> str:
 
 
 def layers(model: nn.Module) -> list[list[Tensor]]:
-    """The model's parameters by layer, in its order; frozen ones too."""
+    """Return the model's parameters, frozen ones too, by layer, in the order of the model."""
     found: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         found.setdefault(layer_of(name), []).append(parameter)
@@ -25,9 +25,9 @@ def layers(model: nn.Module) -> list[list[Tensor]]:
 
 
 def strided(model: nn.Module, fragments: int) -> list[list[Tensor]]:
-    """The model's parameters in ``fragments`` lists: layer l, in the order of the model, goes into list l mod fragments.
+    """Return the model's parameters in ``fragments`` lists: layer l, in the order of the model, goes into list l mod fragments.
 
-    What is in no numbered layer (embedding, head) counts as a layer of its own. A tied parameter belongs to its first name.
+    A module without a numbered layer (embedding, head) counts as one layer. A tied parameter belongs to its first name.
     ValueError if there are fewer layers than fragments.
     """
     found = layers(model)
@@ -40,9 +40,9 @@ def strided(model: nn.Module, fragments: int) -> list[list[Tensor]]:
 
 
 def positions(fragments: Sequence[Sequence[Tensor]], parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Each fragment as ascending positions in ``parameters``.
+    """Return each fragment as ascending positions in ``parameters``.
 
-    Parameters of the fragments that are not in ``parameters`` (frozen ones) are left out.
+    Parameters that are not in ``parameters`` (frozen ones) are left out.
 
     Raises:
         ValueError: a parameter is in no fragment or in several, or a fragment is empty.

@@ -1,4 +1,4 @@
-"""Parameters of which this process holds only a part (FSDP2, tensor parallel): its part is all that the outer optimizer knows."""
+"""Access to sharded parameters (FSDP2, tensor parallel): the outer optimizer works on the local part only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def local(param: Tensor) -> Tensor:
-    """The part of ``param`` that is in this process, sharing its memory; ``param`` itself if it is whole.
+    """Return the part of ``param`` in this process, sharing its memory; ``param`` itself if it is not sharded.
 
-    Ask each time: FSDP2 may move it. (By its method, because the name and place of DTensor depend on torch's version.)
+    Call it each time: FSDP2 may move the part. (DTensor is recognised by its method: its name and module depend on torch's version.)
     """
     if not hasattr(param, "to_local"):
         return param
@@ -21,13 +21,13 @@ def local(param: Tensor) -> Tensor:
 
 
 def check_whole(params: Iterable[Tensor], model: nn.Module | None) -> None:
-    """ValueError if there are shards and no ``model`` to call ``reshard`` with."""
+    """Raise ValueError if there are shards and no ``model`` to call ``reshard`` with."""
     if model is None and any(hasattr(param, "to_local") for param in params):
         raise ValueError("the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed")
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Make FSDP2 gather the weights anew in the next forward pass; it may keep whole copies of them since the last one."""
+    """Make FSDP2 gather the weights again in the next forward pass; it may hold whole copies from the last one."""
     for module in model.modules() if model is not None else ():
         again = getattr(module, "reshard", None)
         if callable(again):

@@ -1,4 +1,4 @@
-"""One contribution between its sending and its applying."""
+"""A contribution between its sending and the application of its mean."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shoal.optim.rules.base import RoundContext
 
 @dataclass
 class PendingExchange:
-    """What ``OuterOptimizer`` remembers of an exchange."""
+    """Record of an exchange whose mean ``OuterOptimizer`` has not applied yet."""
 
     handle: Handle
     context: RoundContext
     contribution: list[Tensor]
     step: int
     position: int
-    """In the schedule, when it was sent."""
+    """Position in the schedule at which it was sent."""
     finished: bool = False
     mean: Mean | None = None
     listening: bool = False
-    """It went with weight 0."""
+    """True if it was sent with weight 0."""
 
     def wait(self, codec: Codec) -> None:
-        """Wait for the outcome, once, and tell it to the codec."""
+        """Wait for the outcome, once, and report it to the codec."""
         if self.finished:
             return
         self.mean = self.handle.result()
@@ -40,6 +40,6 @@ class PendingExchange:
                 codec.accepted()
 
     def cancel(self, codec: Codec) -> None:
-        """Forget it. What it carried is still in the difference of slow and fast weights, and will be sent with that."""
+        """Give the exchange up. Its contribution is still in the difference of slow and fast weights, and will be sent with that."""
         if not self.finished and isinstance(codec, Rejectable) and codec.pending:
             codec.rejected(self.contribution)

@@ -1,6 +1,6 @@
-"""Going on from what another outer optimizer saved: another method, codec, number of fragments, or length of rounds.
+"""Migration of saved outer state to another method, codec, number of fragments, or length of rounds.
 
-What means the same to both is taken over; the rest begins anew, and is named.
+State with the same meaning in both is taken over; the rest starts afresh and is reported.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shoal.optim.rules.base import START, RoundContext, State, kind_of, same_mem
 NAMES = {
     "momentum": "the outer momentum",
     "offset": "the outer momentum",
-    "eager": "the note of what was applied before its mean had come",
+    "eager": "the record of updates applied before their mean",
     "share": "the share in the last mean",
     "moved": "the length of the last outer step",
     "usual": "the usual length of a mean",
 }
-"""What the rules' memories are, for people. (Without ``START`` what is sent is measured from the slow weights: nothing is lost.)"""
+"""Descriptions of the rules' state. (Without ``START`` contributions are measured from the slow weights: nothing is lost.)"""
 
 
 def migrate_state(
@@ -36,21 +36,21 @@ def migrate_state(
     groups: bool = True,
     methods: tuple[str, str] | None = None,
 ) -> list[str]:
-    """Load what ``state_dict`` of any outer optimizer of the same model returned, and say what of it could not be used here.
+    """Load the ``state_dict`` of any outer optimizer of the same model, and return a list of what could not be used.
 
-    Slow weights, the inner optimizer's state (of the same kind of optimizer), steps, tokens and the round's number always come
-    over (the model's own weights are the user's to restore); the memory of a rule or a codec where it means the same; the place in
-    the round where the schedule is the same, else a round begins.
+    Slow weights, the inner optimizer's state (of the same kind of optimizer), steps, tokens and the number of the round are always
+    taken over (restoring the model's own weights is up to the caller); the state of a rule or a codec if it means the same; the
+    position in the round if the schedule is the same, else a round begins.
 
     Args:
-        opt: as it was made, before any step.
-        saved: what ``state_dict`` returned.
-        kind: of the rule that saved it (``kind_of``), where an older version did not note it.
-        methods: what to call the method that saved it and the present one; by default the kinds of their rules.
-        groups: take over learning rates and the like too, not only what the inner optimizer keeps for each parameter.
+        opt: a new optimizer, before any step.
+        saved: the state that ``state_dict`` returned.
+        kind: kind of the rule that saved it (``kind_of``), if an older version did not save that.
+        methods: names of the method that saved it and of the present one; by default the kinds of their rules.
+        groups: take over the inner optimizer's settings (learning rates) too, not only its state for each parameter.
 
     Returns:
-        What was dropped: phrases such as "the outer momentum of diloco (the method is noloco now)"; empty if nothing.
+        What was dropped, as phrases such as "the outer momentum of diloco (the method is noloco now)"; empty if nothing was.
 
     Raises:
         ValueError: the shapes are those of another model; nothing is changed then.
@@ -78,11 +78,11 @@ def migrate_state(
 
 
 def _inner(mine: dict[str, Any], theirs: Mapping[str, Any], groups: bool, dropped: list[str]) -> dict[str, Any]:
-    """The inner optimizer's state to load. ValueError if the parameters are grouped in another way."""
+    """Return the inner optimizer's state to load. ValueError if the parameters are grouped in another way."""
     own, saved = mine["param_groups"], theirs["param_groups"]
     if [len(group["params"]) for group in own] != [len(group["params"]) for group in saved]:
         raise ValueError("the saved inner optimizer has other parameter groups")
-    # A version of torch may add a setting; another optimizer has some that this one lacks, and lacks some.
+    # Another version of torch may add a setting; another optimizer both lacks settings and has others.
     if not all(set(a) <= set(b) or set(b) <= set(a) for a, b in zip(_plain(own), _plain(saved), strict=True)):
         dropped.append("the inner optimizer's state (it is another optimizer now)")
         return mine
@@ -91,7 +91,7 @@ def _inner(mine: dict[str, Any], theirs: Mapping[str, Any], groups: bool, droppe
 
 
 def _plain(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Without what a scheduler adds."""
+    """Return the groups without the setting that schedulers add."""
     return [{name: value for name, value in group.items() if name != "initial_lr"} for group in groups]
 
 
@@ -100,8 +100,8 @@ def _rule(opt: OuterState, saved: Mapping[str, Any], was: str | None, methods: t
     kept: State = {}
     lost = []
     for name, tensors in saved["rule"].items():
-        means_the_same = was == now or (name == "momentum" and was is not None and same_memory(was, now))
-        if means_the_same and name in own and _fit(tensors, own[name]):
+        same_meaning = was == now or (name == "momentum" and was is not None and same_memory(was, now))
+        if same_meaning and name in own and _fit(tensors, own[name]):
             kept[name] = tensors
         elif name != START and any(bool(tensor.any()) for tensor in tensors):
             lost.append(NAMES.get(name, repr(name)))
@@ -119,7 +119,7 @@ def _fit(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
 
 
 def _codecs(opt: OuterState, saved: Mapping[str, Any], dropped: list[str]) -> list[dict[str, Any]]:
-    """The codecs' memories, one for each fragment, or none at all."""
+    """Return the codecs' states, one for each fragment, or none at all."""
     memories: list[dict[str, Any]] = list(saved.get("codecs", []))
     if not any(memories):
         return []
@@ -136,7 +136,7 @@ def _codecs(opt: OuterState, saved: Mapping[str, Any], dropped: list[str]) -> li
 
 
 def _loads(codec: Codec, memory: dict[str, Any], sent: Sequence[torch.Size]) -> bool:
-    """True if this codec can go on with that memory, of tensors of the shapes ``sent``."""
+    """Return True if this codec can load that state and go on with tensors of the shapes ``sent``."""
     trial = fresh(codec)
     if not isinstance(trial, Stateful):
         return not memory
@@ -149,14 +149,14 @@ def _loads(codec: Codec, memory: dict[str, Any], sent: Sequence[torch.Size]) -> 
 
 
 def _holds(memory: Mapping[str, Any]) -> bool:
-    """False if nothing is lost without it."""
+    """Return True if dropping this state of a codec loses information."""
     error = memory.get("error")
     return bool(memory.get("choice")) or any(bool(tensor.any()) for tensor in error or [])
 
 
 @torch.no_grad()
 def _sent(opt: OuterState, fragment: int) -> list[torch.Size]:
-    """The shapes of what the rule sends of a fragment: it alone knows."""
+    """Return the shapes of the rule's contribution for a fragment, by a trial call."""
     slow = [tensor.clone() for tensor in opt.slow_of(fragment)]
     state = opt.rule.initial(slow)
     context = RoundContext(RoundKey("", 0, fragment))

@@ -1,4 +1,4 @@
-"""A few numbers that tell whether two peers hold about the same weights, without sending them."""
+"""Sketches: a few numbers by which two peers compare their weights without sending them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 NUMBERS = 4
-WIDTH, CHUNK = 1024, 1 << 20  # values in a row and in a chunk: whole rows are added at a time, in float32, over few enough of them
+WIDTH, CHUNK = (
+    1024,
+    1 << 20,
+)  # values in a row and in a chunk: rows are summed in float32 within a chunk, few enough for its precision
 
 
 def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Sums over every fourth value of each tensor, one for each of the four places to begin, in float64.
+    """Return the sums over every fourth value of each tensor, one for each of the four starting positions, in float64.
 
-    Linear, so the distance of two sketches is the length of the sketch of the difference, which is about that of the difference if
-    its values are independent. Two machines that round differently differ by about 1e-7 of the weights; two swarms that learnt from
-    different data, by as much as they have moved.
+    It is linear, so the distance of two sketches is the norm of the sketch of the difference, which is about the norm of the
+    difference if its values are independent. Two machines that round differently differ by about 1e-7 of the weights; two swarms
+    that learnt from different data, by as much as they have moved.
     """
     sums = torch.zeros(NUMBERS, dtype=torch.float64)
     for tensor in tensors:
@@ -33,5 +36,5 @@ def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Euclidean."""
+    """Return the Euclidean distance of two sketches."""
     return math.dist(one, other)

@@ -268,7 +268,7 @@ def test_bad_scales_are_refused(scale):
 def test_a_word_of_e3m0_that_is_no_sixteen_digits_is_refused():
     payload = E3M0.encode([torch.ones(256)])
     payload[:8] = torch.tensor([15**16], dtype=torch.int64).view(torch.uint8)
-    with pytest.raises(ValueError, match="a word that stands for no values"):
+    with pytest.raises(ValueError, match="a word that encodes no values"):
         E3M0.decode(payload, [(256,)])
 
 
