@@ -1,6 +1,6 @@
 """Factories of the known methods: each combines a rule and a schedule with documented defaults.
 
-Every factory takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. The exchange decides on the
+Every factory takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. The exchange chooses the
 group: NoLoCo and GASLoC are meant for pairs, the others for a mean over everyone.
 """
 

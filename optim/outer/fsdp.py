@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def local(param: Tensor) -> Tensor:
     """Return the part of ``param`` in this process, sharing its memory; ``param`` itself if it is not sharded.
 
-    Call it each time: FSDP2 may move the part. (DTensor is recognised by its method: its name and module depend on torch's version.)
+    Call it each time: FSDP2 may move the part. (A DTensor is recognised by its method: its module depends on torch's version.)
     """
     if not hasattr(param, "to_local"):
         return param

@@ -40,6 +40,6 @@ class PendingExchange:
                 codec.accepted()
 
     def cancel(self, codec: Codec) -> None:
-        """Give the exchange up. Its contribution is still in the difference of slow and fast weights, and will be sent with that."""
+        """Abandon the exchange. The difference of slow and fast weights still holds its contribution, so it is sent again."""
         if not self.finished and isinstance(codec, Rejectable) and codec.pending:
             codec.rejected(self.contribution)

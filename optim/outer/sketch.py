@@ -12,7 +12,7 @@ NUMBERS = 4
 WIDTH, CHUNK = (
     1024,
     1 << 20,
-)  # values in a row and in a chunk: rows are summed in float32 within a chunk, few enough for its precision
+)  # values in a row and a chunk; rows of a chunk are few enough to be summed in float32
 
 
 def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
