@@ -1,4 +1,4 @@
-"""Making an invitation to a swarm that is by invitation only."""
+"""``shoal invite``: issue an invitation to an invitation-only swarm."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.dht_record import MemberValidator
-from shoal.swarm.membership.manifest_exchange import fetch_manifest
-from shoal.swarm.p2p.host import Host
+from shoal.swarm.membership.visitor import connected
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 MAX_LIFE_S = 10 * 366 * 86_400
 
 
 def seconds(text: str) -> float:
-    """The seconds in ``text``, such as 30m, 12h, 7d or 2w. AdmissionError."""
+    """Return the seconds in ``text``, such as 30m, 12h, 7d or 2w. Raises AdmissionError."""
     found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
     life = int(found[1]) * UNITS[found[2]] if found else 0
     if not 0 < life <= MAX_LIFE_S:
@@ -31,26 +29,23 @@ def seconds(text: str) -> float:
 
 
 def invite(link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float) -> dict[str, Any]:
-    """A link with an invitation by the key in ``path`` to the swarm of ``link``, and what it is good for.
+    """Return a link with an invitation by the key in ``path`` to the swarm of ``link``, and its terms.
 
-    Raises IdentityError, StartupError, NetworkError, MessageError; AdmissionError if the swarm is open or the key another's.
+    Raises:
+        IdentityError, StartupError, NetworkError, MessageError.
+        AdmissionError: the swarm is open, or the key is not its creator's.
     """
     identity = Identity.load(path or default_identity_path())
-    host = Host.start(
-        Identity.ephemeral(), bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm
-    )
-    try:
-        _, manifest = fetch_manifest(host, link)
-    finally:
-        host.close()
+    with connected(link) as (_, _, manifest):
+        pass
     check(manifest, identity)
     now = time.time()
-    made = Link(link.swarm, link.bootstrap, issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now))
-    return {"link": str(made), "swarm": link.swarm, "uses": uses, "peer": peer, "expires": now + lives}
+    invited = Link(link.swarm, link.bootstrap, issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now))
+    return {"link": str(invited), "swarm": link.swarm, "uses": uses, "peer": peer, "expires": now + lives}
 
 
 def check(manifest: Manifest, identity: Identity) -> None:
-    """AdmissionError unless ``identity`` may invite to the swarm of ``manifest``."""
+    """Raise AdmissionError unless ``identity`` may invite to the swarm of ``manifest``."""
     if not manifest.invite_only:
         raise AdmissionError(
             f"The swarm {manifest.name!r} is open, so its link needs no invitation: hand out the link, or make a swarm with "

@@ -28,13 +28,10 @@ OLD = "does not offer"  # what `Host.open` says of a protocol that a peer does n
 
 def daemon(visit: Visit, tell: Tell) -> str:
     """The daemon starts and answers."""
-    from shoal.swarm.membership.dht_record import MemberValidator
-    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.membership.visitor import start_unconnected
 
     # Only what is behind the link is looked at, so the addresses in it are tried later, one by one.
-    validator = None if visit.link is None else MemberValidator(visit.link.swarm)
-    listen = ("/ip4/0.0.0.0/tcp/0",)
-    visit.host = Host.start(visit.identity, listen=listen, validator=validator, light=True, must_join=False)
+    visit.host = start_unconnected(visit.identity, visit.link, ("/ip4/0.0.0.0/tcp/0",))
     return "the network daemon starts and answers"
 
 

@@ -19,26 +19,17 @@ COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte num
 
 def swarm(visit: Visit, tell: Tell) -> str:
     """The manifest is handed out, and has the hash that is in the link."""
-    from shoal.swarm.access.invitation import admission
-    from shoal.swarm.access.policy import AccessPolicy
-    from shoal.swarm.membership.admission import AdmissionHandshake
-    from shoal.swarm.membership.directory import Directory
     from shoal.swarm.membership.manifest_exchange import fetch_manifest
+    from shoal.swarm.membership.visitor import open_directory
 
     assert visit.link is not None
     host = visit.running()
     known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
     _, visit.manifest = fetch_manifest(host, known)
-    access_policy = AccessPolicy(visit.identity.peer_id)
-    if visit.manifest.invite_only:  # the peers answer nothing else to who shows no invitation
-        if not visit.link.invite:
-            raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
-        ticket = admission(visit.link.invite, visit.identity)
-        access_policy = AccessPolicy(visit.identity.peer_id, swarm=visit.link.swarm, creator=visit.manifest.creator, ticket=ticket)
-        host.introduce = AdmissionHandshake(host, access_policy).before
+    if visit.manifest.invite_only and not visit.link.invite:  # its peers answer nothing else without an invitation
+        raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
     host.call(host.meet(visit.reached), 15.0)
-    visit.directory = Directory(host, visit.identity, visit.link.swarm, access_policy=access_policy)
-    visit.directory.refresh(15.0)
+    visit.directory = open_directory(visit.identity, host, visit.link, visit.manifest)
     found = visit.manifest
     named = found.outer.resolved()
     return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}, {many(len(visit.members()), 'peer')} in view"

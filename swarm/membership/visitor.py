@@ -1,9 +1,9 @@
-"""A look into a swarm without being a member of it."""
+"""Looking into a swarm without being a member of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shoal.swarm.access.invitation import admission
 from shoal.swarm.access.link import Link
@@ -17,27 +17,62 @@ from shoal.swarm.membership.manifest_exchange import fetch_manifest
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.member import Member
 
+READ_S = 15.0  # seconds to read the directory
+
+
+def start_unconnected(identity: Identity, link: Link | None, listen: Sequence[str]) -> Host:
+    """Start a host that meets nobody yet, for a visit to the swarm of ``link``. Raises StartupError."""
+    validator = None if link is None else MemberValidator(link.swarm)
+    return Host.start(identity, listen=listen, validator=validator, light=True, must_join=False)
+
 
 @contextlib.contextmanager
-def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
-    """A look into the swarm of ``link``: a host that is no member, the manifest, the members. StartupError and others.
+def connected(link: Link) -> Iterator[tuple[Identity, Host, Manifest]]:
+    """Start a host in the swarm of ``link`` and fetch the manifest, which an invitation-only swarm shows to everybody.
 
-    Of a swarm by invitation only an invitation in the link lets it fetch, too, from who does not know its holder as another peer.
+    Raises:
+        StartupError, NetworkError, MessageError.
     """
     identity = Identity.ephemeral()
     host = Host.start(identity, bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm)
     try:
-        _, manifest = fetch_manifest(host, link)
-        access_policy = AccessPolicy(identity.peer_id)
-        if manifest.invite_only:
-            ticket = admission(link.invite, identity) if link.invite else b""
-            access_policy = AccessPolicy(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
-            host.introduce = AdmissionHandshake(host, access_policy).before
-        directory = Directory(host, identity, link.swarm, access_policy=access_policy)
+        yield identity, host, fetch_manifest(host, link)[1]
+    finally:
+        host.close()
+
+
+def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifest) -> Directory:
+    """Open the directory of a swarm, showing the invitation in ``link`` to peers of an invitation-only one; read it once.
+
+    Raises:
+        NetworkError, AdmissionError.
+    """
+    access_policy = AccessPolicy(identity.peer_id)
+    if manifest.invite_only:
+        ticket = admission(link.invite, identity) if link.invite else b""
+        access_policy = AccessPolicy(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
+        host.introduce = AdmissionHandshake(host, access_policy).before
+    directory = Directory(host, identity, link.swarm, access_policy=access_policy)
+    try:
+        directory.refresh(READ_S)
+    except BaseException:
+        directory.close()
+        raise
+    return directory
+
+
+@contextlib.contextmanager
+def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
+    """Look into the swarm of ``link``: a host that is no member, the manifest, and the members.
+
+    In an invitation-only swarm an invitation in the link also lets the host fetch from peers that do not know it.
+
+    Raises:
+        StartupError, NetworkError, MessageError, AdmissionError.
+    """
+    with connected(link) as (identity, host, manifest):
+        directory = open_directory(identity, host, link, manifest)
         try:
-            directory.refresh(15.0)
             yield host, manifest, directory.members()
         finally:
             directory.close()
-    finally:
-        host.close()
