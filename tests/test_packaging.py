@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from shoal.swarm.membership.membership import SHOAL_VERSION
+from shoal.swarm.membership.membership import SHOAL_VERSION, installed_version
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -144,5 +146,7 @@ def test_licence():
     assert PROJECT["project"]["license"] == "Apache-2.0"
 
 
-def test_one_version():
-    assert PROJECT["project"]["version"] == SHOAL_VERSION
+def test_one_version(monkeypatch):
+    assert PROJECT["project"]["version"] == SHOAL_VERSION == installed_version()
+    monkeypatch.setattr("importlib.metadata.distribution", Mock(side_effect=PackageNotFoundError("shoal")))
+    assert installed_version() == "0+unknown"  # a checkout that is not installed

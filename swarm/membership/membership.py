@@ -1,7 +1,8 @@
-"""Being a member of a swarm: let in, on its network, in its directory, with its manifest."""
+"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and directory."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,40 +27,50 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 
-SHOAL_VERSION = "0.1.0"
 OWN_LOOP = "own-loop"
-"""The task of a swarm whose members bring training loops of their own (swarm/session.py)."""
-SEED_S = 5.0  # seconds that telling the seeds may take before the link is shown
-READ_S = 10.0  # seconds for the directory, to see who came by the same invitation
+"""Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""
+SEED_S = 5.0  # seconds that the report to the seeds may take before the link is shown
+READ_S = 10.0  # seconds to read the directory, for others that were admitted by the same invitation
 BYTES_OF_MBIT = 1e6 / 8
+
+
+def installed_version() -> str:
+    """Return the version of the installed distribution; ``0+unknown`` in a checkout that is not installed."""
+    try:
+        return importlib.metadata.version("shoal")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+SHOAL_VERSION = installed_version()
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Where a node is on the network, whom it meets there, and how much others may take up."""
+    """Options of a node on the network: its addresses, the peers it meets, and what others may use of it."""
 
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
     announce: Sequence[str] = ()
     bootstrap: Sequence[str] = ()
-    """Seeds or members besides those of the link."""
+    """Bootstrap nodes or members besides those of the link."""
     relay: Relay = "auto"
     known: Path | None = None
-    """A file that keeps addresses of peers from run to run."""
+    """File that keeps addresses of peers from run to run."""
     allow: Sequence[str] = ()
-    """Peer ids: if there are any, nobody else is met."""
+    """Peer ids; if there are any, no other peer is met."""
     deny: Sequence[str] = ()
     """Peer ids that are never met."""
     upload: float = 0.0
-    """Megabits a second that this node sends at most; 0: no bound."""
+    """Most megabits a second that this node sends; 0: unlimited."""
     models_per_hour: float = 60.0
-    """How many times the model's size one peer may download from this node in an hour."""
+    """Most data that one peer may download from this node in an hour, in multiples of the model's size."""
     body_store: int = MAX_SHELF
-    """Bytes of own gossiped records that are kept to be fetched."""
+    """Bytes of this node's gossiped records that are kept for others to fetch."""
 
 
 @dataclass
 class Membership:
-    """A node that is on the network of its swarm."""
+    """A node that is a member of its swarm."""
 
     identity: Identity
     host: Host
@@ -71,20 +82,18 @@ class Membership:
     network: NetworkOptions
 
     def refused(self) -> dict[str, int]:
-        """Reason -> what of others' was refused since this node's start: streams and calls (swarm/entrance.py), and gossiped
-        records (swarm/gossip.py). For any thread.
-        """
+        """Return how many streams, calls and gossiped records of others were refused since the start, by reason. Thread-safe."""
         found = Counter(self.host.resource_manager.refused())
-        if "gossip" in self.__dict__:  # not made only to be asked
+        if "gossip" in self.__dict__:  # not started only for this
             found.update(self.gossip.refused())
         return dict(sorted(found.items()))
 
     def news(self) -> str:
-        """One sentence when this node's invitation is about to expire, and when it has; else nothing."""
+        """Return one sentence when this node's invitation is about to expire, and when it has; otherwise nothing."""
         return self.directory.access_policy.news()
 
     def link(self) -> Link:
-        """The link by which others join: through its seeds, who are told of it first, and this node's addresses."""
+        """Return the link by which others join: the seeds, to which this node is reported first, and its own addresses."""
         self.announcer.report(SEED_S)
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
         own = [address for address in self.host.addresses() if address_problem(address) is None]
@@ -92,7 +101,7 @@ class Membership:
 
     @cached_property
     def gossip(self) -> Gossip:
-        """The one gossip of this node: what is too large for it is handed out under one protocol name."""
+        """This node's gossip. There is one, because bodies that are too large for it are served under one protocol name."""
         at = self.directory
         return Gossip(
             self.host,
@@ -106,7 +115,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave the network."""
-        self.announcer.report(1.0)  # after `Directory.leave` this says goodbye
+        self.announcer.report(1.0)  # after `Directory.leave` this takes the node off the seeds' lists
         self.announcer.close()
         self.directory.close()
         self.host.close()
@@ -116,8 +125,8 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
     """Start the first node of the swarm of ``sealed``.
 
     Raises:
-        AdmissionError: it is by invitation only, and another's.
-        StartupError: the node does not get onto the network.
+        AdmissionError: it is invitation-only, and this node is not its creator.
+        StartupError: the node cannot get on the network.
     """
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
     if manifest.invite_only and manifest.creator != identity.peer_id:
@@ -131,9 +140,9 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
 
 
 def join(identity: Identity, link: Link, network: NetworkOptions, sealed: bytes | None = None) -> Membership:
-    """Start a node in the swarm of ``link``. A ShoalError, and nothing left running.
+    """Start a node in the swarm of ``link``. It raises ShoalError, and then leaves nothing running.
 
-    ``sealed``: the swarm's manifest, if this node was in it before. Nobody need answer then: it may be the first to come back.
+    ``sealed``: the swarm's manifest, if this node was a member before. Then no peer need answer: this may be the first to return.
     """
     ticket = admission(link.invite, identity) if link.invite else b""
     access_policy = _access_policy(identity, network)
@@ -148,7 +157,7 @@ def join(identity: Identity, link: Link, network: NetworkOptions, sealed: bytes 
         if manifest.invite_only:
             membership.directory.access_policy.check_own()  # what the invitation itself says
             membership.directory.refresh(READ_S)
-            membership.directory.access_policy.check_own()  # and whether others came by it
+            membership.directory.access_policy.check_own()  # and whether others were admitted by it
         return membership
     except BaseException:
         host.close()
@@ -156,10 +165,10 @@ def join(identity: Identity, link: Link, network: NetworkOptions, sealed: bytes 
 
 
 def _access_policy(identity: Identity, network: NetworkOptions) -> AccessPolicy:
-    """The node's own lists; the swarm's manifest is not known yet."""
+    """Return the policy of the node's own lists; the manifest is not known yet."""
     wrong = next((entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None)
     if wrong is not None:
-        raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of those who are allowed or denied.")
+        raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of allowed or denied peers.")
     return AccessPolicy(identity.peer_id, lists=PeerLists(frozenset(network.allow), frozenset(network.deny)))
 
 
