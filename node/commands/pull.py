@@ -29,11 +29,11 @@ from shoal.node.runtime.join import RL, swarm_settings
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.optim import method_named
-from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.buffers import float_buffers
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import finite, model_digest, parameters_digest, shapes_differ
+from shoal.swarm.exchange.contribution import model_digest, parameters_digest, shapes_differ
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.host import Host
@@ -105,7 +105,7 @@ def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MA
         except OSError as error:
             raise PullError(f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again.") from error
         received = host.traffic.received - before
-    if not finite(tensors):
+    if not all_finite(tensors):
         resumable_download.clear(out / ASIDE)
         raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
     about = _about(link, manifest, header, built, why)

@@ -122,10 +122,15 @@ def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
     return payload if aligned else torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
 
 
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether no value is NaN or infinity."""
+    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
+
+
 def check_finite(tensors: Sequence[Tensor], what: str) -> None:
     """Raise ValueError, with ``what`` as its subject, if a value is NaN or infinity."""
-    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
-    if not all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors):
+    if not all_finite(tensors):
         raise ValueError(f"{what} holds NaN or infinity: lower the learning rate or clip gradients")
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
-from shoal.swarm.exchange.handle import CommitState
-from shoal.swarm.exchange.stats import ExchangeStats, Problem
 from shoal.swarm.wire.digest import digest
 from shoal.swarm.wire.pair import Offer
 
@@ -31,12 +27,6 @@ class Contribution:
     codec: Codec
     weight: float
     sha256: bytes
-    decision: CommitState[Any] = field(default_factory=lambda: CommitState())
-    """Kept when the contribution moves to another round: it is decided once."""
-    defence: UpdateScreen = TRUSTING
-    """What this node makes of the others' contributions to the round."""
-    stats: ExchangeStats = field(default_factory=ExchangeStats)
-    """Where this node counts how its exchanges go."""
 
     def view(self) -> memoryview:
         """The payload's bytes, without a copy."""
@@ -57,34 +47,15 @@ class Contribution:
             reason = f"the payload has {self.payload.numel()} bytes here and {theirs.nbytes} there"
         return reason
 
-    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, list[Tensor]]:
-        """Why what ``peer`` brings cannot be used, in a few words, or None; and its tensors. Slow: for a worker thread."""
-        try:
-            tensors = self.codec.decode(payload, self.shapes)
-        except ValueError as error:  # what a codec raises at bytes that its other side never made
-            return Problem("damaged", f"it is not {self.codec.name}: {error}"), []
-        if not finite(tensors):
-            return Problem("damaged", "it holds NaN or infinity"), tensors
-        distrust = self.defence.problem(self.key, self.tensors, peer, tensors)
-        return None if distrust is None else Problem("suspicious", distrust), tensors
 
-
-def contribution(
-    swarm: str,
-    key: RoundKey,
-    tensors: Sequence[Tensor],
-    weight: float,
-    codec: Codec,
-    defence: UpdateScreen = TRUSTING,
-    stats: ExchangeStats | None = None,
-) -> Contribution:
+def encode_contribution(swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec) -> Contribution:
     """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     payload = codec.encode(tensors)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     sha256 = digest(payload.numpy().data)
-    return Contribution(key, payload, shapes, codec, float(weight), sha256, defence=defence, stats=stats or ExchangeStats())
+    return Contribution(key, payload, shapes, codec, float(weight), sha256)
 
 
 def model_digest(tensors: Sequence[Tensor]) -> str:
@@ -95,12 +66,6 @@ def model_digest(tensors: Sequence[Tensor]) -> str:
 def parameters_digest(parameters: Iterable[tuple[torch.dtype, Sequence[int]]]) -> str:
     """Return the `model_digest` of parameters of which only type and shape are known."""
     return hashlib.sha256(";".join(f"{dtype}{list(shape)}" for dtype, shape in parameters).encode()).hexdigest()
-
-
-def finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no value is NaN or infinity."""
-    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
-    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | None:

@@ -6,11 +6,11 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.stats import ExchangeStats
 
 if TYPE_CHECKING:
@@ -20,16 +20,6 @@ SLICE_S = 0.1
 CLOSE_S = 5.0
 
 R = TypeVar("R")
-
-
-@dataclass
-class CommitState(Generic[R]):
-    """What became of a contribution; written in the host's loop only, in one assignment, and never twice."""
-
-    received: R | None = None
-    """Set at the commit."""
-    closed: bool = False
-    """The training thread has gone on alone: nothing may be committed any more."""
 
 
 class RoundCounter(Protocol):
@@ -67,13 +57,13 @@ class ExchangeBase:
 
 
 class ExchangeHandle(Generic[R]):
-    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in ``decision``."""
+    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the attempt's commit state."""
 
     def __init__(
-        self, waiter: ExchangeBase, decision: CommitState[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
+        self, exchange: ExchangeBase, attempt: ExchangeAttempt[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
     ) -> None:
-        self._waiter, self._decision, self._make = waiter, decision, mean
-        self._future: concurrent.futures.Future[R | None] = waiter.host.submit(work)
+        self._exchange, self._attempt, self._make = exchange, attempt, mean
+        self._future: concurrent.futures.Future[R | None] = exchange.host.submit(work)
         self._mean: Mean | None = None
 
     def done(self) -> bool:
@@ -83,24 +73,24 @@ class ExchangeHandle(Generic[R]):
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is called off."""
         began = time.monotonic()
-        limit = self._waiter.limit if deadline is None else min(deadline, self._waiter.limit)
+        limit = self._exchange.limit if deadline is None else min(deadline, self._exchange.limit)
         try:
             received = self._wait(began + limit)
         except concurrent.futures.CancelledError:
-            received = self._decision.received
+            received = self._attempt.commit.received
         finally:
-            self._waiter.waited += time.monotonic() - began
+            self._exchange.waited += time.monotonic() - began
         return self._mean_of(received)
 
     async def settled(self) -> Mean | None:
         """As ``result()``, for a coroutine on the host's loop and by its clock."""
         work = asyncio.wrap_future(self._future)
-        await asyncio.wait({work}, timeout=self._waiter.limit)
+        await asyncio.wait({work}, timeout=self._exchange.limit)
         if not work.done():
-            self._decision.closed = True
+            self._attempt.commit.closed = True
             self._future.cancel()
             await asyncio.wait({work})
-        return self._mean_of(self._decision.received if work.cancelled() else work.result())
+        return self._mean_of(self._attempt.commit.received if work.cancelled() else work.result())
 
     def _mean_of(self, received: R | None) -> Mean | None:
         if received is not None and self._mean is None:  # once, for it is computed in place
@@ -109,7 +99,7 @@ class ExchangeHandle(Generic[R]):
 
     def _wait(self, until: float) -> R | None:
         while True:
-            left = min(until, self._waiter.until) - time.monotonic()
+            left = min(until, self._exchange.until) - time.monotonic()
             if left <= 0 and not self._future.done():
                 self._call_off()
                 self._future.cancel()
@@ -121,11 +111,11 @@ class ExchangeHandle(Generic[R]):
 
     def _call_off(self) -> None:
         try:
-            self._waiter.host.call(_close(self._decision), CLOSE_S)
+            self._exchange.host.call(_close(self._attempt.commit), CLOSE_S)
         except NetworkError:  # the loop has ended or hangs, so nothing can be committed in it meanwhile
-            self._decision.closed = True
+            self._attempt.commit.closed = True
 
 
-async def _close(decision: CommitState[Any]) -> None:
+async def _close(commit: CommitState[Any]) -> None:
     """In the loop, so that it comes either before the commit, which then does not happen, or after it."""
-    decision.closed = True
+    commit.closed = True

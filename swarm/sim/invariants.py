@@ -87,7 +87,7 @@ class Checks:
                 self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
             self._rounds[process] = now
             if peer.handle is not None:
-                self._decision(peer, peer.handle._decision)
+                self._decision(peer, peer.handle._attempt.commit)
         if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
             self._apart_at_calm = swarm.spread()
 

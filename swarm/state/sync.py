@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from shoal.optim.codecs.base import FLOAT32, Shape
+from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import finite, shapes_differ
+from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import MemorySink, Peer, Sink, download, fetch_digests
 from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect
@@ -119,7 +119,7 @@ class _StateInMemory:
     async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
         state = read(Snapshot(header, sink.payload, digests), self._extra)
         tensors = [*state.slow, *(tensor for part in state.extra.values() for tensor in part)]
-        if await asyncio.get_running_loop().run_in_executor(None, finite, tensors):
+        if await asyncio.get_running_loop().run_in_executor(None, all_finite, tensors):
             return state
         log.warning("the weights of round %d that were fetched are not finite and were not used", header.round)
         return None

@@ -127,13 +127,13 @@ class Worker:
 
     def lie(self, attack):
         """Contribute what ``attack`` makes of it; whoever does so sees no other peer's."""
-        honest = exchange_module.contribution
+        honest = exchange_module.encode_contribution
 
         def lying(swarm, key, tensors, *rest):
             scene = Scene(list(tensors), [list(tensors)], [torch.zeros_like(t) for t in tensors], list(tensors))
             return honest(swarm, key, attack(scene), *rest)
 
-        exchange_module.contribution = lying
+        exchange_module.encode_contribution = lying
 
     def do_suspicions(self):
         self.say("suspicions", found=[[found.key.round, str(found)] for found in self.screen.suspicions()])

@@ -19,8 +19,7 @@ from torch import Tensor
 from shoal.optim.codecs.base import buffer
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.contribution import Contribution
-from shoal.swarm.exchange.group.reduction import PeerStreams
+from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
 from shoal.swarm.exchange.group.roster import Group
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
@@ -36,24 +35,25 @@ class Gathered:
     """Whole, verified contributions of a group: peer id -> weight and payload."""
 
     me: str
-    mine: Contribution
+    attempt: Attempt
     parts: Mapping[str, tuple[float, Tensor]]
 
     def mean(self) -> Mean:
         """In order of peer ids, so that every member gets the same bits; in place of the first payload: ask for it once."""
         contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
-        return self.mine.defence.mean(self.me, self.mine.key.fragment, contributions)
+        return self.attempt.screen.mean(self.me, self.attempt.key.fragment, contributions)
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
-        yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time
+        mine = self.attempt.contribution
+        yield from mine.codec.decode(payload, mine.shapes)  # one peer's after the other's, to hold one at a time
 
 
 class AllGather:
     """One group's payloads, at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution, until: float) -> None:
-        self._streams, self.group, self._me, self._mine, self._until = streams, group, me, mine, until
-        self._parts = {me: (mine.weight, mine.payload)}
+    def __init__(self, streams: PeerStreams, group: Group, me: str, attempt: Attempt, until: float) -> None:
+        self._streams, self.group, self._me, self._attempt, self._until = streams, group, me, attempt, until
+        self._parts = {me: (attempt.contribution.weight, attempt.contribution.payload)}
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
 
@@ -73,7 +73,7 @@ class AllGather:
 
     def result(self, mean: int) -> Gathered:
         """What was decided, ready to be averaged."""
-        return Gathered(self._me, self._mine, {peer: self._parts[peer] for peer in self.group.at(mean)})
+        return Gathered(self._me, self._attempt, {peer: self._parts[peer] for peer in self.group.at(mean)})
 
     def lose(self, places: int) -> None:
         """These members have died: what they have not sent will not come."""
@@ -102,8 +102,8 @@ class AllGather:
             finally:
                 stream.close()
         except (NetworkError, MessageError) as error:
-            log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
-            self._mine.stats.failed(self._mine.key, peer, error)
+            log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
+            self._attempt.failed(peer, error)
 
     async def accept(self, stream: Stream) -> None:
         """A member has called."""
@@ -122,15 +122,15 @@ class AllGather:
         hashes = HashList(incoming)
         try:
             await stream.swap(
-                self._mine.view(), incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
+                self._attempt.contribution.view(), incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
                 on_progress=hashes.advance,
             )  # fmt: skip
             if hashes.digest() != ready.sha256:
                 raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
-            problem, _ = await asyncio.to_thread(self._mine.problem, peer, scratch)
+            problem, _ = await asyncio.to_thread(self._attempt.problem, peer, scratch)
             if problem is not None:
                 raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
             self._parts[peer] = (ready.weight, scratch)
         except (NetworkError, MessageError) as error:
-            log.info("round %d: nothing from %s: %s", self._mine.key.round, short(peer), error)
-            self._mine.stats.failed(self._mine.key, peer, error)
+            log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
+            self._attempt.failed(peer, error)

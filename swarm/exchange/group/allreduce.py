@@ -28,11 +28,11 @@ from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2, runtime_pb2
 from torch import Tensor
 
-from shoal.optim.codecs.base import FloatCodec
+from shoal.optim.codecs.base import FloatCodec, all_finite
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.contribution import Contribution, finite
-from shoal.swarm.exchange.group.reduction import PeerStreams
+from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
 from shoal.swarm.exchange.group.roster import Group
 from shoal.swarm.p2p.stream import short
 
@@ -73,7 +73,8 @@ class Reduced:
 class AllReduce:
     """One group's all-reduce, at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution, until: float) -> None:
+    def __init__(self, streams: PeerStreams, group: Group, me: str, attempt: Attempt, until: float) -> None:
+        mine = attempt.contribution
         self.group, self._mine, self._until = group, mine, until
         self._mean: Tensor | None = None
         self._called: set[str] = set()
@@ -87,7 +88,7 @@ class AllReduce:
         try:
             left = self._until - asyncio.get_running_loop().time()
             mean = await asyncio.wait_for(self._runner.reduced(), left)
-            if not await asyncio.to_thread(finite, [mean]):
+            if not await asyncio.to_thread(all_finite, [mean]):
                 raise AllreduceException("the mean holds NaN or infinity")
             self._mean = mean
         except (asyncio.TimeoutError, AllreduceException, NetworkError, MessageError) as error:

@@ -14,15 +14,16 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
+from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.contribution import contribution
+from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import FormationRules, GroupLeader
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.member import GroupMember
 from shoal.swarm.exchange.group.reduction import Outcome
 from shoal.swarm.exchange.group.rounds import RoundTracker
-from shoal.swarm.exchange.handle import CommitState, ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
 from shoal.swarm.wire.group import MAX_GROUP
 
 
@@ -77,6 +78,6 @@ class GroupExchange(ExchangeBase):
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
     ) -> ExchangeHandle[Outcome]:
         """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
-        mine = contribution(self._context.swarm, key, tensors, weight, codec, self._screen, self.stats)
-        decision: CommitState[Outcome] = mine.decision
-        return ExchangeHandle(self, decision, self._groups.meet(mine), lambda outcome: outcome.mean())
+        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec)
+        attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
+        return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

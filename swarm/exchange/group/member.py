@@ -20,18 +20,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.allreduce import AllReduce
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupLeader
 from shoal.swarm.exchange.group.liveness import LivenessView
-from shoal.swarm.exchange.group.reduction import Outcome, PeerStreams, Reduction
+from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import Group, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.p2p.memory_stream import pipe
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 class _Meeting:
     """One round of this node."""
 
-    mine: Contribution
+    attempt: Attempt
     until: float
     """The loop's time at which it goes on alone unless a group was formed."""
     entered: bool = False
@@ -84,22 +83,21 @@ class GroupMember:
         self._local: set[asyncio.Task[None]] = set()
         context.host.serve(LEADER_PROTOCOL, leader.serve)
 
-    async def meet(self, mine: Contribution) -> Outcome | None:
+    async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. None: go on with the own contribution alone."""
-        meeting = _Meeting(mine, asyncio.get_running_loop().time() + self._timeouts.wait)
+        meeting = _Meeting(attempt, asyncio.get_running_loop().time() + self._timeouts.wait)
         try:
             await self._meet(meeting)
         except Exception:  # whatever a peer made this node stumble over costs one round, never the training
-            log.warning("round %d was given up because of an error in shoal; please report it", mine.key.round, exc_info=True)
+            log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
         finally:
-            self._rounds.end(meeting.mine.key.round, meeting.mine.key.fragment)
-        outcome: Outcome | None = mine.decision.received
-        return outcome
+            self._rounds.end(meeting.attempt.key.round, meeting.attempt.key.fragment)
+        return attempt.commit.received
 
     async def _meet(self, meeting: _Meeting) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            key = meeting.mine.key
+            key = meeting.attempt.key
             self._rounds.begin(key.round, key.fragment)
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
@@ -119,13 +117,13 @@ class GroupMember:
             self._rounds.next_round = max(self._rounds.next_round, meeting.moved_to)
             if not self._follow:
                 return
-            meeting.mine = replace(meeting.mine, key=replace(key, round=meeting.moved_to))
+            meeting.attempt = meeting.attempt.moved_to(meeting.moved_to)
 
     async def _try(self, meeting: _Meeting, leader: str, addresses: Sequence[str]) -> None:
         """Join the group of one leader; returns early if it cannot be had."""
         loop = asyncio.get_running_loop()
         patience = meeting.until - loop.time()
-        ready = ready_message(meeting.mine, self._context.swarm, self._context.model, patience)
+        ready = ready_message(meeting.attempt.contribution, self._context.swarm, self._context.model, patience)
         sealed = seal(ready, self._context.identity)
         self._leader.expect(ready)
         probe = loop.time() + max(min(patience * PROBE_PART, PROBE_S), 0.01)
@@ -133,7 +131,7 @@ class GroupMember:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
             log.info("round %d: its leader cannot be had: %s", ready.round, error)
-            meeting.mine.stats.failed(meeting.mine.key, leader, error)
+            meeting.attempt.failed(leader, error)
             self._view.silence(leader)
             return
         line = HeartbeatChannel(stream, self._timeouts.chunk)
@@ -165,9 +163,9 @@ class GroupMember:
                     self._view.miss(set(before.members) - set(group.members))
                 elif group.alone:
                     for late in self._view.expected() - set(group.members):
-                        meeting.mine.stats.failed(meeting.mine.key, late, "timeout")
+                        meeting.attempt.failed(late, "timeout")
                     self._view.miss(self._view.here() - set(group.members))
-                again = await self._attempt(line, group, meeting.mine, until)
+                again = await self._reduce(line, group, meeting.attempt, until)
                 if again is None:
                     return
                 before, formed = group, again
@@ -176,7 +174,7 @@ class GroupMember:
         except (NetworkError, MessageError) as error:
             self._view.miss([leader])
             if leader != self._context.me:  # then it was nobody's fault: nobody else came
-                meeting.mine.stats.failed(meeting.mine.key, leader, error)
+                meeting.attempt.failed(leader, error)
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
@@ -202,7 +200,7 @@ class GroupMember:
             stream.close()
 
     def _note(self, meeting: _Meeting, leader: str, receipt: GroupReceipt) -> None:
-        key = meeting.mine.key
+        key = meeting.attempt.key
         log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
         if receipt.verdict == "passed":
             usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
@@ -211,23 +209,23 @@ class GroupMember:
             meeting.elsewhere = receipt
         elif receipt.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
-            meeting.mine.stats.failed(key, leader, "refused")
+            meeting.attempt.failed(leader, "refused")
 
-    async def _attempt(self, line: HeartbeatChannel, group: Group, mine: Contribution, until: float) -> GroupFormed | None:
+    async def _reduce(self, line: HeartbeatChannel, group: Group, attempt: Attempt, until: float) -> GroupFormed | None:
         """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
-        if group.reduction == "allreduce" and mine.defence.gathers:
+        if group.reduction == "allreduce" and attempt.screen.gathers:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
         way = AllReduce if group.reduction == "allreduce" else AllGather
-        reduction: Reduction = way(self._streams, group, self._context.me, mine, until)
+        reduction: Reduction = way(self._streams, group, self._context.me, attempt, until)
         began = asyncio.get_running_loop().time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(line, reduction, mine, until))
+        listening = asyncio.ensure_future(self._listen(line, reduction, attempt, until))
         try:
             await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
                 reducing.result()
-                if mine.decision.closed:
+                if attempt.commit.closed:
                     return None
                 await line.tell(GroupReport(nonce=group.nonce, held=reduction.places()))
             try:
@@ -236,7 +234,7 @@ class GroupMember:
                     return word
                 sealed = word.decision
             except NetworkError as error:
-                log.info("round %d: the line to the leader broke: %s", mine.key.round, error)
+                log.info("round %d: the line to the leader broke: %s", attempt.key.round, error)
                 self._view.miss([group.leader])
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
@@ -248,13 +246,13 @@ class GroupMember:
         if sealed is not None and mean:
             self._decisions.heard(group.nonce, sealed)
             mine_in = mean & group.places([self._context.me])
-            if mine_in and not mean & ~reduction.places() and not mine.decision.closed:
-                mine.decision.received = reduction.result(mean)
-                mine.stats.done(mine.key, asyncio.get_running_loop().time() - began)
+            if mine_in and not mean & ~reduction.places() and not attempt.commit.closed:
+                attempt.commit.received = reduction.result(mean)
+                attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
         return None
 
     async def _listen(
-        self, line: HeartbeatChannel, reduction: Reduction, mine: Contribution, until: float
+        self, line: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
     ) -> GroupFormed | GroupReply:
         while True:
             word: Message = await line.hear(until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost)
@@ -264,7 +262,7 @@ class GroupMember:
                 reduction.lose(word.lost)
                 self._view.miss(reduction.group.at(word.lost))
                 for peer in reduction.group.at(word.lost):
-                    mine.stats.failed(mine.key, peer, "broken")
+                    attempt.failed(peer, "broken")
 
     async def _ask(self, group: Group) -> bytes | None:
         others = [peer for peer in group.members if peer != self._context.me]

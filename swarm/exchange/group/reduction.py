@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.optim.exchange.base import Mean
+from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import Group
 from shoal.swarm.wire.envelope import pack, unpack
@@ -25,6 +26,9 @@ class Outcome(Protocol):
     def mean(self) -> Mean:
         """The mean; to be asked for once, for it may be computed in place."""
         ...
+
+
+Attempt = ExchangeAttempt[Outcome]
 
 
 class Reduction(Protocol):

@@ -13,9 +13,10 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
+from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.contribution import Contribution, contribution
-from shoal.swarm.exchange.handle import CommitState, ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.contribution import Contribution, encode_contribution
+from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.wire.member import Member
@@ -47,12 +48,12 @@ class PairExchange(ExchangeBase):
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
     ) -> ExchangeHandle[PartnerContribution]:
         """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""
-        mine = contribution(self._context.swarm, key, tensors, weight, codec, self._screen, self.stats)
-        decision: CommitState[PartnerContribution] = mine.decision
-        return ExchangeHandle(self, decision, self._meet(mine), lambda received: self._mean(mine, received))
+        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec)
+        attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
+        return ExchangeHandle(self, attempt, self._meet(attempt), lambda received: self._mean(mine, received))
 
-    async def _meet(self, mine: Contribution) -> PartnerContribution | None:
-        received, _ = await self._matchmaker.meet(mine)
+    async def _meet(self, attempt: ExchangeAttempt[PartnerContribution]) -> PartnerContribution | None:
+        received, _ = await self._matchmaker.meet(attempt)
         return received
 
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:

@@ -26,7 +26,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.optim.exchange.base import RoundKey
@@ -35,7 +35,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, Contribution
 from shoal.swarm.exchange.pair.pairing import PairSelector
-from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
+from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import ENVELOPE, Member, pack, seal, unpack, unseal
 from shoal.swarm.wire.nonce import fresh_nonce
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 class PairingAttempt:
     """One round of this node."""
 
-    contribution: Contribution
+    attempt: Attempt
     mate: str | None = None
     """Whom the round belongs with: only its failure to come is one, for others may well be busy."""
     dialing: str | None = None
@@ -80,7 +80,7 @@ class PairingAttempt:
     @property
     def key(self) -> RoundKey:
         """The round that this node is in."""
-        return self.contribution.key
+        return self.attempt.key
 
 
 class PairMatchmaker:
@@ -103,15 +103,15 @@ class PairMatchmaker:
         """The round that this node will be in next; callers for earlier ones are told so."""
         context.host.serve(EXCHANGE_PROTOCOL, self._serve)
 
-    async def meet(self, contribution: Contribution) -> tuple[PartnerContribution | None, RoundKey]:
+    async def meet(self, attempt: Attempt) -> tuple[PartnerContribution | None, RoundKey]:
         """Find a partner and exchange. Returns what was received, or None, and the round in which it happened."""
-        meeting = self._meeting = PairingAttempt(contribution)
-        self.next_round = contribution.key.round
+        meeting = self._meeting = PairingAttempt(attempt)
+        self.next_round = attempt.key.round
         try:
             return await self._meet(meeting), meeting.key
         except Exception:  # whatever a peer made this node stumble over costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", meeting.key.round, exc_info=True)
-            return contribution.decision.received, meeting.key
+            return attempt.commit.received, meeting.key
         finally:
             self.next_round = meeting.key.round + 1
             self._meeting = None
@@ -141,9 +141,8 @@ class PairMatchmaker:
                 if received is not None or meeting.broken:
                     return received
                 if meeting.swarm_round > meeting.key.round:
-                    key = replace(meeting.key, round=meeting.swarm_round)
-                    meeting.contribution = replace(meeting.contribution, key=key)
-                    self.next_round = key.round
+                    meeting.attempt = meeting.attempt.moved_to(meeting.swarm_round)
+                    self.next_round = meeting.swarm_round
                     moved = True
                     break
                 if loop.time() >= deadline:
@@ -166,7 +165,7 @@ class PairMatchmaker:
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", meeting.key.round, error)
             if peer == meeting.mate:
-                meeting.contribution.stats.failed(meeting.key, peer, error)
+                meeting.attempt.failed(peer, error)
             received = None
         finally:
             meeting.dialing = None
@@ -236,13 +235,13 @@ class PairMatchmaker:
             raise
         try:
             nonce = fresh_nonce()
-            await stream.send(self._offer(meeting.contribution, nonce), max(until - loop.time(), 0.01))
+            await stream.send(self._offer(meeting.attempt.contribution, nonce), max(until - loop.time(), 0.01))
             answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
             if answer.verdict != "accept":
                 self._note(meeting, peer, answer)
                 return None
             theirs = await self._receive_offer(stream)
-            difference = meeting.contribution.differs(theirs)
+            difference = meeting.attempt.contribution.differs(theirs)
             same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (
                 nonce,
                 self._context.swarm,
@@ -253,7 +252,7 @@ class PairMatchmaker:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
             meeting.dialing = None  # a call of his crosses mine no more
-            received = await self._transfers.run(stream, meeting.contribution, theirs, caller=True)
+            received = await self._transfers.run(stream, meeting.attempt, theirs, caller=True)
             meeting.broken = received is None
             return received
         finally:
@@ -271,7 +270,7 @@ class PairMatchmaker:
             meeting.expecting = peer
         elif answer.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
-            meeting.contribution.stats.failed(meeting.key, peer, "refused")
+            meeting.attempt.failed(peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._timeouts.chunk)
@@ -296,8 +295,8 @@ class PairMatchmaker:
         assert engaged is not None
         try:
             await stream.send(pack(answer), patience)
-            await stream.send(self._offer(meeting.contribution, offer.nonce), patience)
-            received = await self._transfers.run(stream, meeting.contribution, offer, caller=False)
+            await stream.send(self._offer(meeting.attempt.contribution, offer.nonce), patience)
+            received = await self._transfers.run(stream, meeting.attempt, offer, caller=False)
             meeting.broken = received is None
         finally:
             if not engaged.done():
@@ -333,7 +332,7 @@ class PairMatchmaker:
                 return say("busy", "this node did not come to that round in time")
         if meeting.key.round > offer.round:
             return say("passed")
-        difference = meeting.contribution.differs(offer)
+        difference = meeting.attempt.contribution.differs(offer)
         if difference is not None:
             if taken and meeting.engaged is not None and not meeting.engaged.done():
                 meeting.engaged.set_result(None)

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import buffer
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts
-from shoal.swarm.exchange.contribution import Contribution
-from shoal.swarm.exchange.handle import CommitState
 from shoal.swarm.exchange.stats import Problem
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
@@ -63,6 +62,9 @@ class PartnerContribution:
     tensors: list[Tensor]
 
 
+Attempt = ExchangeAttempt[PartnerContribution]
+
+
 class PairTransfer:
     """The transfers of one host. All coroutines run on the host's loop."""
 
@@ -72,26 +74,26 @@ class PairTransfer:
         self._outcomes: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
-    async def run(self, stream: Stream, mine: Contribution, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
+    async def run(self, stream: Stream, attempt: Attempt, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
         """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed."""
         exchange = (stream.peer_id, theirs.nonce)
         if caller:
             self._undecided.add(exchange)
         began = asyncio.get_running_loop().time()
         try:
-            received = await self._swap(stream, mine, theirs)
+            received = await self._swap(stream, attempt, theirs)
             confirm = self._decide if caller else self._follow
-            await confirm(stream, theirs, received, mine.decision)
+            await confirm(stream, theirs, received, attempt.commit)
         except (NetworkError, MessageError) as error:
-            log.info("round %d: no exchange with %s: %s", mine.key.round, short(stream.peer_id), error)
-            mine.stats.failed(mine.key, stream.peer_id, error)
+            log.info("round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error)
+            attempt.failed(stream.peer_id, error)
         else:
-            if mine.decision.received is not None:
-                mine.stats.done(mine.key, asyncio.get_running_loop().time() - began)
+            if attempt.commit.received is not None:
+                attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
         finally:
             if exchange in self._undecided:
                 self._settle(exchange, "aborted")
-        return mine.decision.received
+        return attempt.commit.received
 
     def _settle(self, exchange: tuple[str, bytes], outcome: Outcome) -> None:
         """The one decision of an exchange in which this node is the caller; whoever comes later finds it made."""
@@ -100,14 +102,14 @@ class PairTransfer:
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
-    async def _swap(self, stream: Stream, mine: Contribution, theirs: Offer) -> PartnerContribution:
+    async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer) -> PartnerContribution:
         """Receive into scratch and verify. Raises NetworkError or MessageError; nothing of the scratch is used then."""
         # The size equals our own payload's (rendezvous checked it), so a peer cannot make us allocate more than that.
         scratch = buffer(theirs.nbytes)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
         await stream.swap(
-            mine.view(),
+            attempt.contribution.view(),
             incoming,
             chunk_timeout=self._timeouts.chunk,
             deadline=asyncio.get_running_loop().time() + self._timeouts.exchange,
@@ -116,14 +118,14 @@ class PairTransfer:
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
         tensors = list[Tensor]()
         if hashes.digest() == theirs.sha256:
-            problem, tensors = await asyncio.to_thread(mine.problem, stream.peer_id, scratch)
+            problem, tensors = await asyncio.to_thread(attempt.problem, stream.peer_id, scratch)
         if problem is not None:
             await self._tell(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
             raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
         return PartnerContribution(stream.peer_id, theirs.weight, tensors)
 
     async def _decide(
-        self, stream: Stream, offer: Offer, received: PartnerContribution, decision: CommitState[PartnerContribution]
+        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution]
     ) -> None:
         """The caller's half of the confirm."""
         reply = await self._hear(stream, Ready, Abort)
@@ -131,13 +133,13 @@ class PairTransfer:
             raise _called_off(reply)
         exchange = (stream.peer_id, offer.nonce)
         # Not so if the callee gave up, asked and was told that it is off, or if this node's own time was up.
-        if exchange in self._undecided and not decision.closed:
+        if exchange in self._undecided and not commit.closed:
             self._settle(exchange, "committed")
-            decision.received = received
+            commit.received = received
             await self._tell(stream, Commit(nonce=offer.nonce))
 
     async def _follow(
-        self, stream: Stream, offer: Offer, received: PartnerContribution, decision: CommitState[PartnerContribution]
+        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution]
     ) -> None:
         """The callee's half of the confirm."""
         try:
@@ -151,8 +153,8 @@ class PairTransfer:
             committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
         except NetworkError:
             committed = await self._ask(stream.peer_id, offer.nonce)
-        if committed and not decision.closed:
-            decision.received = received
+        if committed and not commit.closed:
+            commit.received = received
 
     async def _ask(self, peer: str, nonce: bytes) -> bool:
         """The confirm was lost: ask the caller once more, over a new stream."""

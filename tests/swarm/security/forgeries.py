@@ -7,7 +7,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.access.invitation import Invitation
-from shoal.swarm.exchange.contribution import contribution
+from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.identity import Identity
@@ -73,7 +73,7 @@ def invitation(**changes):
 
 
 def mine(round=ROUND):
-    return contribution(SWARM, RoundKey(SWARM, round), [torch.zeros(4)], 1.0, FLOAT32)
+    return encode_contribution(SWARM, RoundKey(SWARM, round), [torch.zeros(4)], 1.0, FLOAT32)
 
 
 def offer(**changes):

@@ -19,6 +19,7 @@ from shoal.optim import FLOAT32
 from shoal.swarm.access.invitation import Admission
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
+from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
@@ -231,7 +232,7 @@ class Answers(Pairs):
 
         async def repeating():
             nonces_from(bytes)
-            return await self.exchange._matchmaker.meet(mine())
+            return await self.exchange._matchmaker.meet(ExchangeAttempt(mine()))
 
         class Hearing(logging.Handler):
             def emit(self, record):

@@ -27,10 +27,10 @@ def half_of_the_other(patch):
     """Half of what was received counts, as if the stream had broken in the middle of writing it."""
     swap = PairTransfer._swap
 
-    async def halved(self, stream, mine, theirs):
-        received = await swap(self, stream, mine, theirs)
+    async def halved(self, stream, attempt, theirs):
+        received = await swap(self, stream, attempt, theirs)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
-                   for a, b in zip(received.tensors, mine.tensors(), strict=True)]  # fmt: skip
+                   for a, b in zip(received.tensors, attempt.contribution.tensors(), strict=True)]  # fmt: skip
         return PartnerContribution(received.peer, received.weight, tensors)
 
     patch.setattr(PairTransfer, "_swap", halved)
@@ -39,8 +39,8 @@ def half_of_the_other(patch):
 def callee_does_not_wait(patch):
     """The callee commits when it is ready, whatever the caller decides."""
 
-    async def follow(self, stream, offer, received, decision):
-        decision.received = received
+    async def follow(self, stream, offer, received, commit):
+        commit.received = received
 
     patch.setattr(PairTransfer, "_follow", follow)
 
@@ -74,10 +74,10 @@ def round_forgotten(patch):
     """A call from another swarm round throws the own one back."""
     meet = PairMatchmaker.meet
 
-    async def back(self, contribution):
-        outcome = await meet(self, contribution)
-        if contribution.key.round % 3 == 2:
-            self.next_round = contribution.key.round - 1
+    async def back(self, attempt):
+        outcome = await meet(self, attempt)
+        if attempt.key.round % 3 == 2:
+            self.next_round = attempt.key.round - 1
         return outcome
 
     patch.setattr(PairMatchmaker, "meet", back)

@@ -9,7 +9,7 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.contribution import contribution
+from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import allreduce as group_allreduce
 from shoal.swarm.exchange.group import commit as group_verdict
 from shoal.swarm.exchange.group.allgather import AllGather
@@ -314,7 +314,7 @@ def test_a_ready_message_that_another_peer_signed_is_refused(school, network):
 
     async def lie():
         stream = await liar.host.open(victim.id, LEADER_PROTOCOL, timeout=1)
-        mine = contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32)
+        mine = encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32)
         await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 1)
         return unpack(await stream.receive(GroupReceipt.LIMIT, 1), GroupReceipt)
 
@@ -347,7 +347,7 @@ def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
     handles, settle = [], DecisionLog.settle
 
     def closing(decisions, nonce, mean):
-        handles[0]._decision.closed = True
+        handles[0]._attempt.commit.closed = True
         return settle(decisions, nonce, mean)
 
     monkeypatch.setattr(DecisionLog, "settle", closing)

@@ -1,0 +1,63 @@
+"""One node's attempt to have its contribution averaged: what it sends, what came of it, and what judges the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from shoal.optim.codecs.base import all_finite
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.stats import ExchangeStats, Problem
+from shoal.swarm.wire.fields import Failure
+
+R = TypeVar("R")
+
+
+@dataclass
+class CommitState(Generic[R]):
+    """What became of a contribution. It is written in the host's loop only, in one assignment, and never twice."""
+
+    received: R | None = None
+    """Set at the commit."""
+    closed: bool = False
+    """True once the training thread has gone on without a mean: nothing may be committed any more."""
+
+
+@dataclass(frozen=True)
+class ExchangeAttempt(Generic[R]):
+    """A contribution, its commit state, and the screen and the statistics of the node that sends it."""
+
+    contribution: Contribution
+    commit: CommitState[R] = field(default_factory=CommitState)
+    screen: UpdateScreen = TRUSTING
+    stats: ExchangeStats = field(default_factory=ExchangeStats)
+
+    @property
+    def key(self) -> RoundKey:
+        """The round that the contribution is for."""
+        return self.contribution.key
+
+    def moved_to(self, round: int) -> ExchangeAttempt[R]:
+        """Return the attempt to have the same contribution averaged in another round. The commit state is shared."""
+        return replace(self, contribution=replace(self.contribution, key=replace(self.key, round=round)))
+
+    def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
+        """Count a failed exchange with ``peer``."""
+        self.stats.failed(self.key, peer, problem)
+
+    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, list[Tensor]]:
+        """Return why the payload of ``peer`` cannot be used, or None, and its tensors. Slow: for a worker thread."""
+        mine = self.contribution
+        try:
+            tensors = mine.codec.decode(payload, mine.shapes)
+        except ValueError as error:  # raised by codecs at bytes that no peer of this version encodes
+            return Problem("damaged", f"it is not {mine.codec.name}: {error}"), []
+        if not all_finite(tensors):
+            return Problem("damaged", "it holds NaN or infinity"), tensors
+        distrust = self.screen.problem(self.key, mine.tensors, peer, tensors)
+        return None if distrust is None else Problem("suspicious", distrust), tensors
