@@ -200,7 +200,7 @@ class Distributed:
             except RuntimeError as error:  # what the store raises
                 self._broken = True
                 logger.warning(
-                    "the store of torch.distributed is gone (%s): every later round goes on alone. Restart the job, best under "
+                    "the store of torch.distributed is gone (%s): later rounds have no partner. Restart the job, best under "
                     "torchrun --max-restarts.", str(error).split("\n")[0],
                 )  # fmt: skip
             except BaseException as error:

@@ -1,9 +1,9 @@
 """The outer optimizer: a real ``torch.optim.Optimizer`` that wraps the user's inner one.
 
 It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate schedulers and ``GradScaler`` act on it as on
-any optimizer. Every ``schedule`` point it hands a contribution to the exchange, applies the outer rule to the slow weights
-(float32, on the CPU unless told otherwise) and puts the fast weights back into the model. If nobody answers, the rule is applied
-to the own contribution alone: local progress is never thrown away.
+any optimizer. When the schedule says so, it hands a contribution to the exchange, applies the outer rule to the slow weights
+(float32, on the CPU by default) and copies the fast weights back into the model. If no peer answers, the rule is applied to the
+own contribution alone: local progress is never lost.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shoal.optim.schedule.schedule import Schedule, Send
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What happened in one exchange; handed to ``on_round``."""
+    """Outcome of one exchange, as handed to ``on_round``."""
 
     key: RoundKey
     members: tuple[str, ...]
-    """Peer ids in the mean; empty when nobody answered."""
+    """Peer ids in the mean; empty if no peer answered."""
     step: int
     """Inner steps finished when the mean was applied."""
     lag: int
@@ -46,24 +46,24 @@ class RoundInfo:
 
 
 class OuterOptimizer(OuterState):
-    """Wraps ``inner``; use it in place of ``inner`` in the training loop.
+    """Outer optimizer around ``inner``, to be used in its place in the training loop.
 
     Args:
         inner: any optimizer; its state is local, never exchanged or reset.
-        exchange: where contributions go.
-        rule: the outer mathematics (optim/rule.py).
-        schedule: when to send and apply (optim/schedule.py).
-        codec: how contributions become bytes. One with a memory (error feedback) is copied for each fragment.
-        run: names the run; peers of different runs never meet.
+        exchange: averages contributions with other peers.
+        rule: the outer mathematics.
+        schedule: when to send and apply.
+        codec: how contributions become bytes. One with state (error feedback) is copied for each fragment.
+        run: name of the run; peers of different runs never average.
         slow_device: where the slow weights and the rule's state live, in float32.
         on_round: called with a ``RoundInfo`` after each applied exchange.
         fragments: the parameters of each fragment; None: one fragment with all of them.
-        weight: of a contribution, as a number or a function of the tokens (``count``) and inner steps since the fragment was sent
-            last (optim/weights.py). 0: stay out of this round's mean, as if absent.
-        length: of a round, in the schedule's steps, or in tokens or seconds (optim/length.py). Not to be shared by optimizers.
+        weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps since the fragment was last
+            sent (`shoal.optim.outer.weighting`). 0: stay out of this round's mean, as if absent.
+        length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers must not share one.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
-            is applied; they travel as float32. "ignore" leaves every peer its own. All peers must choose the same.
-        model: the module, for its buffers, and if its parameters are shards (FSDP2): then each process has its part of everything.
+            is applied; they are sent as float32. "ignore" leaves every peer its own. All peers must choose the same.
+        model: the module, needed for its buffers and for sharded parameters (FSDP2); each process then has its part of all state.
 
     Raises:
         ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
@@ -86,7 +86,7 @@ class OuterOptimizer(OuterState):
         buffers: Literal["ignore", "average"] = "ignore",
         model: nn.Module | None = None,
     ) -> None:
-        super().__init__(inner.param_groups, inner.defaults)  # some schedulers look into the defaults
+        super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
@@ -109,20 +109,20 @@ class OuterOptimizer(OuterState):
         self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
         self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
         self._rounding: dict[int, Tensor] = {}
-        """What rounding took from a weight when it was put into the model, where that weight was not the slow one."""
+        """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
         self._codecs = [codec] + [fresh(codec) for _ in self._parts[1:]]
         self.steps = 0
         self.position = 0
         """In the schedule: ``steps``, unless rounds are of another ``length``."""
         self.round = 0
-        """Label of the next exchange; a peer that fell behind may set it forward to meet the others again."""
+        """Number of the next exchange; a peer that fell behind may set it forward to average with the others again."""
         self.tokens = 0
-        """As told to ``count``."""
+        """Tokens counted in all."""
         self._sent_at = [(0, 0) for _ in self._parts]
         """Steps and tokens when each fragment was sent last."""
         self.applied = [-1] * len(self._parts)
-        """The round whose outcome each fragment was given last; -1: none yet."""
+        """The last round that was applied to each fragment; -1: none yet."""
         self._in_flight: dict[int, list[PendingExchange]] = {fragment: [] for fragment in range(len(self._parts))}
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
@@ -130,7 +130,7 @@ class OuterOptimizer(OuterState):
             exchange.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: the slow weights of the new parameters would be missing. ValueError."""
+        """Raise ValueError once the optimizer is made: the slow weights of the new parameters would be missing."""
         if hasattr(self, "slow"):
             raise ValueError("add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged")
         super().add_param_group(param_group)
@@ -140,16 +140,16 @@ class OuterOptimizer(OuterState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One inner step, then whatever the schedule asks for (which may wait for a partner, within the exchange's limits)."""
+        """Take one inner step, then do what the schedule asks for (it may wait for a partner, within the exchange's limits)."""
         loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
         for _ in self.after_inner():
-            pass  # whoever lands a flight waits for it
+            pass  # the next iteration waits for the exchange
         return loss
 
     def after_inner(self) -> Iterator[Handle]:
-        """The rest of ``step``, after the inner optimizer's. Yields each exchange whose outcome is wanted next; iterate to the end.
+        """Do the outer part of ``step``. Yields each exchange whose outcome is needed next; iterate to the end.
 
-        For who cannot block, as a simulator that has one thread for all peers: it lets the exchange come to its end, then goes on.
+        For callers that cannot block, such as a simulator with one thread for all peers: it lets the exchange end, then goes on.
         """
         self.steps += 1
         for position in self.length.reached(self.position, self.schedule, self.tokens):
@@ -172,13 +172,13 @@ class OuterOptimizer(OuterState):
         self.inner.zero_grad(set_to_none)
 
     def count(self, tokens: int) -> None:
-        """Tell how many tokens (or samples) the coming step has learnt from, for weights that depend on them."""
+        """Count the tokens (or samples) of the coming step, for weights and round lengths that depend on them."""
         self.tokens += tokens
 
     def listen(self) -> None:
-        """Take part in the next round (of every fragment) with weight 0: for who has joined late, and has hardly trained yet.
+        """Take part in the next round (of every fragment) with weight 0: for a late joiner that has hardly trained yet.
 
-        The mean is then that of the others, and they go on as if this peer were absent. The exchange must take weights of 0;
+        The mean is then that of the others, and they go on as if this peer were absent. The exchange must accept weights of 0;
         ``Distributed`` does not.
         """
         self._listening = set(range(len(self._parts)))
@@ -187,13 +187,13 @@ class OuterOptimizer(OuterState):
     def _read_fast(self, part: Sequence[int]) -> None:
         for index in part:
             param = local(self._params[index])
-            self._fast[index].copy_(param, non_blocking=param.is_cuda)  # elsewhere nothing tells when a copy has ended
+            self._fast[index].copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
         self._synchronize()
-        # A bfloat16 model cannot hold the float32 weights that it restarted from. Without what the rounding took away, the slow
-        # weights would creep back to the model's coarse grid even when nothing is learnt.
+        # A bfloat16 model cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
+        # would drift back to the model's coarse grid even when nothing is learnt.
         for index in part:
             if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
-                self._fast[index].add_(self._lost(index))
+                self._fast[index].add_(self._rounding_error(index))
 
     def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
         part = self._parts[fragment]
@@ -218,15 +218,15 @@ class OuterOptimizer(OuterState):
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
         self._listening.discard(fragment)
-        stated = 1.0 if listening or not weight else weight
-        context = RoundContext(RoundKey(self.run, self.round, fragment), stated, stated)
+        own_weight = 1.0 if listening or not weight else weight
+        context = RoundContext(RoundKey(self.run, self.round, fragment), own_weight, own_weight)
         contribution = self.rule.contribution(slow, fast, state, context)
         codec = self._codecs[fragment]
         tail = self._buffers if fragment == 0 else []
         if weight > 0:
-            wire = BufferTailCodec(codec, len(tail)) if tail else codec
+            tail_codec = BufferTailCodec(codec, len(tail)) if tail else codec
             sent = 0.0 if listening else weight
-            handle: Handle = self.exchange.start(context.key, [*contribution, *tail], sent, wire)
+            handle: Handle = self.exchange.start(context.key, [*contribution, *tail], sent, tail_codec)
         else:
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
@@ -245,7 +245,7 @@ class OuterOptimizer(OuterState):
         under_way, due = self._in_flight[fragment], self._find_due(fragment, after)
         if due is not None:
             self._apply(fragment, due)
-        elif under_way and under_way[-1].position == self.position:  # a delayed schedule's first round: there was none before
+        elif under_way and under_way[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
@@ -253,7 +253,7 @@ class OuterOptimizer(OuterState):
             self._restart(self._parts[fragment])
 
     def _detach(self) -> None:
-        """Copy what this step's contributions share with the staging buffers or the slow weights, before those change."""
+        """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
         just_sent = [in_flight for under_way in self._in_flight.values() for in_flight in under_way if in_flight.step == self.steps]
         ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
         for in_flight in just_sent:
@@ -271,7 +271,7 @@ class OuterOptimizer(OuterState):
         total, members = weight, 1
         if mean is not None:
             total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
-            if in_flight.listening and members < len(mean.members):  # where nobody has weight all count
+            if in_flight.listening and members < len(mean.members):  # if all weights are 0, all count
                 weight = 0.0
         context = RoundContext(in_flight.context.key, weight, total, members, lag, in_flight.contribution)
         tensors = in_flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
@@ -279,7 +279,7 @@ class OuterOptimizer(OuterState):
         self._restart(part)
         if mean is not None and fragment == 0:
             assign(self._buffers, mean.tensors[count:])
-        # Only now: had anything above raised, a second call would find the exchange still there.
+        # Removed last: had anything above raised, a second call would still find the exchange.
         self._in_flight[fragment].remove(in_flight)
         self.applied[fragment] = context.key.round
         self._report(context.key, mean, lag)
@@ -290,7 +290,7 @@ class OuterOptimizer(OuterState):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the model holds the slow weights; afterwards the fast ones are back, bit by bit."""
+        """Put the slow weights into the model within the block; afterwards the fast ones are restored bit by bit."""
         everything = range(len(self._params))
         with torch.no_grad():
             kept = [local(param).detach().clone() for param in self._params]
@@ -302,10 +302,10 @@ class OuterOptimizer(OuterState):
 
     @torch.no_grad()
     def finish(self, *, average: bool = False) -> None:
-        """Apply what is still in flight (waiting within the exchange's limits). Call it once after the last step.
+        """Apply the exchanges in flight (waiting within the exchange's limits). Call it once after the last step.
 
         ``average``: then take the plain mean of the slow weights (and the averaged buffers) over the group once more, as float32,
-        and leave it in the model too. Gossip leaves the peers an ensemble; this makes the group equal. All must do it.
+        also into the model. Gossip leaves the peers with different weights; this makes the group equal. All peers must do it.
         """
         for fragment, under_way in self._in_flight.items():
             for in_flight in list(under_way):

@@ -1,4 +1,4 @@
-"""What an outer optimizer holds: how it is saved, how it comes back, and what it takes over from another peer."""
+"""State of an outer optimizer: saving, loading, and adoption of another peer's weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.optim.schedule.schedule import Schedule
 
 
 class OuterState(torch.optim.Optimizer):
-    """The part of ``OuterOptimizer`` that outlives a step."""
+    """Base of ``OuterOptimizer``: the state that outlives a step."""
 
     inner: torch.optim.Optimizer
     rule: Rule
@@ -43,20 +43,20 @@ class OuterState(torch.optim.Optimizer):
     _model: nn.Module | None
 
     def _read_fast(self, part: Sequence[int]) -> None:
-        """Stage the model's weights, with what it cannot hold of them."""
+        """Copy the model's weights and their rounding errors into the staging buffers."""
         raise NotImplementedError
 
     def _share_with_inner(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def _lost(self, index: int) -> Tensor:
-        """Lost by rounding when the model was given its present starting point: the slow weights unless noted."""
+    def _rounding_error(self, index: int) -> Tensor:
+        """Return the rounding error of the model's starting point, which is the slow weight unless noted."""
         slow = self.slow[index]
         return self._rounding[index] if index in self._rounding else slow - slow.to(self._params[index].dtype)
 
     @torch.no_grad()
     def _restart(self, part: Sequence[int]) -> None:
-        """Put the staged fast weights into the model and note what it cannot hold."""
+        """Copy the staged fast weights into the model and note their rounding errors."""
         self._write(part, self._fast)
         for index in part:
             fast, dtype = self._fast[index], self._params[index].dtype
@@ -77,10 +77,10 @@ class OuterState(torch.optim.Optimizer):
             torch.cuda.synchronize(device)
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Everything needed to go on. Exchanges in flight are not kept: what they carry is sent again with the next contribution.
+        """Return everything needed to go on. Exchanges in flight are not saved: their contribution is sent again with the next one.
 
-        Bit-identical at any step at which nothing is in flight (always, when means are applied at once).
-        ``copy=False``: slow weights and the rule's state are the optimizer's own tensors, for who copies or writes them at once.
+        A resumed run is bit-identical if nothing was in flight (always so when means are applied at once). ``copy=False``: slow
+        weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at once.
         """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
@@ -106,10 +106,10 @@ class OuterState(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned (the model's own weights are the user's to restore).
+        """Restore what ``state_dict`` returned (restoring the model's own weights is up to the caller).
 
         Raises:
-            ValueError: shapes differ from this model's, or another method saved it (``carry_over`` takes what fits); nothing is
+            ValueError: shapes differ from this model's, or another method saved it (``migrate_state`` takes what fits); nothing is
                 changed then.
         """
         rule_state = self.rule.initial(self.slow)
@@ -132,7 +132,7 @@ class OuterState(torch.optim.Optimizer):
         in_place(self.slow, state_dict["slow"])
         device = self.slow[0].device
         self._rounding = {int(i): t.to(device, torch.float32, copy=True) for i, t in state_dict.get("rounding", {}).items()}
-        self.rule_state = rule_state  # what a checkpoint from before the first round lacks is as it was then
+        self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
         for name, tensors in state_dict["rule"].items():
             in_place(rule_state[name], tensors)
         for fragment in range(len(self._parts)):
@@ -145,31 +145,31 @@ class OuterState(torch.optim.Optimizer):
 
     @property
     def fragments(self) -> int:
-        """How many parts the parameters are sent in, in turn."""
+        """Number of fragments."""
         return len(self._parts)
 
     def slow_of(self, fragment: int) -> list[Tensor]:
-        """The slow weights of a fragment, not copied."""
+        """Return the slow weights of a fragment, not copied."""
         return [self.slow[index] for index in self._parts[fragment]]
 
     def in_flight(self, fragment: int) -> list[int]:
-        """The rounds in which a fragment was sent and not applied yet."""
+        """Return the rounds in which a fragment was sent that are not applied yet."""
         return [in_flight.context.key.round for in_flight in self._in_flight[fragment]]
 
     @property
     def anchored(self) -> bool:
-        """Whether the slow weights are the same on all peers of a group, so that who misses a round must take them over."""
+        """True if all peers of a group have the same slow weights, so that a peer that missed a round must adopt them."""
         return isinstance(self.rule, Anchored)
 
     @property
     def shared(self) -> State:
-        """What the rule keeps beside the slow weights that is the same on all peers of a group, for a newcomer to take over."""
+        """The part of the rule's state that is the same on all peers of a group, which a newcomer adopts with the slow weights."""
         names = self.rule.shared if isinstance(self.rule, Anchored) else ()
         return {name: self.rule_state[name] for name in names if name in self.rule_state}
 
     @property
     def shared_shapes(self) -> dict[str, list[Shape]]:
-        """The shapes of what is ``shared``."""
+        """The shapes of the ``shared`` tensors."""
         return {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in self.shared.items()}
 
     @torch.no_grad()
@@ -183,16 +183,16 @@ class OuterState(torch.optim.Optimizer):
         applied: Sequence[int] | None = None,
         rebase: Collection[int] = (),
     ) -> list[int]:
-        """Take over slow weights, the round, and what is ``shared``, of a running swarm, dropping what is in flight.
+        """Adopt slow weights, round number and ``shared`` state of a running swarm; return the adopted fragments.
 
-        ``into_model`` also starts the fast weights there, as a joiner does. ``applied`` (of the peer who gave the weights): take
-        over only those fragments whose last round there is not older than here, and keep what is in flight for later rounds;
-        else a round's outcome would be missing in them or be there twice. Returns the fragments that were taken over.
+        ``into_model`` also starts the fast weights there, as for a joiner. With ``applied`` (of the source peer) only those
+        fragments are adopted whose last round there is not older than here, and exchanges of later rounds stay in flight: else a
+        round's outcome would be missing or applied twice. Other exchanges in flight are cancelled.
 
-        The fast weights stay where they are, so the next contribution holds all that sets this peer apart from the swarm: right
-        after one missed round, whose progress it so brings in late. In the fragments ``rebase`` they move with the slow ones, so
-        that the next contribution is what was learnt since the last one and no more: after several rounds apart, for else the swarm
-        would be pulled back, and, if all were refused, each outer step taken alone would be taken again and grow.
+        The fast weights stay as they are, so the next contribution is this peer's whole difference to the swarm: right after one
+        missed round, whose progress is so contributed late. In the fragments ``rebase`` they move with the slow ones, so that the
+        next contribution is only what was learnt since the last one: right after several rounds apart. Otherwise the swarm would be
+        pulled back, and, if all contributions were refused, each outer step without a partner would be repeated and grow.
 
         Raises:
             ValueError: names or shapes do not fit; nothing is changed then.
@@ -211,9 +211,9 @@ class OuterState(torch.optim.Optimizer):
             if moves:
                 self._read_fast(self._parts[fragment])
             for i in self._parts[fragment]:
-                # The model goes on from where it is, so what it could not hold stays what it was.
+                # The model goes on from its weights, so their rounding errors stay the same.
                 if not into_model and not moves and self._params[i].dtype.itemsize < 4:
-                    self._rounding[i] = self._lost(i)
+                    self._rounding[i] = self._rounding_error(i)
                 if moves:
                     move = slow[i].to(self.slow[i].device) - self.slow[i]
                     for follows in (self._fast, self.rule_state.get(START, ())):
@@ -238,11 +238,11 @@ class OuterState(torch.optim.Optimizer):
         return taken
 
     def _unsent(self, fragment: int) -> list[Tensor] | None:
-        """The contribution whose exchange is under way."""
+        """Return the contribution whose outcome is not known yet, or None."""
         return next((in_flight.contribution for in_flight in self._in_flight[fragment] if not in_flight.finished), None)
 
     def _drop(self, fragment: int, until: float = math.inf) -> None:
-        """Forget what is in flight of a fragment from rounds up to ``until``."""
+        """Cancel the exchanges in flight of a fragment from rounds up to ``until``."""
         under_way = self._in_flight[fragment]
         for in_flight in [in_flight for in_flight in under_way if in_flight.context.key.round <= until]:
             in_flight.cancel(self._codecs[fragment])
@@ -254,7 +254,7 @@ def _copied(tensor: Tensor, copy: bool) -> Tensor:
 
 
 def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
-    """ValueError, naming the first difference."""
+    """Raise ValueError, naming the first difference, unless the shapes are equal."""
     if len(theirs) != len(mine):
         raise ValueError(f"{what} has {len(theirs)} tensors, this model has {len(mine)}")
     for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
@@ -264,6 +264,6 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
 
 @torch.no_grad()
 def in_place(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Copy their values into mine, wherever they live."""
+    """Copy the values of ``theirs`` into ``mine``, across devices."""
     for own, their in zip(mine, theirs, strict=True):
         own.copy_(their)

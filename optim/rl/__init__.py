@@ -1,1 +1,1 @@
-"""Reinforcement learning from shared rollouts (SAPO): which rollouts to learn from, and the losses."""
+"""Reinforcement learning from shared rollouts (SAPO): the selection of rollouts, and the losses."""

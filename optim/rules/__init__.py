@@ -1,1 +1,1 @@
-"""The mathematics of a round: what a peer sends, and what the mean does to the slow weights."""
+"""Outer rules: the contribution that a peer sends, and the update of the slow weights by the mean."""

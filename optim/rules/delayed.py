@@ -1,6 +1,6 @@
 """Rules for means that arrive a whole round late, while the next round is computed: CO2-style and eager updates.
 
-Under ``Delayed`` each round ends with: wait for the mean of the round before, send the own motion of this round, then apply.
+Under ``Delayed`` each round ends with: wait for the mean of the round before, send the own displacement of this round, then apply.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shoal.optim.rules.diloco import outer_step
 from shoal.optim.rules.stability import warn_if_unstable
 
 USUAL = 0.9
-"""How slowly the usual length of the mean pseudo-gradient follows the present one."""
+"""Decay of the running mean of the mean pseudo-gradient's length."""
 
 
 @dataclass(frozen=True)
 class CO2Rule:
-    """CO2-style (2401.16265): heavy ball on the mean of the round before, with a penalty for its staleness and a clip.
+    """CO2-style rule (2401.16265): heavy ball on the mean of the round before, with a penalty for its staleness and a clip.
 
         g = start - fast is sent;  G = mean(g of the round before)
         m <- clip(momentum m + G / L, +-clip);   slow <- slow - lr m;   fast <- slow
@@ -31,20 +31,20 @@ class CO2Rule:
     gap-aware penalty L = 1 + ||slow's last move|| / C, C = running mean of ||G|| (first G, then 0.9 C + 0.1 ||G||), both over the
     fragment. A number for ``penalty`` is that constant L, as in the official code (whose default 1 is no penalty).
     Not followed: the official code clips a copy (so never), and averages the live parameters while they are trained.
-    The paper sends the weights, we send their motion; with equal starts that is the same, and it suits any codec.
+    The paper sends the weights, we send their displacement; with equal starts that is the same, and it suits any codec.
 
-    What was learnt since the last send is in no mean yet. By default it is discarded from ``fast`` and comes back with its mean one
-    round later. ``keep=True`` leaves it there: fast moves by (slow's move + own g of the round before), so that its own motion is
-    never applied twice.
+    The displacement since the last send is in no mean yet. By default it is discarded from ``fast`` and comes back with its mean
+    one round later. ``keep=True`` leaves it there: fast moves by (slow's move + own g of the round before), so that the own
+    displacement is never applied twice.
 
-    The first round has no mean: fast goes on from where it is.
+    The first round has no mean: fast stays as it is.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum", "moved", "usual")
     lr: float = 1.0
     momentum: float = 0.2
     penalty: float | None = None
-    """None: gap-aware. Else a constant of at least 1."""
+    """None: gap-aware; else a constant of at least 1."""
     clip: float | None = 1.0
     """Largest absolute value in the momentum; None: no limit."""
     keep: bool = False
@@ -57,7 +57,7 @@ class CO2Rule:
             raise ValueError(f"clip must be positive, got {self.clip}: None is no clip")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Momentum 0, start = slow; ``moved`` is the squared length of each tensor's last move, ``usual`` C for each tensor."""
+        """Return momentum 0, start = slow, ``moved`` (squared length of each tensor's last move) and ``usual`` (C)."""
         state = {"momentum": zeros(slow), START: [tensor.clone() for tensor in slow]}
         if self.penalty is None:
             state["moved"] = [tensor.new_zeros(()) for tensor in slow]
@@ -65,15 +65,15 @@ class CO2Rule:
         return state
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """The motion since the last contribution."""
-        motion = pseudo_gradient(state[START], fast)
+        """Return the displacement since the last contribution."""
+        displacement = pseudo_gradient(state[START], fast)
         assign(state[START], fast)
-        return motion
+        return displacement
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """One outer step; none as long as there is no mean."""
+        """Take one outer step, if there is a mean."""
         if context.members == 0:
             return
         gap = self._gap(mean, state)
@@ -87,13 +87,13 @@ class CO2Rule:
                 f.add_(correction)
                 start.add_(correction)
             else:
-                f.sub_(start).add_(s)  # what was learnt after the last send stays: nothing, when that was just now
+                f.sub_(start).add_(s)  # keeps the displacement since the last send, if any
                 start.copy_(s)
             if self.penalty is None:
                 state["moved"][index].copy_((self.lr * torch.linalg.vector_norm(m)) ** 2)
 
     def _gap(self, mean: Sequence[Tensor], state: State) -> float | Tensor:
-        """The penalty of this mean; advances C."""
+        """Return the penalty of this mean and advance C."""
         if self.penalty is not None:
             return self.penalty
         length = _length(mean)
@@ -110,20 +110,20 @@ def _length(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class EagerRule:
-    """Eager updates (2502.12996): the others' motion of the round before, the own one of this round.
+    """Rule of eager updates (2502.12996): the others' displacement of the round before, the own one of this round.
 
         e = (1/K) g of this round;   G = mean(g of the round before) - e of the round before + e
         DiLoCo's outer step with G;   fast <- slow
 
-    1/K is the own share in the last mean: 1 as long as nobody has answered (the paper does not say what the first round does), so
-    alone this is DiLoCo to the rounding. What was applied eagerly is kept, so that exactly this is taken back when the mean has
-    come, even if the share has changed or an exchange was dropped.
+    1/K is the own share in the last mean: 1 before the first answer (the paper does not define the first round), so without a
+    partner this is DiLoCo up to rounding. The eagerly applied part is saved, so that exactly this is taken back when the mean
+    arrives, even if the share has changed or an exchange was cancelled.
 
-    The more peers, the more of the mean is late: at momentum 0.9 lr must stay below 0.77 for 2 peers, 0.41 for 4, 0.32 for 8
-    (stability.py); a warning says so once the share is known.
+    The more peers, the larger the late part of the mean: at momentum 0.9 lr must stay below 0.77 for 2 peers, 0.41 for 4, 0.32 for
+    8 (``stability.limit``); a warning says so once the share is known.
 
-    The slow weights differ between the peers by their own eager parts. The paper leaves open whether they should be made equal now
-    and then; ``finish(average=True)`` does so at the end.
+    The slow weights differ between the peers by their own eager parts. The paper does not say whether to equalise them from time to
+    time; ``finish(average=True)`` does so at the end.
     """
 
     lr: float = 0.4
@@ -134,19 +134,19 @@ class EagerRule:
         check_rate_and_momentum(self.lr, self.momentum)
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Momentum 0, start = slow, nothing applied in advance, and the share of a peer alone."""
+        """Return momentum 0, start = slow, no eager part, and share 1."""
         state = {START: [tensor.clone() for tensor in slow], "eager": zeros(slow)}
         state["share"] = [tensor.new_ones(()) for tensor in slow]
         return state | ({"momentum": zeros(slow)} if self.momentum else {})
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """The motion since the last outer step."""
+        """Return the displacement since the last outer step."""
         return pseudo_gradient(state[START], fast)
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """One outer step. When the mean is not late, all motion is in it and nothing is applied in advance."""
+        """Take one outer step. If the mean is not late, it holds the whole displacement and nothing is applied eagerly."""
         if context.members > 0:
             for share in state["share"]:
                 share.fill_(context.share)

@@ -1,4 +1,4 @@
-"""DiLoCo and the rules built on it: the mean pseudo-gradient goes through SGD with momentum on the slow weights."""
+"""DiLoCo and the rules built on it: SGD with momentum on the slow weights, along the mean pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_m
 
 @dataclass(frozen=True)
 class DiLoCoRule:
-    """DiLoCo (2311.08105): with momentum m, outer lr b and G = mean(g),
+    """DiLoCo's rule (2311.08105): with momentum m, outer lr b and G = mean(g),
 
         v <- m v + G;   slow <- slow - b (G + m v)   (nesterov)   or   slow <- slow - b v   (heavy ball);   fast <- slow
 
     The Nesterov form is that of torch.optim.SGD(nesterov=True), which the paper's and most public code uses. It equals the form
     with lr inside the buffer (MuLoCo's code) only while lr is constant. The "DiLoCo" of NoLoCo's authors is the heavy ball.
 
-    One peer alone: SNOO (2510.15830), and without momentum Lookahead. Without momentum over everyone: SparseLoCo's outer step.
+    With one peer it is SNOO (2510.15830), and Lookahead without momentum. Without momentum over everyone: SparseLoCo's outer step.
 
-    ``mix`` (Streaming DiLoCo, 2501.18512; torchft and MaxText do the same): fast <- mix fast + (1 - mix) slow. 0 discards what
-    was learnt while the exchange was in flight, 1 never hears the others. The next pseudo-gradient is measured from the new slow
+    ``mix`` (Streaming DiLoCo, 2501.18512; torchft and MaxText do the same): fast <- mix fast + (1 - mix) slow. 0 discards the
+    progress made while the exchange was in flight, 1 ignores the others. The next pseudo-gradient is measured from the new slow
     weights, not from the mix. The inner optimizer's state is neither sent nor reset.
     """
 
@@ -40,17 +40,17 @@ class DiLoCoRule:
             raise ValueError(f"mix must lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Momentum 0; no buffer without momentum."""
+        """Return momentum 0; no buffer without momentum."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """The pseudo-gradients."""
+        """Return the pseudo-gradients."""
         return pseudo_gradient(slow, fast)
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """One outer step."""
+        """Take one outer step."""
         outer_step(slow, mean, state, self.lr, self.momentum, self.nesterov)
         for s, f in zip(slow, fast, strict=True):
             if self.mix == 0:
@@ -62,7 +62,7 @@ class DiLoCoRule:
 def outer_step(
     slow: Sequence[Tensor], gradients: Sequence[Tensor], state: State, lr: float, momentum: float, nesterov: bool
 ) -> None:
-    """SGD with momentum in torch's form on ``slow``, in place; ``gradients`` are not changed."""
+    """Take a step of SGD with momentum in torch's form on ``slow``, in place; ``gradients`` are not changed."""
     if momentum == 0:
         for s, g in zip(slow, gradients, strict=True):
             s.sub_(g, alpha=lr)
@@ -76,7 +76,7 @@ def outer_step(
 
 
 def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tensor]:
-    """Decoupled DiLoCo's merge (2604.21428): the mean length times the direction of the mean direction, tensor by tensor.
+    """Return Decoupled DiLoCo's merge (2604.21428): mean length times direction of the mean direction, tensor by tensor.
 
     Args:
         mean_units: weighted means of g / ||g||, of the parameters' shapes.
@@ -91,13 +91,13 @@ def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tens
 
 @dataclass(frozen=True)
 class DecoupledRule:
-    """Decoupled DiLoCo's outer step (2604.21428): DiLoCo's Nesterov form on the ``rda`` merge of the pseudo-gradients.
+    """Decoupled DiLoCo's rule (2604.21428): DiLoCo's Nesterov form on the ``rda`` merge of the pseudo-gradients.
 
-    Directions and lengths are both sent, so that the merge is a mean and any exchange can take it. The merge restores the full
-    length whatever a codec left of the direction, so use it with codecs that keep it (one toy run with top-k and error feedback
-    ended far worse than in float32; the cause is not isolated). The quorum, the grace window and the merging server are the
-    exchange's; tokens^2 / steps is ``weights.by_rate``. Whoever receives a fragment goes on from the slow weights (the paper's
-    choice).
+    Directions and lengths are both sent, so that the merge needs means only and any exchange can provide them. The merge restores
+    the full length even if a codec distorts the direction, so use codecs that preserve it (one toy run with top-k and error
+    feedback ended far worse than in float32; the cause is not isolated). The quorum, the grace window and the merging server
+    belong to the exchange; tokens^2 / steps is ``by_rate``. A peer that receives a fragment goes on from the slow weights (the
+    paper's choice).
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -110,11 +110,11 @@ class DecoupledRule:
         check_rate_and_momentum(self.lr, self.momentum)
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """As DiLoCo's."""
+        """Return momentum 0; no buffer without momentum."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Unit vectors (the pseudo-gradient itself where plain), then one scalar length for each."""
+        """Return unit vectors (the pseudo-gradient itself where plain), then one scalar length for each."""
         gradients = pseudo_gradient(slow, fast)
         lengths = [torch.linalg.vector_norm(g) for g in gradients]
         for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
@@ -125,7 +125,7 @@ class DecoupledRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """One outer step."""
+        """Take one outer step."""
         count = len(slow)
         merged = rda(mean[:count], mean[count:])
         for position in range(count):

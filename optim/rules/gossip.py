@@ -1,7 +1,4 @@
-"""The rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo, GASLoC.
-
-The others: rules_diloco.py (DiLoCo and what is built on it), rules_delayed.py (CO2, eager updates), sparta.py.
-"""
+"""Rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo, GASLoC."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.optim.rules.base import RoundContext, Rule, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
-
-__all__ = ["GASLoCRule", "LocalSGDRule", "NoLoCoRule", "Rule", "State"]
+from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 
 
 def _divided(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """By the own weight, so that the weighted mean of it, times the mean weight (``_mean_weight``), is a plain mean."""
+    """Divide by the own weight, so that the weighted mean times the mean weight (``_mean_weight``) is a plain mean."""
     return list(tensors) if weight == 1.0 else [tensor / weight for tensor in tensors]
 
 
@@ -27,21 +22,21 @@ def _mean_weight(context: RoundContext) -> float:
 
 @dataclass(frozen=True)
 class NoLoCoRule:
-    """NoLoCo (2506.10911v1, Eq. 1-3), in the form of the authors' code, whose sign of the second term is the descending one.
+    """NoLoCo's rule (2506.10911v1, Eq. 1-3) in the form of the authors' code, whose sign of the second term is the descending one.
 
     With g = slow - fast, momentum a, outer lr b and pull c, means taken over the group:
 
         v <- a v + b mean(g) + c (slow - mean(slow));   slow <- slow - v;   fast <- slow
 
     This is heavy ball, not Nesterov. When c = b (as in the authors' runs; the paper gives no value) the two terms collapse to
-    b (slow - mean(fast)): only the fast weights travel, half the bytes. Otherwise g and slow both travel.
+    b (slow - mean(fast)): only the fast weights are sent, half the bytes. Otherwise g and slow are both sent.
 
     ``weighted``: peers contribute with different weights. Only mean(g) is weighted then; mean(slow) stays a plain mean, so that
     the pull moves the members by opposite amounts and the mean over all peers is conserved (ours: the paper has no weights).
     That needs both tensors, whatever the pull. All peers must agree on it.
 
-    The replicas' spread contracts for 0 < c < 2 (1 - a^2) with pairs (our derivation; the paper's Eq. 74 recommends values
-    that diverge for a = 0.9): outside of it a warning says so.
+    The replicas' consensus distance contracts for 0 < c < 2 (1 - a^2) with pairs (our derivation; the paper's Eq. 74 recommends
+    values that diverge for a = 0.9); other values cause a warning.
     """
 
     lr: float = 0.7
@@ -69,15 +64,15 @@ class NoLoCoRule:
 
     @property
     def sends_weights_only(self) -> bool:
-        """The one-tensor form."""
+        """True in the one-tensor form."""
         return self.gamma == self.lr and not self.weighted
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Momentum 0."""
+        """Return momentum 0."""
         return {"momentum": zeros(slow)}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """``fast`` in the one-tensor form, else the pseudo-gradients followed by ``slow`` (divided by the own weight)."""
+        """Return ``fast`` in the one-tensor form, else the pseudo-gradients, then ``slow`` divided by the own weight."""
         if self.sends_weights_only:
             return list(fast)
         return pseudo_gradient(slow, fast) + _divided(slow, context.weight)
@@ -85,7 +80,7 @@ class NoLoCoRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """One outer step."""
+        """Take one outer step."""
         velocity = state["momentum"]
         if self.sends_weights_only:
             for v, s, mean_fast in zip(velocity, slow, mean, strict=True):
@@ -95,7 +90,7 @@ class NoLoCoRule:
             count, scale = len(slow), _mean_weight(context)
             for v, s, g, mean_slow in zip(velocity, slow, mean[:count], mean[count:], strict=True):
                 v.mul_(self.momentum).add_(g, alpha=self.lr)
-                if context.members > 1 or context.weight == 0:  # alone nothing pulls, and rounding must not either
+                if context.members > 1 or context.weight == 0:  # without a partner there is no pull, nor must rounding be one
                     v.add_(s - mean_slow * scale, alpha=self.gamma)
                 s.sub_(v)
         assign(fast, slow)
@@ -103,14 +98,14 @@ class NoLoCoRule:
 
 @dataclass(frozen=True)
 class LocalSGDRule:
-    """Local SGD / FedAvg: the slow weights become the mean of the fast weights. With pairs: epidemic averaging."""
+    """Rule of local SGD / FedAvg: slow weights become the mean of the fast weights. With pairs: epidemic averaging."""
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Nothing to remember."""
+        """Return no state."""
         return {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """The fast weights."""
+        """Return the fast weights."""
         return list(fast)
 
     def apply(
@@ -123,16 +118,16 @@ class LocalSGDRule:
 
 @dataclass(frozen=True)
 class GASLoCRule:
-    """GASLoC (2606.11081): gossip on the outer iterate, with momentum on it.
+    """GASLoC's rule (2606.11081): gossip on the outer iterate, with momentum on it.
 
-    With h = fast - slow, outer lr b, mix a and momentum c, the mean a plain one over the group (never weighted, so that the mean
-    over all peers is conserved; peers that made more steps count more by their larger h):
+    With h = fast - slow, outer lr b, mix a and momentum c, and a plain mean over the group (never weighted, so that the mean over
+    all peers is conserved; peers that made more steps count more by their larger h):
 
         u <- slow + b h;   slow <- u - a (u - mean(u)) + c (u - u of the round before);   fast <- slow
 
     The paper writes a graph Laplacian; for a group of n that averages completely it is n (u - mean(u)), so its step size is a/n
-    (a/2 for pairs). The u before the first round is the first slow weights, as in Nesterov's own form: alone, this is DiLoCo's
-    torch form with the same lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
+    (a/2 for pairs). The u before the first round is the first slow weights, as in Nesterov's own form: for one peer this is
+    DiLoCo's torch form with the same lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
     """
 
     lr: float = 0.7
@@ -145,17 +140,17 @@ class GASLoCRule:
             raise ValueError(f"mix must lie in [0, 1], got {self.mix}: 0 never averages, 1 averages completely")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """``offset``: slow minus the last u."""
+        """Return the zero ``offset`` (slow minus the last u)."""
         return {"offset": zeros(slow)}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """u, divided by the own weight."""
+        """Return u, divided by the own weight."""
         return _divided([s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)], context.weight)
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """One outer step."""
+        """Take one outer step."""
         scale = _mean_weight(context)
         for offset, s, f, mean_u in zip(state["offset"], slow, fast, mean, strict=True):
             u = s.lerp(f, self.lr)

@@ -1,4 +1,4 @@
-"""SPARTA (openreview stFPf3gzq1): every few steps a small random part of the parameters is averaged."""
+"""SPARTA (openreview stFPf3gzq1): averaging of a small random part of the parameters every few steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MASK_32 = 0xFFFFFFFF
 
 
 def chosen(key: RoundKey, count: int, part: float) -> Tensor:
-    """round(part * count) different positions below ``count``, ascending, int64 on the CPU.
+    """Return round(part * count) different positions below ``count``, ascending, int64 on the CPU.
 
-    They follow from the key alone, in integer arithmetic, so that every peer finds the same ones on any machine and with any
-    version of torch, and no mask is sent. The positions are cut into as many runs as are wanted, of lengths that differ by at most
-    one, and one is drawn in each: so their number is fixed, and a position is chosen with probability ``part`` (to that one).
+    They follow from the key alone, in integer arithmetic, so that every peer computes the same on any machine and with any version
+    of torch, and no mask is sent. The positions are cut into as many runs as are wanted, of lengths that differ by at most one, and
+    one is drawn in each: so their number is fixed, and each position is drawn with probability ``part`` (up to that one).
     """
     wanted = min(round(part * count), count)
     if wanted == 0:
@@ -36,7 +36,7 @@ def chosen(key: RoundKey, count: int, part: float) -> Tensor:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers (held in int64) that leaves no pattern: two rounds of xorshift and multiply."""
+    """Scramble 32-bit numbers (held in int64) by a bijection: two rounds of xorshift and multiply."""
     for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
         values = values & MASK_32
         values = ((values ^ (values >> 16)) * factor) & MASK_32
@@ -45,32 +45,32 @@ def _mixed(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SpartaRule:
-    """SPARTA: the chosen values of ``fast`` become their mean over the group; all others stay the peer's own.
+    """SPARTA's rule: the chosen values of ``fast`` become their mean over the group; all others stay the peer's own.
 
     The mask follows from (run, round, fragment): the public code sends it, which costs more than the values. It has a fixed number
     of values over the whole fragment, so that small tensors are reached too. There is no outer optimizer: slow equals fast.
-    When the mean comes late, the values move by (mean - what was sent), so that what was learnt since then stays.
+    With a late mean the values move by (mean - contribution), so that the progress since then stays.
     """
 
     part: float = 0.005
-    """Of all values, in [0, 1]."""
+    """Part of all values, in [0, 1]."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.part <= 1:
             raise ValueError(f"part must lie in [0, 1], got {self.part}: it is the part of all values that is averaged")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Nothing to remember."""
+        """Return no state."""
         return {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """One flat tensor of the chosen values."""
+        """Return one flat tensor of the chosen values."""
         return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context.key), strict=True)])]
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Replace (or, when late, shift) the chosen values."""
+        """Replace (or, if the mean is late, shift) the chosen values."""
         places = self._places(fast, context.key)
         sizes = [at.numel() for at in places]
         sent = torch.split(context.sent[0], sizes)
@@ -80,7 +80,7 @@ class SpartaRule:
         assign(slow, fast)
 
     def _places(self, tensors: Sequence[Tensor], key: RoundKey) -> list[Tensor]:
-        """For each tensor the chosen positions in it."""
+        """Return the chosen positions in each tensor."""
         ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0)
         flat = chosen(key, int(ends[-1]), self.part)
         cuts = [0, *torch.searchsorted(flat, ends).tolist()]

@@ -1,4 +1,4 @@
-"""Will the outer step converge? The eigenvalues of the outer recursion on a quadratic, as a guide and a warning.
+"""Convergence of the outer step: the eigenvalues of the outer recursion on a quadratic, for warnings.
 
 Where the inner steps of a round contract a direction by 1 - c (0 < c <= 1; c near 1 for long rounds), its pseudo-gradient is c
 times the slow weight. A mean that is applied L rounds late then gives, with x = lr c and momentum m, a linear recursion whose roots
@@ -7,8 +7,8 @@ are those of
     nesterov    z^(L+2) - (1+m) z^(L+1) + m z^L + x ((1+m) z - m) f(z)
     heavy ball  z^(L+2) - (1+m) z^(L+1) + m z^L + x z f(z)
 
-with f(z) = 1, or f(z) = 1 - s + s z^L where a part s of the motion is applied at once (eager updates). It is stable while all roots
-lie inside the unit circle. AdamW's steps are not linear: a guide, not a proof.
+with f(z) = 1, or f(z) = 1 - s + s z^L if a part s of the displacement is applied at once (eager updates). It is stable while all
+roots lie inside the unit circle. AdamW's steps are not linear, so this is a guide, not a proof.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 def largest_root(rate: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> float:
-    """Largest absolute value of the roots for x = ``rate`` and a delay of ``lag`` rounds."""
+    """Return the largest absolute value of the roots for x = ``rate`` and a delay of ``lag`` rounds."""
     coefficients = torch.zeros(lag + 3, dtype=torch.float64)  # of z^0, z^1, ...
     coefficients[lag : lag + 3] = torch.tensor([momentum, -(1 + momentum), 1.0])
     direct = {0: -momentum, 1: 1 + momentum} if nesterov else {1: 1.0}
@@ -35,7 +35,7 @@ def largest_root(rate: float, momentum: float, lag: int, *, nesterov: bool, fres
 
 @functools.lru_cache(maxsize=256)
 def limit(momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> float:
-    """The largest stable lr for c = 1 (four digits): below it the recursion converges, above it grows. 0 if momentum is 1."""
+    """Return the largest stable lr for c = 1 (four digits); above it the recursion diverges. 0 if momentum is 1."""
     if momentum >= 1 and (lag > 0 or nesterov):
         return 0.0
     if lag == 0:
@@ -56,7 +56,7 @@ def limit(momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> f
 
 
 def warn_if_unstable(lr: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0, stacklevel: int = 3) -> None:
-    """A warning that names the knob when ``lr`` is at or above the ``limit`` (lr 0 never is)."""
+    """Warn, naming the knob to change, if ``lr`` is at or above the ``limit`` (lr 0 never is)."""
     largest = limit(momentum, lag, nesterov=nesterov, fresh=fresh)
     if lr >= largest and lr > 0:
         late = "" if lag == 0 else f" and a mean that comes {lag} round{'s' * (lag > 1)} late"

@@ -1,1 +1,1 @@
-"""When fragments are sent and applied, and how long a round is."""
+"""Schedules of sending and applying fragments, and lengths of rounds."""

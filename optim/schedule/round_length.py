@@ -1,11 +1,11 @@
-"""How long a round is: so many inner steps, tokens, or seconds; it says which positions of the schedule an inner step has reached.
+"""Lengths of a round in inner steps, tokens or seconds: they map inner steps to positions of the schedule.
 
-A schedule cuts a round into ``every`` positions. Where a round is ``every`` steps, the position is the number of inner steps. Where
-it is tokens or seconds, so much of the round is over as of its tokens or seconds, and one inner step may reach no new position, or
-several: each is visited once, in order, so nothing that the schedule asks for is skipped or done twice, also for fragments and
-lags (a lag of 2 is then 2/every of a round). A step never goes beyond the end of its round.
+A schedule cuts a round into ``every`` positions. If a round is ``every`` steps, the position is the number of inner steps. If it is
+tokens or seconds, the position is in proportion to them, and one inner step may reach no new position, or several: each is visited
+once, in order, so no action of the schedule is skipped or repeated, also with fragments and lags (a lag of 2 is then 2/every of a
+round). A step never goes beyond the end of its round.
 
-    opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)      # uneven peers: each does what it can
+    opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)      # peers of unequal speed
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from shoal.optim.schedule.schedule import Schedule
 
 
 class RoundLength(Protocol):
-    """How an optimizer moves through its schedule. Each optimizer needs one of its own."""
+    """Mapping of inner steps to positions of the schedule. Each optimizer needs one of its own."""
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """The positions after ``position`` that the inner step that has just ended has reached; iterate to the end.
+        """Yield the positions after ``position`` that the latest inner step has reached; iterate to the end.
 
-        ``tokens``: counted in all, this step's included.
+        ``tokens``: counted in all, including this step's.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Restore it; ``tokens`` were counted by then. A state of another kind begins a round there."""
+        """Restore the state; ``tokens`` were counted by then. With the state of another kind of length a round begins there."""
         ...
 
 
 class Steps:
-    """A round is the schedule's ``every`` inner steps: one position each."""
+    """Rounds of the schedule's ``every`` inner steps: one position each."""
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """The next one."""
+        """Yield the next position."""
         yield position + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position says all."""
+        """Return no state: the position is enough."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _target(position: int, every: int, part: float) -> int:
-    """The position at ``part`` of the round that ``position`` is in: never back, and never beyond the round's end."""
+    """Return the position at ``part`` of the round of ``position``: never an earlier one, nor one beyond the round's end."""
     start = position // every * every
     return max(position, start + min(math.floor(every * part), every))
 
 
 class Tokens:
-    """A round is ``tokens`` tokens of this peer, as told to ``OuterOptimizer.count``.
+    """Rounds of ``tokens`` tokens of this peer, as counted by ``OuterOptimizer.count``.
 
-    What a batch has too much goes to the next round, so that rounds are that long on average; a batch of several rounds is one.
+    The surplus of a batch counts for the next round, so that rounds are that long on average; a batch of several rounds is one.
     ValueError if ``tokens`` is below 1 or none are counted.
     """
 
@@ -71,7 +71,7 @@ class Tokens:
         self._began = 0
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """As many as the tokens allow."""
+        """Yield the positions that the tokens reach."""
         if tokens == 0:
             raise ValueError("no tokens were counted: call opt.count(tokens) before each opt.step(), or let rounds be steps")
         rounds, rest = divmod(tokens - self._began, self.tokens)
@@ -83,27 +83,27 @@ class Tokens:
             self._began += rounds * self.tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens at which the round began."""
+        """Return the number of tokens at which the round began."""
         return {"began": self._began}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Go on in the same round."""
+        """Continue the same round."""
         self._began = min(int(state_dict.get("began", tokens)), tokens)
 
 
 class Seconds:
-    """A round is ``seconds`` seconds, whatever number of inner steps fit; it is over after the step during which they ran out.
+    """Rounds of ``seconds`` seconds with any number of inner steps; a round ends after the step during which they ran out.
 
-    Rounds end where ``clock`` is at a multiple of ``seconds``: peers whose clocks agree end theirs together, from the first one,
-    however long their steps are, and a step, or an exchange, that took long shortens the next round rather than move all later
-    ones. So nobody waits for another peer longer than that peer's step takes. A round of less than half the length is not worth an
-    exchange: it goes on to the next multiple. A clock that is set forward or back costs at most one round of wrong length.
+    Rounds end when ``clock`` is at a multiple of ``seconds``: peers whose clocks agree end theirs together, from the first one,
+    however long their steps are. A long step or exchange shortens the next round and does not move all later ones. So no peer waits
+    for another longer than that peer's step takes. A round of less than half the length is not worth an exchange: it continues to
+    the next multiple. A clock that is set forward or back costs at most one round of wrong length.
 
-    That peers do as many steps as they can is Anarchic Federated Learning's idea (2108.09875), a common length that follows from
-    measured speeds FedCompass's (2309.14675); the common moments are ours.
+    Peers that do as many steps as they can are Anarchic Federated Learning's idea (2108.09875), a common length that follows from
+    measured speeds is FedCompass's (2309.14675); the common end times are ours.
 
-    ``seconds``: a number, or a function that is asked when a round begins (optim/length_auto.py).
-    ``clock``: seconds since a moment that is the same for all peers, such as ``time.time``; a simulation's own.
+    ``seconds``: a number, or a function called when a round begins (such as ``agreed_seconds`` of the speeds).
+    ``clock``: seconds since an epoch common to all peers, such as ``time.time``; a simulation's own.
 
     ValueError unless ``seconds`` is positive and finite.
     """
@@ -125,22 +125,22 @@ class Seconds:
         self._until = (math.floor(now / self._length + 0.5) + 1) * self._length
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """As many as the time allows."""
+        """Yield the positions that the time reaches."""
         now = self._clock()
         if not now >= self._began:  # the first step, which also compiles and warms up, or the clock was set back
             self._begin(now)
         part = 1.0 if now >= self._until else 1.0 - (self._until - now) / self._length
         target = _target(position, schedule.every, min(part, 1.0))
         if part < 1.0 and target % schedule.every == 0 and target > position:
-            target -= 1  # rounding: the end is reached by the clock alone
+            target -= 1  # rounding: only the clock ends a round
         yield from range(position + 1, target + 1)
         if target > position and target % schedule.every == 0:
             self._begin(self._clock())  # after the exchange
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: time goes on while a run stands still."""
+        """Return no state: time goes on while a run is stopped."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Begin to look at the clock anew; the position stays."""
+        """Begin a new round by the clock; the position stays."""
         self._began = self._until = self._length = math.nan

@@ -1,6 +1,6 @@
-"""When to send and when to apply: a pure function of the position, so that peers agree and every schedule can be tested alone.
+"""Schedules of sending and applying: pure functions of the position, on which all peers agree.
 
-The position is the number of inner steps, unless rounds are tokens or seconds (optim/length.py); "steps" below are positions.
+The position is the number of inner steps, unless rounds are tokens or seconds (``RoundLength``); "steps" below are positions.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Send:
-    """Hand a fragment's contribution to the exchange."""
+    """Action: hand a fragment's contribution to the exchange."""
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Wait for a fragment's mean and apply the outer rule."""
+    """Action: wait for a fragment's mean and apply the outer rule."""
 
     fragment: int
     after: int | None = None
-    """Positions since its ``Send``; what was sent then may have been dropped. None: the oldest in flight."""
+    """Positions since its ``Send``, whose exchange may have been cancelled. None: the oldest in flight."""
 
 
 class Schedule(Protocol):
-    """Maps the number of finished inner steps to what is done before the next one."""
+    """Mapping of the number of finished inner steps to the actions before the next one."""
 
     @property
     def every(self) -> int:
@@ -34,7 +34,7 @@ class Schedule(Protocol):
         ...
 
     def at(self, step: int) -> list[Send | Apply]:
-        """Actions after inner step ``step`` (1 is the first), in order."""
+        """Return the actions after inner step ``step`` (1 is the first), in order."""
         ...
 
 
@@ -47,7 +47,7 @@ def _check_every(every: int, fragments: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Every:
-    """The whole model once every ``every`` inner steps, applied at once (DiLoCo 2311.08105, NoLoCo 2506.10911)."""
+    """Schedule of the whole model once every ``every`` inner steps, applied at once (DiLoCo 2311.08105, NoLoCo 2506.10911)."""
 
     every: int
 
@@ -60,7 +60,7 @@ class Every:
 
 
 def _due(step: int, every: int, fragments: int) -> int | None:
-    """The fragment sent after ``step``: fragment p whenever (step - (p + 1) every / fragments) is a multiple of ``every``."""
+    """Return the fragment sent after ``step``: p if (step - (p + 1) every / fragments) is a multiple of ``every``."""
     if step < 1:
         return None
     offset = (step - 1) % every + 1  # 1 ... every
@@ -70,9 +70,9 @@ def _due(step: int, every: int, fragments: int) -> int | None:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Each of ``fragments`` once every ``every`` steps, evenly apart, applied ``lag`` steps later (Streaming DiLoCo 2501.18512).
+    """Schedule of ``fragments`` evenly apart, each once every ``every`` steps, applied ``lag`` later (Streaming DiLoCo 2501.18512).
 
-    Unlike torchft's it lets several fragments be in flight and ``every`` be no multiple of ``fragments``.
+    Unlike torchft's it allows several fragments in flight, and an ``every`` that is no multiple of ``fragments``.
     """
 
     every: int
@@ -88,7 +88,7 @@ class Streaming:
             )
 
     def at(self, step: int) -> list[Send | Apply]:
-        """First what is sent, for the network to begin, then what is applied."""
+        """Send first, so that the network can begin, then apply."""
         actions: list[Send | Apply] = []
         if (fragment := _due(step, self.every, self.fragments)) is not None:
             actions.append(Send(fragment))
@@ -99,9 +99,9 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Delayed:
-    """As ``Streaming``, but a mean is applied one whole round later, when the fragment is sent again (CO2, eager updates).
+    """Schedule like ``Streaming``, but a mean is applied a whole round later, when its fragment is sent again (CO2, eager updates).
 
-    Only for rules that know what is in flight: others would count it twice.
+    Only for rules that account for the exchange in flight: others would count its contribution twice.
     """
 
     every: int
@@ -111,6 +111,6 @@ class Delayed:
         _check_every(self.every, self.fragments)
 
     def at(self, step: int) -> list[Send | Apply]:
-        """Send what was learnt in this round, then apply the mean of the round before."""
+        """Send this round's contribution, then apply the mean of the round before."""
         fragment = _due(step, self.every, self.fragments)
         return [] if fragment is None else [Send(fragment), Apply(fragment, self.every)]

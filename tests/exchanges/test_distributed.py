@@ -100,7 +100,7 @@ def test_without_the_store_every_round_is_alone_and_one_warning_says_so(ranks):
     for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, spoil="store"):
         assert (rank["mean"], rank["next"]) == (None, None)
         (sentence,) = rank["said"]
-        assert sentence.startswith("the store of torch.distributed is gone (connection reset): every later round goes on alone.")
+        assert sentence.startswith("the store of torch.distributed is gone (connection reset): later rounds have no partner.")
 
 
 def test_a_key_that_comes_again_is_another_round_and_the_store_does_not_grow(ranks):
