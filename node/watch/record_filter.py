@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip import envelope as parcels
-from shoal.swarm.p2p.counters import Counters
-from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
+from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE
 

@@ -45,8 +45,7 @@ from shoal.swarm.gossip.bounded_queue import BoundedQueue
 from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, Encoding, GossipEnvelope, Opened, topic_of
 from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.counters import Counters
-from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
+from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
 
 if TYPE_CHECKING:

@@ -1,65 +1,110 @@
-"""One p2pd (libp2p's Go daemon, from hivemind's wheel) in a private folder and under a guard.
+"""A client of p2pd (libp2p's Go daemon, from hivemind's wheel): launch it under a guard, and talk to it over its control socket.
 
-hivemind's own launcher keeps its sockets in the open temporary folder, leaves them there after a crash, and knows no
-GossipSub; so `Daemon` launches the process itself and inherits the rest. All private hooks of hivemind that Shoal uses are in
-this file, which is why pyproject.toml pins the release.
+The daemon speaks length-prefixed protobuf over a Unix socket in a private folder. Its messages come from a file in hivemind's
+wheel that needs nothing of the package around it, so neither hivemind nor torch is imported here: a bootstrap node runs without.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.util
 import logging
 import os
 import shutil
 import signal
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import ValidationError
-from hivemind.dht.routing import DHTID
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.p2p.p2p_daemon_bindings import p2pclient
-from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
-from hivemind.proto import p2pd_pb2
-from hivemind.utils.logging import use_hivemind_log_handler
-from hivemind.utils.multiaddr import Multiaddr
-
-from shoal.swarm.errors import StartupError
-from shoal.swarm.identity import Identity, b58decode
-from shoal.swarm.p2p.daemon_process import Relay, check_binary, daemon_path, follow, options, run_folder, start_guarded
-from shoal.swarm.p2p.multiaddr import is_loopback
+from shoal.swarm.errors import NetworkError, StartupError
+from shoal.swarm.identity import Identity, b58encode
+from shoal.swarm.p2p.daemon_process import (
+    Relay,
+    check_binary,
+    daemon_path,
+    follow,
+    hivemind_folder,
+    options,
+    run_folder,
+    start_guarded,
+)
+from shoal.swarm.p2p.multiaddr import MAX_ID, is_loopback, origin, peer_bytes, to_bytes, to_text, unix_address, varint, without_peer
 
 log = logging.getLogger(__name__)
 
-# hivemind prints to stderr on its own account. Its messages go the usual way of logging instead, errors only, for what we
-# have to say about its failures we say ourselves.
-use_hivemind_log_handler("nowhere")
-if "HIVEMIND_LOGLEVEL" not in os.environ:
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
-logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
+D = TypeVar("D", bound="Daemon")
 
-ASK_S = 2  # seconds a look into the address book of the daemon may take
+MAX_FRAME = 2 << 20  # bytes of one message of the daemon; a gossiped one has 1 MiB at most
+ANSWER_S = 10.0  # seconds for the daemon to take a stream handler, or to say whose stream it hands over
+FIND_S = 2  # seconds a look into the address book of the daemon may take
+
+Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""A stream handler: gets the id of the peer that opened the stream, the IP address it comes from, and both ends."""
 
 
-class Daemon(P2P):  # type: ignore[misc]
+class DaemonError(NetworkError):
+    """The daemon refused a request or could not fulfil it; the text is the daemon's."""
+
+
+DAEMON_GONE = (DaemonError, OSError, EOFError)  # raised by requests when the daemon refuses, or is dead
+
+
+@functools.cache
+def messages() -> Any:
+    """Return the module of the daemon's protobuf messages."""
+    loaded = sys.modules.get("hivemind.proto.p2pd_pb2")
+    if loaded is not None:
+        return loaded
+    spec = importlib.util.spec_from_file_location("shoal_p2pd_pb2", hivemind_folder() / "proto" / "p2pd_pb2.py")
+    if spec is None or spec.loader is None:
+        raise StartupError("the package hivemind lacks its file of messages: reinstall it.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
+    """Send a protobuf message, its length before it."""
+    data = message.SerializeToString()
+    writer.write(varint(len(data)) + data)
+    await writer.drain()
+
+
+async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
+    """Fill ``message`` with the next one and return it. Raises OSError if it has more than `MAX_FRAME` bytes, or EOFError."""
+    size = 0
+    for shift in range(0, 28, 7):
+        (byte,) = await reader.readexactly(1)
+        size |= (byte & 127) << shift
+        if byte < 128:
+            break
+    if size > MAX_FRAME:
+        raise OSError(f"the daemon announced {size} bytes")
+    message.ParseFromString(await reader.readexactly(size))
+    return message
+
+
+class Daemon:
     """A running p2pd; make it with `launch`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, peer_id: str, run_dir: Path) -> None:
+        self.peer_id = peer_id
         self._owner = os.getpid()
-        self._daemon_listen_maddr = self._client_listen_maddr = None
-        self._run_dir: Path | None = None
-        self._said: deque[str] = deque(maxlen=20)  # the last lines of its output
-        self.refuses: Callable[[str, int], str] = lambda peer, nbytes: ""
-        """Why a call of a peer, of so many bytes, is refused; nothing if it is answered."""
+        self._run_dir = run_dir
+        self._control, self._inbound = run_dir / "daemon.sock", run_dir / "client.sock"
+        self._child: asyncio.subprocess.Process | None = None  # the guard
+        self._follower: asyncio.Task[None] | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._handlers: dict[str, Incoming] = {}
+        self._output: deque[str] = deque(maxlen=20)  # its last lines
 
     @classmethod
     async def launch(
-        cls,
+        cls: type[D],
         identity: Identity,
         *,
         listen: Sequence[str],
@@ -68,27 +113,26 @@ class Daemon(P2P):  # type: ignore[misc]
         relay: Relay = "auto",
         public: bool = False,
         light: bool = False,
+        idle: str = "30s",
         timeout: float = 30.0,
-    ) -> Daemon:
+    ) -> D:
         """Start a daemon with ``identity``'s peer id; it answers when this returns.
 
-        ``relays``, ``relay``, ``public``: see `daemon_process.options`. ``light``: take part in libp2p's own peer routing as a
-        client only. Raises StartupError, after removing everything again, within ``timeout`` seconds.
+        ``relays``, ``relay``, ``public``, ``idle``: see `daemon_process.options`. ``light``: take part in libp2p's own peer
+        routing as a client only. Raises StartupError, after removing everything again, within ``timeout`` seconds.
         """
         binary = daemon_path()
         check_binary(binary)
-        self = cls()
-        self._run_dir, lock = run_folder()
+        run_dir, lock = run_folder()
+        self = cls(identity.peer_id, run_dir)
         started = False
         try:
             key = identity.path
             if key is None:
-                key = self._run_dir / "key"
+                key = run_dir / "key"
                 identity.write_to(key)
-            self._daemon_listen_maddr = Multiaddr(f"/unix{self._run_dir}/daemon.sock")
-            self._client_listen_maddr = Multiaddr(f"/unix{self._run_dir}/client.sock")
             chosen = options(
-                control=str(self._daemon_listen_maddr),
+                control=f"/unix{self._control}",
                 key=key,
                 listen=listen,
                 announce=announce,
@@ -96,54 +140,58 @@ class Daemon(P2P):  # type: ignore[misc]
                 relay=relay,
                 public=public,
                 light=light,
+                idle=idle,
             )
-            await asyncio.wait_for(self._start([str(binary), *chosen], lock), timeout)
-            started = True
+            found = await asyncio.wait_for(self._start([str(binary), *chosen], lock), timeout)
+            started = found == identity.peer_id
         except asyncio.TimeoutError:
             raise StartupError(
                 f"the network daemon did not answer within {timeout:g} s: the machine may be overloaded; try again."
             ) from None
-        except (P2PDaemonError, OSError, EOFError) as error:
+        except DAEMON_GONE as error:
             raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
         finally:
             os.close(lock)  # the guard has it
             if not started:
                 await self.shutdown()
-        if str(self.peer_id) != identity.peer_id:
-            await self.shutdown()
+        if not started:
             raise StartupError(
-                f"the network daemon came up as {self.peer_id} and not as {identity.peer_id}: the key file {key} was "
-                "changed meanwhile; start again."
+                f"the network daemon did not come up as {identity.peer_id}: the key file {key} was changed meanwhile; start again."
             )
         return self
 
-    async def _start(self, command: list[str], lock: int) -> None:
-        assert self._run_dir is not None
-        self._child: Any = await start_guarded(self._run_dir, command, lock)
-        self._alive = True
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reader_task = asyncio.create_task(self._read_outputs(ready))
-        await ready
-        self._client = await p2pclient.Client.create(
-            control_maddr=self._daemon_listen_maddr, listen_maddr=self._client_listen_maddr
-        )
-        await self._ping_daemon()
+    async def _start(self, command: list[str], lock: int) -> str:
+        """Start the process and wait for it; return the peer id that it has."""
+        await self._spawn(command, lock)
+        self._server = await asyncio.start_unix_server(self._accept, str(self._inbound))
+        return b58encode((await self._identify()).id[:MAX_ID])
 
-    async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
-        """Replaces hivemind's, which forgets all but the last line."""
-        await follow(self._child.stdout, self._said, ready)
+    async def _spawn(self, command: list[str], lock: int) -> None:
+        self._child = await start_guarded(self._run_dir, command, lock)
+        assert self._child.stdout is not None
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._follower = asyncio.create_task(follow(self._child.stdout, self._output, ready))
+        await ready
 
     async def ended(self) -> int:
-        """Wait until the process is gone; its exit status. (`is_alive` does not know.)"""
-        return int(await self._child.wait())
+        """Wait until the process is gone; return its exit status."""
+        assert self._child is not None
+        return await self._child.wait()
 
     async def shutdown(self) -> None:
-        """End the process and remove its folder; takes at most about `guard.GRACE` seconds."""
-        self._terminate()
+        """End the process and remove its folder; takes at most about `daemon_guard.GRACE` seconds."""
+        if self._owner != os.getpid():  # a forked copy of this object owns nothing
+            return
+        if self._server is not None:
+            self._server.close()
+        if self._follower is not None:
+            self._follower.cancel()
         if self._child is not None:
+            if self._child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._child.terminate()
             await self._child.wait()
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)  # if the guard was killed
+        shutil.rmtree(self._run_dir, ignore_errors=True)  # if the guard was killed
 
     def end_by_force(self) -> None:
         """Have the guard end the process, without the help of the loop; for any thread."""
@@ -151,138 +199,97 @@ class Daemon(P2P):  # type: ignore[misc]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGTERM)
 
-    def _terminate(self) -> None:
-        if self._owner == os.getpid():  # a forked copy of this object owns nothing
-            super()._terminate()
-
-    async def _add_protobuf_unary_handler(
-        self, handle_name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
-    ) -> None:
-        """Adds a refusal to hivemind's: its DHT node registers its calls by this."""
-
-        async def guarded(request: Any, context: Any) -> Any:
-            if reason := self.refuses(context.remote_id.to_base58(), request.ByteSize()):
-                raise P2PDaemonError(f"refused: {reason}")
-            return await handler(request, context)
-
-        await super()._add_protobuf_unary_handler(handle_name, guarded, input_protobuf_type, balanced=balanced)
-
-    async def addresses(self) -> tuple[str, ...]:
-        """Full multiaddrs under which peers may reach us, those beyond this machine first."""
-        found = [str(a) for a in await self.get_visible_maddrs(latest=True)]
-        return tuple(sorted(found, key=is_loopback))
-
-    async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer (nothing happens if we are).
-
-        Raises ValueError if none of the addresses is one (a peer may tell us anything), or hivemind's P2PDaemonError.
-        """
-        bare, wrong = [], ""
-        for address in addresses:
-            try:
-                bare.append(binary(_without_peer(address)))
-            except ValueError as error:
-                wrong = str(error)
-        if not bare:
-            raise ValueError(wrong or "no address")
-        ask = p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer_id).to_bytes(), addrs=bare)
-        _, writer, _ = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=ask))
-        writer.close()
-
-    async def request(self, request: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
-        """Send a `p2pd_pb2.Request` over a connection of its own, which is then the caller's; and its answer.
-
-        Raises hivemind's P2PDaemonError or OSError; unlike hivemind's, closes the socket when it fails.
-        """
-        reader, writer = await self._client.control.daemon_connector.open_connection()
+    async def serve(self, protocol: str, handler: Incoming) -> None:
+        """Answer streams of ``protocol`` with ``handler``; they are closed when it returns. Raises one of `DAEMON_GONE`."""
+        self._handlers[protocol] = handler
+        ask = messages().StreamHandlerRequest(addr=unix_address(self._inbound), proto=[protocol], balanced=False)
         try:
-            await write_pbmsg(writer, request)
-            answer = p2pd_pb2.Response()
-            await read_pbmsg_safe(reader, answer)
-            raise_if_failed(answer)
+            await asyncio.wait_for(self._ask("STREAM_HANDLER", streamHandler=ask), ANSWER_S)
+        except asyncio.TimeoutError:
+            raise DaemonError(f"the network daemon did not answer within {ANSWER_S:g} s.") from None
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hand an incoming stream to the handler of its protocol."""
+        try:
+            info = await asyncio.wait_for(read_message(reader, messages().StreamInfo()), ANSWER_S)
+            if (handler := self._handlers.get(info.proto)) is not None:
+                await handler(b58encode(info.peer[:MAX_ID]), origin(info.addr), reader, writer)
+        except (OSError, EOFError, asyncio.TimeoutError) as error:
+            log.debug("an incoming stream ended early: %r", error)
+        finally:
+            writer.close()
+
+    async def request(self, kind: str, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+        """Send a request over a connection of its own; return that connection, which is now the caller's, and the answer.
+
+        ``kind``, ``fields``: those of `p2pd_pb2.Request`. Raises one of `DAEMON_GONE`, after closing the connection.
+        """
+        types = messages()
+        reader, writer = await asyncio.open_unix_connection(str(self._control))
+        try:
+            await write_message(writer, types.Request(type=types.Request.Type.Value(kind), **fields))
+            answer = await read_message(reader, types.Response())
+            if answer.type != types.Response.OK:
+                raise DaemonError(answer.error.msg)
         except BaseException:
             writer.close()
             raise
         return reader, writer, answer
 
+    async def _ask(self, kind: str, **fields: Any) -> Any:
+        """Send a request whose answer is all that comes back."""
+        _, writer, answer = await self.request(kind, **fields)
+        writer.close()
+        return answer
+
+    async def _identify(self) -> Any:
+        return (await self._ask("IDENTIFY")).identify
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return full multiaddrs under which peers may reach this node, those beyond this machine first.
+
+        Raises ValueError if there is none.
+        """
+        found = [to_text(address) for address in (await self._identify()).addrs]
+        if not found:
+            raise ValueError("the network daemon has no address")
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in sorted(found, key=is_loopback))
+
+    async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Connect to a peer, unless this node is connected to it.
+
+        Raises ValueError if none of the addresses is one (a peer may send us anything), or one of `DAEMON_GONE`.
+        """
+        bare, wrong = [], ""
+        for address in addresses:
+            try:
+                bare.append(to_bytes(without_peer(address)))
+            except ValueError as error:
+                wrong = str(error)
+        if not bare:
+            raise ValueError(wrong or "no address")
+        await self._ask("CONNECT", connect=messages().ConnectRequest(peer=peer_bytes(peer_id), addrs=bare))
+
     async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a stream. Raises as ``request`` does."""
-        ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[protocol])
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
-        reader, writer, _ = await self.request(request)
+        """Open a stream. Raises ValueError or one of `DAEMON_GONE`."""
+        ask = messages().StreamOpenRequest(peer=peer_bytes(peer_id), proto=[protocol])
+        reader, writer, _ = await self.request("STREAM_OPEN", streamOpen=ask)
         return reader, writer
 
     async def peers(self) -> tuple[str, ...]:
-        """Ids of all whom we are connected to."""
-        return tuple(dict.fromkeys(peer.peer_id.to_base58() for peer in await self.list_peers()))
+        """Return the ids of all connected peers."""
+        return tuple(dict.fromkeys(b58encode(peer.id[:MAX_ID]) for peer in (await self._ask("LIST_PEERS")).peers))
 
     async def where(self, peer_id: str) -> tuple[str, ...]:
-        """Full multiaddrs that a peer we are connected to gave as its own; empty if it gave none yet.
+        """Return the full multiaddrs that a connected peer gave as its own; none if it gave none yet.
 
-        Not those of the connections: one that the peer opened comes from a port on which it does not listen. Raises hivemind's
-        P2PDaemonError or OSError, also when we are not connected and libp2p's own routing knows no such peer.
+        Not those of the connections: one that the peer opened comes from a port on which it does not listen. Addresses of kinds
+        that this node does not know are left out. Raises one of `DAEMON_GONE`, also when the peer is not connected and libp2p's
+        own routing does not know it.
         """
-        ask = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=PeerID.from_base58(peer_id).to_bytes(), timeout=ASK_S)
-        _, writer, answer = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=ask))
-        writer.close()
-        return tuple(f"{Multiaddr(address)}/p2p/{peer_id}" for address in answer.dht.peer.addrs)
-
-
-async def join_dht(daemon: Daemon, peers: Sequence[str], validator: Any, light: bool) -> DHTNode:
-    """A DHT node on ``daemon``, met with ``peers`` (peer ids we are connected to). Takes some seconds if none answers.
-
-    Whether any of them takes part in the DHT is to be seen from `met`.
-    """
-    node = await DHTNode.create(
-        p2p=daemon,
-        node_id=DHTID.generate(source=str(daemon.peer_id)),  # the same after a restart
-        initial_peers=[f"/p2p/{peer}" for peer in peers],
-        record_validator=validator,
-        client_mode=light,
-        ensure_bootstrap_success=False,
-        strict=False,
-        cache_locally=False,  # we always ask for the newest
-        cache_refresh_before_expiry=0,
-    )
-    for peer in peers[:1]:
-        try:
-            await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
-        except ValidationError as error:
-            if "time" in str(error):
-                log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
-            else:
-                log.warning(
-                    "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
-                    "may be unable to start an exchange with it",
-                    peer,
-                )
-    return node
-
-
-def met(node: DHTNode) -> int:
-    """How many other DHT nodes this one knows."""
-    return len(node.protocol.routing_table.uid_to_peer_id)
-
-
-def binary(address: str) -> bytes:
-    """A multiaddr in its binary form. ValueError if it is none.
-
-    hivemind writes the peer id of a relay within an address as a CID, which libp2p's Go code does not read.
-    """
-    head, *rest = address.split("/p2p/")
-    data = bytes(Multiaddr(head).to_bytes())
-    for part in rest:
-        peer, slash, more = part.partition("/")
-        raw = b58decode(peer) if len(peer) <= 64 else b""
-        if not raw:
-            raise ValueError(f"{peer[:80]!r} is no peer id")
-        data += b"\xa5\x03" + bytes([len(raw)]) + raw  # 421, "p2p", as a varint
-        if slash:
-            data += bytes(Multiaddr(slash + more).to_bytes())
-    return data
-
-
-def _without_peer(address: str) -> str:
-    """The address without the last ``/p2p/ID``, the form in which the daemon wants it."""
-    head, found, _ = address.rpartition("/p2p/")
-    return head if found else address
+        types, found = messages(), []
+        ask = types.DHTRequest(type=types.DHTRequest.FIND_PEER, peer=peer_bytes(peer_id), timeout=FIND_S)
+        for address in (await self._ask("DHT", dht=ask)).dht.peer.addrs:
+            with contextlib.suppress(ValueError):
+                found.append(f"{to_text(address)}/p2p/{peer_id}")
+        return tuple(found)

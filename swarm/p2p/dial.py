@@ -1,4 +1,4 @@
-"""Getting onto the network: which of the bootstrap addresses answers, and if not, why not."""
+"""Connecting to bootstrap peers: which addresses answer, and if not, why; and which of them can be relays."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import logging
 import re
 from collections.abc import Sequence
 
-from hivemind.p2p import P2PDaemonError
-
 from shoal.swarm.errors import StartupError
-from shoal.swarm.p2p.daemon import Daemon
+from shoal.swarm.p2p.daemon import Daemon, DaemonError
 from shoal.swarm.p2p.multiaddr import is_loopback
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds the other bootstrap peers get once one has answered
+PROBE_S = 2.0  # seconds for a TCP connection to a possible relay
+MAX_RELAYS = 2
 
-# What p2pd says -> what we say. The first that matches.
+# Words of p2pd -> words for the user. The first that matches.
 _REASONS = (
     (r"peer id mismatch.*remote key matches (\w+)", r"answered but is another peer, \1: get a new link"),
     (r"connection refused", "refused the connection: no node listens there, start it or get a new link"),
@@ -31,7 +31,7 @@ _REASONS = (
 
 
 async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) -> tuple[list[str], dict[str, str]]:
-    """Connect to all bootstrap addresses at once; the peer ids that answered, and address -> reason for the others.
+    """Connect to all bootstrap addresses at once. Return the peer ids that answered, and address -> reason for the others.
 
     Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout`` seconds.
     """
@@ -64,8 +64,8 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
 
 
 def why(error: BaseException, address: str) -> str:
-    """Why ``address`` could not be connected to, in a few words with what to do."""
-    if not isinstance(error, P2PDaemonError):
+    """Say in a few words why ``address`` could not be connected to, and what to do."""
+    if not isinstance(error, DaemonError):
         return f"is not a valid address ({str(error)[:100]})"
     lines = str(error).splitlines()
     own = [line for line in lines if f"[{address.rpartition('/p2p/')[0]}]" in line]
@@ -79,23 +79,14 @@ def why(error: BaseException, address: str) -> str:
 
 
 def unreachable(failed: dict[str, str], tried_besides: int = 0) -> StartupError:
-    """The sentence for "none of them answered", nor did so many known addresses besides."""
+    """Make the error for bootstrap peers none of which answered, nor did so many known addresses besides."""
     one = "; ".join(f"{address} {reason}" for address, reason in failed.items())
     besides = f"; nor does any of {tried_besides} addresses known from an earlier run answer" if tried_besides else ""
     return StartupError(f"no bootstrap peer can be reached: {one}{besides}.")
 
 
-log = logging.getLogger(__name__)
-
-
-MAX_RELAYS = 2
-
-
-PROBE_S = 2.0
-
-
 def candidates(bootstrap: Sequence[str]) -> list[str]:
-    """One address of each peer that may be reached directly, in the order given."""
+    """Return one address of each peer that may be reached directly, in the order given."""
     relayed = {address.rpartition("/p2p/")[2] for address in bootstrap if "/p2p-circuit/" in address}
     found: dict[str, str] = {}
     for address in bootstrap:
@@ -106,7 +97,7 @@ def candidates(bootstrap: Sequence[str]) -> list[str]:
 
 
 async def answering(bootstrap: Sequence[str]) -> list[str]:
-    """Those of `candidates` at which something takes a TCP connection, the first `MAX_RELAYS`. Takes 2 seconds at most."""
+    """Return the first `MAX_RELAYS` of the `candidates` that take a TCP connection. Takes `PROBE_S` seconds at most."""
 
     async def answers(address: str) -> bool:
         _, _, host, _, port, *_ = address.split("/")
@@ -120,4 +111,4 @@ async def answering(bootstrap: Sequence[str]) -> list[str]:
 
     found = candidates(bootstrap)
     alive = await asyncio.gather(*map(answers, found))
-    return [address for address, well in zip(found, alive, strict=True) if well][:MAX_RELAYS]
+    return [address for address, answered in zip(found, alive, strict=True) if answered][:MAX_RELAYS]

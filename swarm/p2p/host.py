@@ -20,15 +20,16 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import uvloop
-from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import dial as boot
+from shoal.swarm.p2p import dial
+from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.daemon_process import Relay
-from shoal.swarm.p2p.daemon_supervisor import DAEMON_GONE, DaemonSupervisor
+from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
+from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE
 from shoal.swarm.p2p.listen import check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
@@ -192,11 +193,11 @@ class Host:
 
     def entry(self) -> tuple[str, ...]:
         """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
-        return self._supervisor.entry[:16]
+        return self._supervisor.bootstrapper.entry[:16]
 
     def seeds(self) -> dict[str, tuple[str, ...]]:
         """Peer id -> addresses of the bootstrap peers that are seeds."""
-        return dict(self._supervisor.seeds)
+        return dict(self._supervisor.bootstrapper.seeds)
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave the network and end the daemon, at most ``timeout`` seconds. May be called again."""
@@ -246,31 +247,31 @@ class Host:
             await self.introduce(peer_id, protocol, addresses, timeout)
 
         async def work() -> Stream:
-            refusal: P2PDaemonError | None = None
+            refusal: DaemonError | None = None
             if addresses:
                 # That these fail is not the end: the daemon may know better ones.
                 try:
                     await daemon.connect(peer_id, addresses)
-                except P2PDaemonError as error:
+                except DaemonError as error:
                     refusal = error
                 except ValueError as error:
                     log.debug("peer %s has no usable address: %s", short(peer_id), error)
             try:
                 reader, writer = await daemon.open(peer_id, protocol)
-            except P2PDaemonError as error:
+            except DaemonError as error:
                 raise refusal or error from None
             return Stream(peer_id, reader, writer, self.traffic)
 
         try:
             return await self._supervisor.unless_down(work(), timeout)
-        except P2PDaemonError as error:
+        except DaemonError as error:
             text = str(error)
             if "protocols not supported" in text:
                 raise NetworkError(
                     f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its shoal is of another version.",
                     "refused",
                 ) from None
-            why = boot.why(error, addresses[0] if addresses else "")
+            why = dial.why(error, addresses[0] if addresses else "")
             raise NetworkError(f"peer {short(peer_id)} {why}.", "unreachable") from None
         except (OSError, EOFError, ValueError) as error:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
@@ -285,15 +286,15 @@ class Host:
         except asyncio.TimeoutError:
             raise NetworkError(f"{address} did not answer within {timeout:.3g} s.") from None
         except (*DAEMON_GONE, ValueError) as error:
-            raise NetworkError(f"{address} {boot.why(error, address)}.") from None
+            raise NetworkError(f"{address} {dial.why(error, address)}.") from None
 
     async def find_seeds(self) -> None:
         """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""
-        await self._supervisor.find_seeds()
+        await self._supervisor.bootstrapper.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to those of these peers that answer, and let the DHT know them. NetworkError."""
-        await self._supervisor.meet(addresses)
+        await self._supervisor.bootstrapper.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
         """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False if nobody took it."""

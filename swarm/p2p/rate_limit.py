@@ -1,14 +1,17 @@
-"""How much each sender may send: two token buckets per sender, and a bounded number of senders."""
+"""Accounts of traffic: token buckets that limit each sender, the upload budget of this node, and counters of events."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 MINUTE, HOUR = 60.0, 3600.0
+PIECE_S = 0.1  # seconds of the upload budget that are sent at once
+BURST_S = 0.25  # seconds of it that may be saved up
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,6 @@ class TokenBuckets:
         account.since = now
 
 
-PIECE_S = 0.1  # seconds of the budget that are sent at once
-
-
-BURST_S = 0.25  # seconds of it that may be saved up
-
-
 class BandwidthLimiter:
     """``rate`` bytes in a second (above 0). What must not wait is spent, and owed; what can waits until nothing is owed.
 
@@ -128,3 +125,32 @@ class BandwidthLimiter:
         now = self._clock()
         self._left = min(self._left + (now - self._since) * self._rate, self._rate * BURST_S)
         self._since = now
+
+
+class Counters:
+    """What came and went on one topic. A rejected message has a reason; ``received`` are all that others published."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
+
+    def add(self, event: str, count: int = 1) -> None:
+        """Count an event, such as ``sent``."""
+        with self._lock:
+            self._events[event] += count
+
+    def reject(self, reason: str, count: int = 1) -> None:
+        """Count a rejected message."""
+        with self._lock:
+            self._rejected[reason] += count
+
+    def events(self) -> dict[str, int]:
+        """Event -> how often, now."""
+        with self._lock:
+            return dict(self._events)
+
+    def rejected(self) -> dict[str, int]:
+        """Reason -> how many messages, now."""
+        with self._lock:
+            return dict(self._rejected)

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.swarm.access.policy import AccessPolicy
-from shoal.swarm.p2p.counters import Counters
-from shoal.swarm.p2p.rate_limit import HOUR, RateLimit, TokenBuckets
+from shoal.swarm.p2p.rate_limit import HOUR, Counters, RateLimit, TokenBuckets
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"

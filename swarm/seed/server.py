@@ -7,15 +7,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.listen import check_free, fixed_ports, obtain_ports
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
-from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.seed.daemon import SeedDaemon
+from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.member import pack, unpack
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
@@ -49,20 +49,21 @@ class Seed:
         self._on_ready = on_ready
         self._busy: Counter[str] = Counter()
         self._dial_back = ReachabilityProbe()
+        self._traffic = TrafficMeter()
 
     async def run(self) -> None:
         """Serve until cancelled. A daemon that ends is started again. StartupError if it does not start the first time."""
         check_free(self._listen)
         if self._announce:
             self._listen = obtain_ports(self._listen)
-        daemon: SeedDaemon | None = await self._launch()
+        daemon: Daemon | None = await self._launch()
         attempt = 0
         while True:
             if daemon is not None:
                 try:
                     status = await daemon.ended()
                 finally:
-                    await daemon.close()
+                    await daemon.shutdown()
                 log.warning("the network daemon stopped (status %s); restarting it", status)
                 attempt = 0
             await asyncio.sleep(BACKOFF[min(attempt, len(BACKOFF) - 1)])
@@ -73,17 +74,34 @@ class Seed:
                 daemon = None
                 log.warning("the network daemon is not back yet, trying again: %s", error)
 
-    async def _launch(self) -> SeedDaemon:
-        daemon = await SeedDaemon.launch(self._identity, listen=self._listen, announce=self._announce, relay=self._relay)
+    async def _launch(self) -> Daemon:
+        """Start a daemon that peers may take for sure to be reachable. Raises StartupError or NetworkError."""
+        daemon = await Daemon.launch(
+            self._identity,
+            listen=self._listen,
+            announce=self._announce,
+            relay="auto" if self._relay else "off",
+            public=True,
+            idle="",  # no connection to it stays open
+        )
         try:
-            await daemon.serve(SEED_PROTOCOL, self._answer)
-            await daemon.serve(DIAL_PROTOCOL, self._look_back)
-        except BaseException:
-            await daemon.close()
+            await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
+            await daemon.serve(DIAL_PROTOCOL, self._handler(self._look_back))
+            addresses = tuple(address for address in await daemon.addresses() if "/p2p-circuit" not in address)
+        except BaseException as error:
+            await daemon.shutdown()
+            if isinstance(error, (*DAEMON_GONE, ValueError)):
+                raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
             raise
-        self._listen = fixed_ports(self._listen, daemon.addresses)
-        self._on_ready(daemon.addresses)
+        self._listen = fixed_ports(self._listen, addresses)
+        self._on_ready(addresses)
         return daemon
+
+    def _handler(self, answer: Callable[[Stream], Awaitable[None]]) -> Incoming:
+        async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await answer(Stream(peer_id, reader, writer, self._traffic, origin))
+
+        return incoming
 
     async def _answer(self, stream: Stream) -> None:
         async def tell() -> None:

@@ -8,7 +8,6 @@ import time
 
 import psutil
 import pytest
-from hivemind.proto import p2pd_pb2
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_body, make_notice, make_parcel
@@ -273,8 +272,7 @@ def test_a_message_above_the_limit_is_refused(two):
     data = bytes(MAX_MESSAGE + 1)
     with pytest.raises(ValueError, match="at most 262144"):
         first.publish_raw(data)
-    request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=first.topic.name, data=data)
-    _, writer, _ = first.host.call(first.host.pubsub._ask(request), 5)
+    _, writer, _ = first.host.call(first.host.pubsub._ask("PUBLISH", first.topic.name, data=data), 5)
     until(lambda: second.rejected.get("oversized") == 1)
     writer.close()
 

@@ -25,7 +25,7 @@ from shoal.swarm.wire.member import Member, seal
 from shoal.swarm.wire.seed import TOLD, SeedRequest
 
 SWARM = "a" * 52
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def member(identity, swarm=SWARM, state="training", addresses=()):
@@ -212,7 +212,9 @@ def test_two_that_started_apart_are_brought_together(seed, nodes):
 
 
 def test_a_seed_that_knows_nobody_is_named(seed):
-    with pytest.raises(StartupError, match=r"the seed \w+ knows no member of this swarm that can be reached: its last one may"):
+    with pytest.raises(
+        StartupError, match=r"the bootstrap node \w+ knows no member of this swarm that can be reached: its last one may"
+    ):
         Host.start(Identity.ephemeral(), bootstrap=seed.addresses, swarm=SWARM, timeout=7)
 
 

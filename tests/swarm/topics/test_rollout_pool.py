@@ -7,17 +7,15 @@ import zlib
 
 import msgpack
 import pytest
-from hivemind.proto import p2pd_pb2
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_body, make_notice, make_parcel
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.counters import Counters
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
-from shoal.swarm.p2p.rate_limit import RateLimit
+from shoal.swarm.p2p.rate_limit import Counters, RateLimit
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 from shoal.swarm.topics.rollout_pool import REASONS, PoolLimits, RolloutPool
 from shoal.swarm.wire.member import pack, seal
@@ -275,8 +273,7 @@ HOSTILE = {
 
 
 def publish(node, data):
-    request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=node.pool.topic.name, data=data)
-    _, writer, _ = node.host.call(node.host.pubsub._ask(request), 5)
+    _, writer, _ = node.host.call(node.host.pubsub._ask("PUBLISH", node.pool.topic.name, data=data), 5)
     writer.close()
 
 

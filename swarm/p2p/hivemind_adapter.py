@@ -1,0 +1,127 @@
+"""hivemind's DHT on a daemon of ours. All private hooks of hivemind's host and DHT stand here, so pyproject.toml pins the release.
+
+hivemind's own launcher keeps its sockets in the open temporary folder, leaves them there after a crash, and knows no GossipSub;
+so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind gets no more than a connection for the calls of its DHT.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import ValidationError
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings import p2pclient
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr
+
+from shoal.swarm.p2p import daemon
+
+log = logging.getLogger(__name__)
+
+# hivemind prints to stderr by itself. Its messages go through the usual logging instead, errors only: Shoal logs its failures.
+use_hivemind_log_handler("nowhere")
+if "HIVEMIND_LOGLEVEL" not in os.environ:
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
+
+DAEMON_GONE = (*daemon.DAEMON_GONE, P2PDaemonError)  # also raised by calls of the DHT
+
+
+class _Calls(P2P):  # type: ignore[misc]
+    """hivemind's view of the daemon: unary calls between DHT nodes, over one connection that stays open."""
+
+    def __init__(self, peer_id: str) -> None:
+        super().__init__()
+        self.peer_id = PeerID.from_base58(peer_id)
+        self.refuses: Callable[[str, int], str] = lambda peer, nbytes: ""
+        """Return why a call of a peer, of so many bytes, is refused; nothing if it is answered."""
+        self._owner = os.getpid()
+        self._daemon_listen_maddr = self._client_listen_maddr = None
+
+    async def open(self, control: str, inbound: str) -> None:
+        """Connect to the daemon at the socket ``control``."""
+        self._client = await p2pclient.Client.create(Multiaddr(f"/unix{control}"), Multiaddr(f"/unix{inbound}"))
+        self._alive = True
+
+    def _terminate(self) -> None:
+        if self._owner == os.getpid():  # a forked copy of this object owns nothing
+            super()._terminate()
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
+    ) -> None:
+        """Add a refusal to hivemind's: its DHT node registers its calls by this."""
+
+        async def guarded(request: Any, context: Any) -> Any:
+            if reason := self.refuses(context.remote_id.to_base58(), request.ByteSize()):
+                raise P2PDaemonError(f"refused: {reason}")
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(handle_name, guarded, input_protobuf_type, balanced=balanced)
+
+
+class HivemindDaemon(daemon.Daemon):
+    """A daemon on which a DHT node of hivemind can run; ``calls`` is what that takes for its daemon."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.calls = _Calls(self.peer_id)
+
+    async def _spawn(self, command: list[str], lock: int) -> None:
+        await super()._spawn(command, lock)
+        await self.calls.open(str(self._control), str(self._inbound))
+
+    async def shutdown(self) -> None:
+        """End the process and remove its folder."""
+        self.calls._terminate()
+        await super().shutdown()
+
+    async def join_dht(self, peers: Sequence[str], validator: Any, light: bool) -> DHTNode:
+        """Start a DHT node and let it meet ``peers`` (ids of connected peers). Takes some seconds if none answers.
+
+        `count_peers` tells whether any of them takes part in the DHT.
+        """
+        node = await DHTNode.create(
+            p2p=self.calls,
+            node_id=DHTID.generate(source=self.peer_id),  # the same after a restart
+            initial_peers=[f"/p2p/{peer}" for peer in peers],
+            record_validator=validator,
+            client_mode=light,
+            ensure_bootstrap_success=False,
+            strict=False,
+            cache_locally=False,  # we always ask for the newest
+            cache_refresh_before_expiry=0,
+        )
+        for peer in peers[:1]:
+            try:
+                await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
+            except ValidationError as error:
+                if "time" in str(error):
+                    log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
+                else:
+                    log.warning(
+                        "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
+                        "may be unable to start an exchange with it",
+                        peer,
+                    )
+        return node
+
+
+def count_peers(node: DHTNode) -> int:
+    """Return the number of other DHT nodes that this one knows."""
+    return len(node.protocol.routing_table.uid_to_peer_id)
+
+
+def knows(node: DHTNode, peer_id: str) -> bool:
+    """Return whether the peer is in the routing table of the DHT node."""
+    return PeerID.from_base58(peer_id) in node.protocol.routing_table.peer_id_to_uid
+
+
+async def ping(node: DHTNode, peer_id: str) -> None:
+    """Let the DHT node meet a connected peer. Raises one of `DAEMON_GONE`."""
+    await node.protocol.call_ping(PeerID.from_base58(peer_id))
