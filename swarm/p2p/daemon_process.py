@@ -1,6 +1,6 @@
 """The process of the daemon, p2pd: where its binary is, its private folder, its options, its start under a guard, its output.
 
-Nothing here imports torch, nor hivemind, which would: a seed runs without (swarm/seed_daemon.py).
+Nothing here imports hivemind, which would import torch: a bootstrap node runs without.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on
 
 
 def daemon_path() -> Path:
-    """Where the daemon's binary should be."""
+    """Return the path of the daemon's binary."""
     return hivemind_folder() / "hivemind_cli" / "p2pd"
 
 
 def hivemind_folder() -> Path:
-    """Where the package hivemind lies, without importing it."""
+    """Return the folder of the package hivemind, without importing it. Raises StartupError."""
     found = importlib.util.find_spec("hivemind")
     if found is None or found.origin is None:
         raise StartupError(f"the package hivemind, which brings the network daemon, is not installed: {_REMEDY}.")
@@ -51,7 +51,7 @@ def hivemind_folder() -> Path:
 
 
 def check_binary(binary: Path) -> None:
-    """Raise StartupError if there is no daemon to be run at ``binary``."""
+    """Raise StartupError if ``binary`` is not an executable file."""
     if not binary.is_file():
         raise StartupError(f"the network daemon is missing: there is no {binary}; {_REMEDY}.")
     if not os.access(binary, os.X_OK):
@@ -59,10 +59,10 @@ def check_binary(binary: Path) -> None:
 
 
 def run_folder() -> tuple[Path, int]:
-    """A new private folder for a daemon's sockets, and a descriptor that holds its lock.
+    """Create a private folder for a daemon's sockets; return it and a descriptor that holds its lock.
 
     The guard inherits the descriptor: as long as it lives, nobody takes the folder for a stale one. Folders of dead guards
-    are removed on the way. Raises StartupError when the parent folder belongs to someone else.
+    are removed as well. Raises StartupError when the parent folder belongs to someone else.
     """
     base = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -115,14 +115,15 @@ def options(
     light: bool = False,
     idle: str = "30s",
 ) -> list[str]:
-    """The command line of p2pd.
+    """Return the options of p2pd.
 
-    ``relays``: full multiaddrs, one of each peer, of those that may forward connections to us when nobody can reach us. ``relay``
-    says when: ``auto`` once peers found that out, ``only`` from the start, ``off`` never; it also says whether we forward for
-    others. ``public``: we know that we can be reached, so nobody needs to find out, and what we forward is not cut off.
+    ``relays``: full multiaddrs, one of each peer, of peers that may forward connections to a node that nobody can reach.
+    ``relay``: when they do: ``auto`` once peers found that out, ``only`` from the start, ``off`` never; with ``off`` this node
+    does not forward for others either. ``public``: this node is known to be reachable, so nobody needs to find out, and its
+    forwarding is not cut off. ``idle``: time after which the daemon ends if no connection stays open; empty: never.
     """
     beyond = not all(is_loopback(address) for address in listen)
-    # Found in the background (p2pd's -relayDiscovery) they are asked for a place after three minutes only; these at once.
+    # Relays found in the background (p2pd's -relayDiscovery) are asked for a slot after three minutes only; these at once.
     helpers = relays if beyond and relay != "off" and not public else ()
     chosen = {
         "listen": control,
@@ -137,12 +138,12 @@ def options(
         "relayDiscovery": 0,
         "relay": int(relay != "off" or bool(helpers)),
         "connManager": 1,
-        # More than the second number of connections are cut down to the first, the least used ones and no younger ones than this.
+        # More than connHi connections are cut down to connLo: the least used ones, but none younger than connGrace.
         "connLo": CONNECTIONS[0],
         "connHi": CONNECTIONS[1],
         "connGrace": "20s",
         "tls": 1,
-        "b": 0,  # bootstrap.py connects, and so learns which address failed and why
+        "b": 0,  # `dial.connect_any` connects, and so learns which address failed and why
     }
     if idle:
         chosen["idleTimeout"] = idle
@@ -158,7 +159,7 @@ def options(
 
 
 async def start_guarded(run_dir: Path, command: list[str], lock: int) -> asyncio.subprocess.Process:
-    """Start ``command`` under a guard, which holds the lock of ``run_dir``. StartupError."""
+    """Start ``command`` under a guard, which holds the lock of ``run_dir``. Raises StartupError."""
     # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
     half = str(max((os.cpu_count() or 2) // 2, 1))
     # Dialled from the port that is listened on, two peers that dial each other at once over a link with a delay share one TCP
@@ -181,20 +182,20 @@ async def start_guarded(run_dir: Path, command: list[str], lock: int) -> asyncio
         raise StartupError(f"cannot start {sys.executable} to guard the daemon ({error.strerror}).") from error
 
 
-async def follow(output: asyncio.StreamReader, said: deque[str], ready: asyncio.Future[None]) -> None:
-    """Read the output to its end; ``ready`` gets done when the daemon is up, or gets the StartupError that says why not."""
+async def follow(output: asyncio.StreamReader, lines: deque[str], ready: asyncio.Future[None]) -> None:
+    """Read the output to its end into ``lines``; set ``ready`` when the daemon is up, or a StartupError if it ends before."""
     while line := await output.readline():
         text = line.decode(errors="replace").rstrip()
-        said.append(text)
+        lines.append(text)
         log.debug("p2pd: %s", text)
         if text.startswith("Peer ID:") and not ready.done():
             ready.set_result(None)
     if not ready.done():
-        ready.set_exception(_why_not(said))
+        ready.set_exception(_failed_start(lines))
 
 
-def _why_not(said: Sequence[str]) -> StartupError:
-    text = " ".join(said)
+def _failed_start(lines: Sequence[str]) -> StartupError:
+    text = " ".join(lines)
     if f"[{errno.ENOEXEC}]" in text and "cannot run" in text:
         return StartupError(
             f"the network daemon is built for another kind of machine than this {platform.machine()} "
@@ -202,5 +203,5 @@ def _why_not(said: Sequence[str]) -> StartupError:
         )
     if "address already in use" in text:
         return StartupError("the listen address is taken by another program: choose another port with --listen.")
-    last = said[-1] if said else "nothing"
+    last = lines[-1] if lines else "nothing"
     return StartupError(f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce.")

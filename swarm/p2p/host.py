@@ -1,8 +1,8 @@
-"""The node's place on the network: one thread, one asyncio loop, one p2pd with GossipSub on, one DHT node; a plain façade.
+"""The network interface of a node: one thread with one asyncio loop, one p2pd with GossipSub on, and one DHT node.
 
-Everything that waits for the network runs on the loop of this thread; the rest of the program calls `Host.call` or leaves a
-coroutine with `Host.submit`. When the daemon dies it is started again with the same identity, port and handlers; until then
-every call fails at once with NetworkError, so callers need to know nothing about it.
+Everything that waits for the network runs on the loop of this thread; the rest of the program calls `Host.call` or hands a
+coroutine to `Host.submit`. When the daemon dies it is started again with the same identity, port and handlers; until then
+every call fails at once with NetworkError, so callers need no code for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DHT_TIMEOUT = 10.0  # seconds for one store or get
 
 
 class Host:
-    """See `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
+    """A libp2p host; see `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
 
     def __init__(
         self, peer_id: str, supervisor: DaemonSupervisor, resource_manager: ResourceManager, upload: BandwidthLimiter | None
@@ -58,7 +58,7 @@ class Host:
         self.traffic = TrafficMeter(upload)
         self.resource_manager = resource_manager
         self.introduce: Introduce | None = None
-        """Awaited before a stream is opened, with peer, protocol, addresses and timeout; NetworkError if it must not be."""
+        """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
         self.pubsub = PubSub(supervisor, upload)
         self._supervisor = supervisor
         self._owner = os.getpid()
@@ -87,19 +87,19 @@ class Host:
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
 
-        ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to tell others instead of those.
+        ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to give to others instead of those.
         ``bootstrap``: full multiaddrs of nodes to join; one that answers is enough. ``validator``: a hivemind record validator
         for everything stored in the DHT. ``light``: use the DHT but store nothing for others. ``relay``: when to be reached
-        through a bootstrap peer (`daemon_process.options`). ``swarm``: whose members seeds among the bootstrap peers are asked
-        for. ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
-        ``must_join`` False: nobody need answer, for this may be the first node. ``door``: whom this node meets; by default all.
-        ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: as many as go through.
+        through a bootstrap peer (`daemon_process.options`). ``swarm``: bootstrap nodes are asked for members of this swarm.
+        ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
+        ``must_join`` False: no peer need answer, for this may be the first node. ``access_policy``: the peers that this node
+        meets; by default all. ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: no limit.
 
         Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers reachable (each with its
         reason), or out of time. Nothing is left running then.
         """
         check_free(listen)
-        if announce:  # the daemon tells only the announced addresses, never the port it obtained
+        if announce:  # the daemon reports only the announced addresses, never the port it obtained
             listen = obtain_ports(listen)
         resource_manager = ResourceManager(access_policy)
         supervisor = DaemonSupervisor(
@@ -131,22 +131,22 @@ class Host:
 
     @property
     def alive(self) -> bool:
-        """Whether the daemon runs now."""
+        """True while the daemon runs."""
         return self._supervisor.daemon is not None and not self._closed
 
     @property
     def restarts(self) -> int:
-        """How often the daemon died and was started again."""
+        """Number of times that the daemon died and was started again."""
         return self._supervisor.restarts
 
     def addresses(self) -> tuple[str, ...]:
-        """Full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first."""
+        """Return full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first."""
         return self._supervisor.addresses
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine on the host's loop and wait for its result, at most ``timeout`` seconds.
 
-        Raises what the coroutine raises; NetworkError when time is up (the coroutine is cancelled) or the host is closed.
+        Raises the exceptions of the coroutine; NetworkError when time is up (the coroutine is cancelled) or the host is closed.
         """
         future = self.submit(coroutine)
         try:
@@ -161,7 +161,7 @@ class Host:
             future.cancel()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the host's loop. NetworkError if the host is closed."""
+        """Start a coroutine on the host's loop. Raises NetworkError if the host is closed."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("Host.call and Host.submit are not for the host's own thread: await the coroutine there")
@@ -171,10 +171,10 @@ class Host:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def serve(self, protocol: str, handler: Handler) -> None:
-        """Answer incoming streams of ``protocol`` with ``handler``, which may raise: that is logged and ends the stream.
+        """Answer incoming streams of ``protocol`` with ``handler``; an exception of it is logged and ends the stream.
 
-        `swarm.entrance` says which are refused. When the handler returns, the stream stays open until the caller ends it (at most
-        2 s), so that nothing sent is lost.
+        `ResourceManager` decides which are refused. When the handler returns, the stream stays open until the caller ends it
+        (at most `LINGER` seconds), so that nothing sent is lost.
         """
 
         async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -184,24 +184,24 @@ class Host:
             self.call(self._supervisor.serve(protocol, incoming), 5.0)
 
     def remember(self, addresses: Iterable[str]) -> None:
-        """Addresses of peers by which to find the swarm again after the daemon has died."""
+        """Note addresses of peers by which to find the swarm again after the daemon has died."""
         self._supervisor.known.remember(addresses)
 
     def known(self) -> list[str]:
-        """Full multiaddrs of the peers heard of last, also those that cannot be reached now; newest first, 64 peers at most."""
+        """Return full multiaddrs of the peers heard of last, also of unreachable ones; newest first, 64 peers at most."""
         return self._supervisor.known.addresses()
 
     def entry(self) -> tuple[str, ...]:
-        """Ids of the peers, seeds apart, through whom this node got onto the network, at most 16."""
+        """Return the ids of the peers, bootstrap nodes apart, through which this node joined, at most 16."""
         return self._supervisor.bootstrapper.entry[:16]
 
     def seeds(self) -> dict[str, tuple[str, ...]]:
-        """Peer id -> addresses of the bootstrap peers that are seeds."""
+        """Return peer id -> addresses of the bootstrap peers that are bootstrap nodes (`shoal seed`)."""
         return dict(self._supervisor.bootstrapper.seeds)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave the network and end the daemon, at most ``timeout`` seconds. May be called again."""
-        if self._closed or self._owner != os.getpid():  # a forked copy must not end what is not its own
+        """Leave the network and end the daemon within ``timeout`` seconds. May be called again."""
+        if self._closed or self._owner != os.getpid():  # a forked copy owns nothing
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -221,7 +221,7 @@ class Host:
         self._thread.join(timeout * 0.2)
 
     def _run_loop(self) -> None:
-        """The host's thread."""
+        """Run the loop until it is stopped, then cancel what is left on it."""
         self._loop.run_forever()
         left = asyncio.all_tasks(self._loop)
         for task in left:
@@ -239,17 +239,17 @@ class Host:
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
-        """A stream to ``peer_id``, found by ``addresses`` if given, else by what the daemon knows. NetworkError."""
+        """Open a stream to ``peer_id`` by ``addresses``, or by those that the daemon knows. Raises NetworkError."""
         daemon = self._supervisor.running()
         if self.resource_manager.access_policy.denies(peer_id):
-            raise NetworkError(f"peer {short(peer_id)} is on this node's list of those it does not meet.")
+            raise NetworkError(f"peer {short(peer_id)} is on this node's deny list.")
         if self.introduce is not None:
             await self.introduce(peer_id, protocol, addresses, timeout)
 
         async def work() -> Stream:
             refusal: DaemonError | None = None
             if addresses:
-                # That these fail is not the end: the daemon may know better ones.
+                # If these fail, the daemon may know better ones.
                 try:
                     await daemon.connect(peer_id, addresses)
                 except DaemonError as error:
@@ -279,7 +279,7 @@ class Host:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     async def connect(self, address: str, timeout: float) -> None:
-        """Connect to the peer of a full multiaddr, if we are not. NetworkError: why not, beginning with the address."""
+        """Connect to the peer of a full multiaddr, unless connected. Raises NetworkError, whose text begins with the address."""
         daemon = self._supervisor.running()
         try:
             await self._supervisor.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
@@ -289,11 +289,11 @@ class Host:
             raise NetworkError(f"{address} {dial.why(error, address)}.") from None
 
     async def find_seeds(self) -> None:
-        """Try those bootstrap peers again that did not answer so far: they may be seeds. NetworkError."""
+        """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes. Raises NetworkError."""
         await self._supervisor.bootstrapper.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to those of these peers that answer, and let the DHT know them. NetworkError."""
+        """Connect to those of these peers that answer, and let the DHT know them. Raises NetworkError."""
         await self._supervisor.bootstrapper.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
@@ -304,7 +304,7 @@ class Host:
         return bool(await self._dht_call(dht.store(key, value, get_dht_time() + ttl, subkey=subkey)))
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """The live values under ``key``: subkey -> value. They passed the validator, if the host has one."""
+        """Return the live values under ``key``: subkey -> value. They passed the validator, if the host has one."""
         found = await self._dht_call(self._supervisor.running_dht().get(key, latest=True))
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -353,7 +353,7 @@ class Host:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What nobody awaited. When a daemon dies, hivemind leaves many broken connections behind: no news."""
+    """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning."""
     error = context.get("exception")
     expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError))
     log.log(logging.DEBUG if expected else logging.WARNING, "%s: %r", context.get("message"), error)

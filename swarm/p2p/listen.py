@@ -1,4 +1,4 @@
-"""The addresses to listen on: can they be bound, and which port was obtained where any was wanted."""
+"""The addresses to listen on: check that they can be bound, and replace port 0 by the port obtained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.swarm.errors import StartupError
 def check_free(listen: Sequence[str]) -> None:
     """Raise StartupError for the first of the listen addresses that cannot be bound.
 
-    The daemon itself would not notice: it shares its port with any other p2pd of the same user (SO_REUSEPORT), and is content
+    The daemon itself would not notice: it shares its port with any other p2pd of the same user (SO_REUSEPORT), and satisfied
     when one of several addresses works.
     """
     for address in listen:
@@ -29,7 +29,7 @@ def check_free(listen: Sequence[str]) -> None:
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 if kind == socket.SOCK_STREAM:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemon: TIME_WAIT is no hindrance
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemon does: TIME_WAIT does not matter
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
             raise StartupError(f"cannot listen on {address}: {_bind_problem(error)}.") from error
@@ -46,7 +46,7 @@ def _bind_problem(error: OSError) -> str:
 
 
 def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
-    """``listen`` with each port 0 replaced by the port that was obtained, so that a restart keeps it."""
+    """Return ``listen`` with each port 0 replaced by the port in ``addresses``, so that a restart keeps it."""
     fixed = []
     for address in listen:
         found = re.match(r"(/(ip4|ip6)/[^/]+/(tcp|udp)/)0(?=/|$)", address)
@@ -59,7 +59,7 @@ def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, .
 
 
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
-    """``listen`` with each port 0 replaced by the one in ``before``, if that differs in such ports only, and they are free now."""
+    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there, and is free now; else ``listen``."""
 
     def any_port(address: str) -> str:
         return re.sub(r"(/(?:tcp|udp)/)[0-9]+(?=/|$)", r"\g<1>0", address, count=1)
@@ -74,7 +74,7 @@ def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
 
 
 def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
-    """``listen`` with each port 0 replaced by one that is free now."""
+    """Return ``listen`` with each port 0 replaced by one that is free now."""
     chosen = []
     for address in listen:
         found = re.match(r"(/(ip4|ip6)/([^/]+)/(tcp|udp)/)0(?=/|$)", address)

@@ -1,6 +1,6 @@
-"""Addresses of peers met before, by which to find the swarm again when every address of the link is dead; kept in a file too.
+"""Addresses of peers met before, kept in a file: they lead to the swarm when every address of the link is dead.
 
-With them the addresses that this node listened on: on the same port the others find it again, who have only those of before.
+The file also has the addresses that this node listened on: peers that have only old addresses find it again on the same port.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_BYTES = 256 * 1024  # of the file; 64 peers with 4 addresses of 512 characte
 class Peerstore:
     """The peers heard of last, newest last, each with its newest addresses. For any thread.
 
-    ``path``: the file in which those of ``swarm`` are kept from one run to the next. What is read there is held to the same
-    rules as a link; a file that is damaged, or of another swarm, is ignored and written anew.
+    ``own``: the id of this node, which is not stored. ``path``: the file that keeps those of ``swarm`` from run to run. Its
+    addresses have to pass the rules of a link; a file that is damaged, or of another swarm, is ignored and written anew.
     """
 
     def __init__(self, own: str, path: Path | None = None, swarm: str | None = None) -> None:
@@ -37,7 +37,7 @@ class Peerstore:
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}
         self.listened: tuple[str, ...] = ()
-        """What this node listens on, and in an earlier run did, ports included."""
+        """Addresses, ports included, on which this node listens, or did in an earlier run."""
         if path is not None:
             self.remember(self._load(path))
         self._saved: tuple[dict[str, tuple[str, ...]], tuple[str, ...]] = dict(self._peers), self.listened
@@ -46,7 +46,7 @@ class Peerstore:
         return peer in self._peers
 
     def remember(self, addresses: Iterable[str]) -> None:
-        """Note full multiaddrs, the best one of each peer first. Those that a link could not hold, and our own, are left out."""
+        """Note full multiaddrs, the best one of each peer first. Leave out this node's own, and those that no link can hold."""
         found: dict[str, list[str]] = {}
         for address in addresses:
             peer = address.rpartition("/p2p/")[2]
@@ -60,15 +60,15 @@ class Peerstore:
                 del self._peers[peer]
 
     def addresses(self) -> list[str]:
-        """All addresses, those of the peer heard of last first."""
+        """Return all addresses, those of the peer heard of last first."""
         with self._lock:
             return [address for peer in reversed(self._peers) for address in self._peers[peer]]
 
     def save(self) -> None:
-        """Write the file, whole or not at all, if anything changed. A disk that is full costs a warning."""
+        """Write the file, whole or not at all, if anything changed. A failure is logged."""
         with self._lock:
             peers, listened = dict(self._peers), self.listened
-        # Dicts are equal in any order: who was heard last is not worth a write.
+        # Dicts are equal in any order: a change of the order is not worth a write.
         if self._path is None or (peers, listened) == self._saved:
             return
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")

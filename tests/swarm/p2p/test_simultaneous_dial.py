@@ -14,12 +14,12 @@ from bench._link import LinkError, Namespaces
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DELAY = 0.1  # seconds one way: far longer than the two take to notice that it is time
 
 PEER = """
 import json, sys, time
-from shoal.swarm.host import Host
+from shoal.swarm.p2p.host import Host
 from shoal.swarm.identity import Identity
 
 async def echo(stream):
