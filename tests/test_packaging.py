@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from shoal.swarm.membership.membership import SHOAL_VERSION, installed_version
 
@@ -120,6 +121,38 @@ def test_ci_script_can_be_run():
     assert script.stat().st_mode & 0o111 == 0o111
     assert "set -euo pipefail" in script.read_text()
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+
+
+def test_the_workflow_runs_ci_on_every_python():
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["run"]
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(10, 14)]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+
+
+def test_hooks_before_a_commit_are_those_of_make_lint_and_fetch_nothing():
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repo["repo"] == "local"
+    assert {hook["language"] for hook in repo["hooks"]} == {"system"}
+    assert [hook["entry"] for hook in repo["hooks"]] == ["ruff check --fix", "ruff format", "mypy"]
+
+
+def test_reports_of_bugs_ask_for_what_the_doctor_says():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    asked = [part for part in form["body"] if "shoal doctor --json" in part["attributes"].get("label", "")]
+    assert [part["validations"] for part in asked] == [{"required": True}]
+    assert "shoal doctor --json" in (ROOT / ".github/pull_request_template.md").read_text()
+
+
+def test_coverage_has_a_floor_and_what_it_needs_is_installed():
+    recipe = re.search(r"^coverage: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
+    assert all(word in recipe for word in ("--cov=shoal", "--cov-fail-under=", "tests/optim", "tests/swarm", "tests/verification"))
+    assert any(line.startswith("pytest-cov") for line in PROJECT["project"]["optional-dependencies"]["test"])
+
+
+def test_commits_to_ignore_in_blame_are_whole_hashes():
+    lines = (ROOT / ".git-blame-ignore-revs").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#") and not re.fullmatch(r"[0-9a-f]{40}", line)] == []
+    assert len(lines) - sum(line.startswith("#") for line in lines) == 2
 
 
 def test_ruff_and_mypy_are_strict():
