@@ -1,7 +1,7 @@
-"""Who meets for the first time in a swarm that is by invitation only shows its admission, over a stream of its own, both ways.
+"""The admission handshake of an invitation-only swarm: two peers that first meet show each other their admissions.
 
-The directory holds the same admissions, but a newcomer asks for weights before it has a record there, and not everybody reads at
-the same moment. Nothing but this and the manifest is served to who has shown nothing.
+The directory holds the same admissions, but a newcomer asks for weights before it has a record there, and peers read it at
+different moments. A peer that has shown no admission is served nothing but this and the manifest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_MET = 4096
 
 
 class AdmissionHandshake:
-    """Shows this node's admission to whom it calls, and judges those of callers by ``door``. On the host's loop."""
+    """Exchange of admissions with peers that this node calls or is called by, judged by ``access_policy``. On the host's loop."""
 
     def __init__(self, host: Host, access_policy: AccessPolicy) -> None:
         self._host, self._access_policy = host, access_policy
@@ -37,9 +37,10 @@ class AdmissionHandshake:
         host.serve(ADMISSION_PROTOCOL, self._answer)
 
     async def before(self, peer: str, protocol: str, addresses: Sequence[str], timeout: float) -> None:
-        """To be awaited before a stream of ``protocol`` is opened to ``peer``.
+        """Show the admission if necessary, before a stream of ``protocol`` is opened to ``peer``.
 
-        Raises NetworkError if either may not meet the other, with the reason in a sentence.
+        Raises:
+            NetworkError: either may not meet the other; the sentence gives the reason.
         """
         if protocol in FREE or not self._access_policy.by_invitation:
             return

@@ -1,8 +1,8 @@
-"""The trie of membership keys: reading all of it, and finding one's own place in it, without any key growing with the swarm.
+"""The trie of membership keys: reading it, and placing one's own record, so that no key grows with the swarm.
 
-A peer stands under the shortest prefix of its bits whose key holds fewer than ``cap`` others; a reader starts at the root and
-goes down from every key that is at least a quarter full. A quarter, because a key that was full once may have lost peers since,
-and those below it must not vanish from view: they move up when it is less than half full, but a few at a time.
+A record is stored under the shortest prefix of its peer's bits whose key holds fewer than ``cap`` others. A reader starts at the
+root and descends from every key that is at least a quarter full: a key that was full may have lost peers since, and those below it
+must not vanish from view. They move up when it is less than half full, a few at a time.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from shoal.swarm.membership.dht_record import MAX_DEPTH, bits_of
 
 CAP = 32  # records per key, but for a few that raced
 AT_ONCE = 8  # keys read at a time
-RISE = 1 / 8  # chance per look to move up to a half-empty parent: else all below would jump into it together
+RISE = 1 / 8  # chance per reading to move up to a half-empty parent: otherwise all below would move there together
 RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
 
-Names = Mapping[str, object]  # peer id -> anything: who stands under a key
+Names = Mapping[str, object]  # peer id -> its record: the peers under a key
 
 
 async def read(
     get: Callable[[str], Awaitable[Names]], own: str, *, now: str | None = None, cap: int = CAP, limit: int = 1024
 ) -> dict[str, Names]:
-    """Prefix -> what is stored there, for all of the trie, or about ``limit`` records of it; ``own`` bits come first.
+    """Return the records under each prefix of the trie, about ``limit`` in all, those near the ``own`` bits first.
 
-    The path down to where the reader stands ``now`` is read in any case. A key that cannot be read is left out, with all
-    below it. Raises NetworkError if that is the root.
+    The path down to the reader's own prefix ``now`` is read in any case. A key that cannot be read is left out, with all below it.
+
+    Raises:
+        NetworkError: the root cannot be read.
     """
     found: dict[str, Names] = {"": await get("")}
     total = len(found[""])
@@ -47,19 +49,19 @@ async def read(
     return found
 
 
-def _looked_below(count: int, cap: int) -> bool:
+def _has_children(count: int, cap: int) -> bool:
     return count >= max(1, cap // 4)
 
 
 def _children(prefix: str, names: Names, own: str, now: str, cap: int) -> list[str]:
     on_path = now.startswith(prefix) and len(prefix) < len(now)
-    if len(prefix) >= MAX_DEPTH or not (on_path or _looked_below(len(names), cap)):
+    if len(prefix) >= MAX_DEPTH or not (on_path or _has_children(len(names), cap)):
         return []
     return sorted((prefix + "0", prefix + "1"), key=lambda child: not own.startswith(child))
 
 
 def place(me: str, now: str | None, seen: Mapping[str, Names], *, cap: int = CAP, chance: float | None = None) -> str:
-    """The prefix under which ``me`` should publish, given where it stands ``now`` (None: nowhere) and what was read.
+    """Return the prefix under which ``me`` should publish, given its prefix ``now`` (None: no record yet) and what was read.
 
     ``chance``: a number in [0, 1) in place of a random one.
     """
@@ -68,13 +70,13 @@ def place(me: str, now: str | None, seen: Mapping[str, Names], *, cap: int = CAP
     if now is not None:
         if now not in seen:
             return now
-        # More than fit may have raced into one key. All agree who stays: the first by their bits.
+        # More than fit may have raced into one key. All agree which stay: the first by their bits.
         before = sum(bits_of(name) < bits for name in seen[now] if name != me)
         if before < cap:
             parent = now[:-1]
             if now and parent in seen and (above := _others(me, seen[parent])) < max(1, cap // 2):
                 dice = random.random() if chance is None else chance
-                if dice < (RISE if _looked_below(above, cap) else RISE_HIDDEN):
+                if dice < (RISE if _has_children(above, cap) else RISE_HIDDEN):
                     return parent
             return now
         depth = len(now) + 1

@@ -1,7 +1,7 @@
-"""Membership records in the DHT: how they are keyed, signed and checked.
+"""Membership records in the DHT: their keys, signatures and checks.
 
-Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of
-all peers whose bits begin with 01. A record names the prefix under which it is stored, so that whoever stores it can check it.
+Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of all
+peers whose bits begin with 01. A record names the prefix under which it is stored, so that the node that stores it can check it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shoal.swarm.wire.member import Member, seal, unseal
 log = logging.getLogger(__name__)
 
 MAX_DEPTH = 48  # bits of the longest prefix
-# Seconds a record may live: hardly more than `Directory` gives it. The DHT keeps of two records of a peer the one that expires
-# later: who could store an old one with a longer life would keep its newer ones out.
+# Seconds a record may live: hardly more than `Directory` gives it. Of two records of a peer the DHT keeps the one that expires
+# later, so an attacker that stored an old one with a longer life would keep the newer ones out.
 MAX_TTL = 31.0
 MAX_RECORD = Member.LIMIT + 512  # bytes
 AHEAD = 600.0  # seconds into the future a record may be dated, to be stored at all
@@ -32,7 +32,7 @@ _PATTERN_BITS = frozenset("01")
 
 
 class Record(NamedTuple):
-    """A membership record whose signature was found right."""
+    """Membership record whose signature was verified."""
 
     prefix: str
     member: Member
@@ -40,13 +40,13 @@ class Record(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def bits_of(peer_id: str) -> str:
-    """The path of a peer in the trie: `MAX_DEPTH` characters 0 or 1."""
+    """Return the path of a peer in the trie: `MAX_DEPTH` characters 0 or 1."""
     number = int.from_bytes(hashlib.sha256(peer_id.encode()).digest(), "big")
     return f"{number:0256b}"[:MAX_DEPTH]
 
 
 def key_of(swarm: str, prefix: str) -> str:
-    """The DHT key of a node of the trie."""
+    """Return the DHT key of a node of the trie."""
     return f"{swarm}/m/{prefix}"
 
 
@@ -56,14 +56,14 @@ def _dht_id(swarm: str, prefix: str) -> bytes:
 
 
 def make_record(prefix: str, member: Member, identity: Identity) -> bytes:
-    """The signed record to store under ``prefix``."""
+    """Return the signed record to store under ``prefix``."""
     data: bytes = msgpack.packb([prefix, seal(member, identity)])
     return data
 
 
 @functools.lru_cache(maxsize=4096)  # each record is seen from several replicas, and several times before it changes
 def open_record(data: bytes) -> Record | None:
-    """The record in ``data``, or None if it is malformed or not signed by the member it describes. Never raises."""
+    """Return the record in ``data``, or None if it is malformed or not signed by the member it describes. Never raises."""
     try:
         parts = msgpack.unpackb(data, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
         prefix, sealed = parts
@@ -78,18 +78,18 @@ def open_record(data: bytes) -> Record | None:
 
 
 class MemberValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Lets nothing into the swarm's DHT, or out of it, but its members' own records, each under its place in the trie.
+    """Validator that admits to the swarm's DHT only its members' own records, each under its place in the trie.
 
-    hivemind drops *all* records of a key when one is found wrong in an answer. So the checks are such that every node comes to
-    the same result at any time; only the date is compared with the own clock, with ten minutes of tolerance (just so that
-    nobody stores records for next year). `Directory` is stricter when it reads.
+    hivemind drops *all* records of a key when one in an answer is wrong. So every node must come to the same result at any time;
+    only the date is compared with this node's clock, with ten minutes of tolerance, so that nobody stores records for next year.
+    `Directory` is stricter when it reads.
     """
 
     def __init__(self, swarm: str) -> None:
         self._swarm = swarm
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether hivemind may store or return ``record``; never raises."""
+        """Return whether hivemind may store or return ``record``. Never raises."""
         if len(record.value) > MAX_RECORD + 8:
             return False
         value, subkey = _unpacked(record.value, bytes), _unpacked(record.subkey, str)
@@ -107,7 +107,7 @@ class MemberValidator(RecordValidatorBase):  # type: ignore[misc]
 
 
 def _unpacked(data: bytes, kind: type) -> Any:
-    """``data`` unpacked if it is a msgpack ``kind``, else None."""
+    """Return ``data`` unpacked if it is a msgpack ``kind``, otherwise None."""
     try:
         found = msgpack.unpackb(data, max_ext_len=0, max_map_len=0, max_array_len=0)
     except (ValueError, TypeError, msgpack.UnpackException):

@@ -1,7 +1,7 @@
-"""Who is in the swarm: every node publishes a signed, expiring record of itself in the DHT, and reads those of the others.
+"""The directory of a swarm: every node publishes a signed, expiring record of itself in the DHT, and reads the others'.
 
-Nothing here waits for the network but `refresh`, `wait_for` and `leave`: the records are published and read in the background
-on the host's loop, and `members` is the newest picture. See `swarm.trie` for why no key grows with the swarm.
+Only `Directory.refresh`, `wait_for` and `leave` wait for the network. Records are published and read in the background on the
+host's loop, and `members` is the newest view. `shoal.swarm.membership.dht_index` explains why no key grows with the swarm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht_index as trie
+from shoal.swarm.membership import dht_index
 from shoal.swarm.membership.dht_record import MAX_TTL, Record, bits_of, key_of, make_record, open_record
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import Member
@@ -31,17 +31,17 @@ State = Literal["waiting", "training", "leaving", "done"]
 TTL, PERIOD = 30.0, 5.0  # seconds: how long a record lives, and how often one is published and all are read
 LIMIT = 1024  # about as many records are read
 GAP = 1.0  # seconds between two publications or two readings, at least
-HASTE = 0.5  # seconds between readings while somebody waits for members
+HASTE = 0.5  # seconds between readings while a caller waits for members
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
 MAX_ADDRESSES = 8
 HERE: tuple[State, ...] = ("waiting", "training")
 
 
 class DHTClient(Protocol):
-    """What a directory needs of a `shoal.swarm.p2p.host.Host`."""
+    """Part of a `shoal.swarm.p2p.host.Host` that a directory needs."""
 
     def addresses(self) -> tuple[str, ...]:
-        """Where this node is reached."""
+        """Return the addresses of this node."""
 
     def remember(self, addresses: Iterable[str]) -> None:
         """Keep addresses of peers for a restart."""
@@ -56,17 +56,17 @@ class DHTClient(Protocol):
         """Put a record into the DHT."""
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """The records under a key."""
+        """Return the records under a key."""
 
 
 class Directory:
-    """The members of ``swarm``, as seen by the node with ``identity``. Start the host with a `MemberValidator`.
+    """Members of ``swarm`` as the node with ``identity`` sees them. The host must have a `MemberValidator`.
 
-    ``ttl``: seconds after which a silent peer is no member any more, the same for all of a swarm. ``period``: seconds between
-    two publications, and two readings. ``cap``: records per DHT key. ``limit``: about how many members are read at most.
-    ``barred``: peers of which it is true are left out of ``members`` and ``departed``; it is asked often and from any thread, so it
-    must be quick. It may be set later, for what knows about bans is made after the directory. ``door``: whom it does not let in is
-    not there at all, whatever the records say.
+    ``ttl``: seconds after which a silent peer is no longer a member, the same in all of a swarm. ``period``: seconds between two
+    publications, and two readings. ``cap``: records per DHT key. ``limit``: about the largest number of members to read.
+    ``barred``: predicate of peers to leave out of ``members`` and ``departed``; it is called often, from any thread, and must be
+    quick. It may be set later, because bans are known only after the directory exists. ``access_policy``: a peer that it does not
+    admit is never listed, whatever the records say.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Directory:
         *,
         ttl: float = TTL,
         period: float = PERIOD,
-        cap: int = trie.CAP,
+        cap: int = dht_index.CAP,
         limit: int = LIMIT,
         barred: Callable[[str], bool] = lambda peer: False,
         access_policy: AccessPolicy | None = None,
@@ -96,11 +96,11 @@ class Directory:
         self._changed = threading.Condition()  # guards the next four
         self._seen: dict[str, Member] = {}  # the newest live record of every peer, those that left included
         self._mine: dict[str, Any] | None = None
-        self._pressing = False  # what others should know at once was changed
+        self._urgent = False  # a change that others should know at once
         self._waiting = 0
-        self._curious = False
-        self._prefix: str | None = None  # where the own record stands
-        self._keys: dict[str, trie.Names] = {}  # the trie as it was last read
+        self._look_soon = False
+        self._prefix: str | None = None  # under which the own record is stored
+        self._keys: dict[str, dht_index.Names] = {}  # the trie as last read
         self._warned: set[str] = set()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,12 +125,12 @@ class Directory:
         version: str,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set what is published about this node (`Member` says what the fields mean). Returns at once.
+        """Set the fields of this node's `Member` record, and return at once. ``details``: fields that have defaults.
 
-        ``details``: fields of `Member` that have defaults.
+        A new round or state is published as soon as possible, anything else with the next period.
 
-        A new round or state is published as soon as may be, anything else with the next period. Raises pydantic's
-        ValidationError for a field that `Member` does not allow.
+        Raises:
+            ValidationError (pydantic's): `Member` does not allow a field.
         """
         fields = {
             "name": name,
@@ -150,63 +150,63 @@ class Directory:
             old = self._mine
             self._mine = fields
             if old is None or (old["round"], old["state"]) != (round, state):
-                self._pressing = True
+                self._urgent = True
             self._changed.notify_all()
-        if self._pressing:
-            self._rouse()
+        if self._urgent:
+            self._wake_up()
 
     def own(self) -> Member | None:
-        """What is published about this node now; None before the first `announce`."""
+        """Return this node's record as published now; None before the first `announce`."""
         with self._changed:
             mine = self._mine
         return None if mine is None else self._member(mine)
 
     def members(self) -> dict[str, Member]:
-        """Peer id -> newest record of all who are waiting or training, this node included, but for who is barred.
+        """Return the newest record of each peer that waits or trains, by peer id: this node's too, but not of barred peers.
 
-        Touches no network, nor does any other of these.
+        Like the methods below, it uses no network.
         """
         return {peer: member for peer, member in self.everyone().items() if not self.is_barred(peer)}
 
     def everyone(self) -> dict[str, Member]:
-        """As ``members``, the barred ones too: they can still be reached, as by those who check what they said."""
+        """Return `members` and the barred peers, which can still be reached, as by verifiers of their claims."""
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
     def addresses(self, peer: str) -> tuple[str, ...]:
-        """Where ``peer`` says that it can be reached, a barred one too; none if it is not known."""
+        """Return the addresses that ``peer`` announces, barred or not; none if it is not known."""
         member = self.everyone().get(peer)
         return () if member is None else tuple(member.addresses)
 
     def is_barred(self, peer: str) -> bool:
-        """Whether this node has nothing to do with ``peer``; never itself."""
+        """Return whether this node ignores ``peer``; never true of itself."""
         return peer != self._identity.peer_id and (self.access_policy.blocks(peer) or self.barred(peer))
 
     def knows(self, peer: str) -> bool:
-        """Whether a record of ``peer`` was read lately; quick, for any thread."""
+        """Return whether a record of ``peer`` was read lately. Quick and thread-safe."""
         return peer in self._seen
 
     def departed(self) -> dict[str, Member]:
-        """Peer id -> last record of those who said within the last ``ttl`` seconds that they left or are done.
+        """Return the last record of each peer that left or finished within the last ``ttl`` seconds, by peer id.
 
-        Not of who is barred: nobody was paired with it, so who is behind must not take it for somebody's mate.
+        Barred peers are left out: nobody was paired with them, so a late node must not take them for somebody's partner.
         """
         return {p: member for p, member in self._live().items() if member.state not in HERE and not self.is_barred(p)}
 
     def look(self) -> None:
-        """Read soon, though at most once a second, because somebody unknown turned up. Returns at once; for any thread."""
-        self._curious = True
-        self._rouse()
+        """Read soon, at most once a second, because an unknown peer appeared. Returns at once; thread-safe."""
+        self._look_soon = True
+        self._wake_up()
 
     def refresh(self, timeout: float) -> None:
         """Read the directory now. Raises NetworkError if that fails or takes more than ``timeout`` seconds."""
         self._host.call(self._read(), timeout)
 
     def wait_for(self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there are ``count`` members, this node included; False after ``timeout`` seconds or a stop."""
+        """Wait until there are ``count`` members, this node included; return False after ``timeout`` seconds or a stop."""
         end = time.monotonic() + timeout
         with self._changed:
             self._waiting += 1
-        self._rouse()
+        self._wake_up()
         try:
             while len(self.members()) < count:
                 left = end - time.monotonic()
@@ -220,19 +220,19 @@ class Directory:
                 self._waiting -= 1
 
     def leave(self, timeout: float) -> bool:
-        """Tell the swarm that this node leaves, so that nobody waits for it; then `close`. False if nobody heard."""
+        """Announce that this node leaves, so that no peer waits for it, then `close`. Return False if no node took the record."""
         with self._changed:
             if self._mine is not None:
                 self._mine = {**self._mine, "state": "leaving"}
-        told = True
+        announced = True
         try:
             if self._mine is not None:
-                told = self._host.call(self._publish(), timeout)
+                announced = self._host.call(self._publish(), timeout)
         except NetworkError as error:
-            log.info("the swarm was not told that this node leaves: %s", error)
-            told = False
+            log.info("the swarm was not informed that this node leaves: %s", error)
+            announced = False
         self.close()
-        return told
+        return announced
 
     def close(self) -> None:
         """Stop publishing and reading; the own record expires within ``ttl`` seconds."""
@@ -262,7 +262,7 @@ class Directory:
             **fields,
         )
 
-    def _rouse(self) -> None:
+    def _wake_up(self) -> None:
         loop, wake = self._loop, self._wake
         if loop is not None and wake is not None and not self._closed:
             try:
@@ -281,22 +281,22 @@ class Directory:
             now = time.monotonic()
             try:
                 due = self._period * 0.75  # less than any pause below
-                if self._waiting or now - read >= (GAP if self._curious else due) or self._prefix is None:
-                    read, self._curious = now, False
+                if self._waiting or now - read >= (GAP if self._look_soon else due) or self._prefix is None:
+                    read, self._look_soon = now, False
                     await self._read()
-                if self._mine is not None and (self._pressing or now - published >= due):
+                if self._mine is not None and (self._urgent or now - published >= due):
                     published = now
                     await self._publish()
             except NetworkError as error:
                 log.info("the directory is not up to date: %s", error)
             except Exception:  # a bug must not make this node vanish from the swarm
                 log.warning("the directory failed; trying again", exc_info=True)
-            # Not in step with everybody else who started at the same moment.
-            unheard = self._mine is not None and self._prefix is None
-            pause = HASTE if self._waiting or unheard or self._curious else self._period * random.uniform(0.8, 1.0)
+            # Not in step with other nodes that started at the same moment.
+            unpublished = self._mine is not None and self._prefix is None
+            pause = HASTE if self._waiting or unpublished or self._look_soon else self._period * random.uniform(0.8, 1.0)
             await self._sleep(pause)
             since = time.monotonic() - published
-            if self._pressing and since < GAP:
+            if self._urgent and since < GAP:
                 await asyncio.sleep(GAP - since)
 
     async def _sleep(self, seconds: float) -> None:
@@ -313,7 +313,7 @@ class Directory:
             return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
 
         own = bits_of(self._identity.peer_id)
-        keys = await trie.read(under, own, now=self._prefix, cap=self._cap, limit=self._limit)
+        keys = await dht_index.read(under, own, now=self._prefix, cap=self._cap, limit=self._limit)
         self._keys = keys
         found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
         oldest = time.time() - self._ttl
@@ -342,14 +342,14 @@ class Directory:
     async def _publish(self) -> bool:
         if self._publishing is None:
             self._publishing = asyncio.Lock()
-        async with self._publishing:  # a leaving must not be overtaken by an earlier record
+        async with self._publishing:  # a record that says leaving must not be overtaken by an earlier one
             with self._changed:
                 fields = self._mine
-                self._pressing = False
+                self._urgent = False
             if fields is None:
                 return False
             me = self._identity.peer_id
-            prefix = trie.place(me, self._prefix, self._keys, cap=self._cap)
+            prefix = dht_index.place(me, self._prefix, self._keys, cap=self._cap)
             value = make_record(prefix, self._member(fields), self._identity)
             if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl):
                 raise NetworkError("no node of the swarm took this node's record.")

@@ -1,7 +1,7 @@
-"""What is wrong in a swarm, in sentences: who is slow and against what, who fails and in which way, and what to do about it.
+"""The health report of a swarm in sentences: slow and failing members, with a remedy for each, and suspected partitions.
 
-Everything follows from what the members say of themselves and of each other (``swarm.messages.Member``). One peer's word is not
-taken for another's fault: who fails is named by two others at least, or by itself; else it is the way between two.
+All of it follows from what the members report of themselves and of each other (`shoal.swarm.wire.member.Member`). One peer's word
+does not prove another's fault: a failing member is named by at least two others, or by itself; otherwise the fault is of the pair.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from shoal.swarm.wire.fields import Failure
 from shoal.swarm.wire.member import Member
 
 SLOW_STEP = 2.0
-"""Times the median inner step (of two the quicker's): where a round is a number of steps, the quicker partner then stands still for
-half of its time."""
+"""Multiple of the median inner step (of two the quicker's). In rounds of steps the quicker partner then waits half of its time."""
 SLOW_EXCHANGE, SLOW_EXCHANGE_S = 3.0, 1.0
-"""Times the median exchange, and seconds beyond it: on a quick network three times nothing is nothing."""
+"""Multiple of the median exchange, and seconds beyond it, because on a quick network three times almost nothing is harmless."""
 FAILS, FAILS_SHARE = 3, 0.25
-"""Failures, and their share of the exchanges: one crash costs its partners one or two, and nobody needs to be told."""
+"""Failures, and their share of the exchanges: one crash causes one or two for its partners, which needs no report."""
 SILENT_S = 15.0
-"""Three renewals of a record: half of the time after which a silent peer is no member any more."""
+"""Three renewals of a record: half of the time after which a silent peer is no longer a member."""
 
 REMEDY: dict[Failure, str] = {
     "unreachable": "open the port given by --listen, check --announce, or give the swarm a seed with --relay",
@@ -34,7 +33,7 @@ REMEDY: dict[Failure, str] = {
 
 
 def health_report(members: Mapping[str, Member], now: float) -> list[str]:
-    """What there is to say about ``members`` (peer id -> record) at ``now`` (Unix seconds); empty if all is well."""
+    """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well."""
     there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
     return [*_partition(there), *_silent(there, now), *_slow(there), *_failing(there)]
 
@@ -105,11 +104,11 @@ def _failing(members: Mapping[str, Member]) -> list[str]:
 
 
 def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[str]) -> list[str]:
-    """What ``member`` itself met, but for what is others' fault."""
+    """Return sentences about the failures that ``member`` reports itself, except those that are others' fault."""
     theirs: Counter[Failure] = Counter()
     of_pair: defaultdict[str, Counter[Failure]] = defaultdict(Counter)
     for other, kind, count in member.blamed:
-        if other in failing or other not in members:  # said already, or gone
+        if other in failing or other not in members:  # reported already, or gone
             theirs[kind] += count
         else:
             of_pair[other][kind] += count
@@ -119,7 +118,7 @@ def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[
     worst = max(of_pair, key=lambda other: (of_pair[other].total(), other), default=None)
     if worst is not None and 2 * of_pair[worst].total() > left.total():
         back = any(other == peer for other, _, _ in members[worst].blamed)
-        if back and worst < peer:  # the other one says it
+        if back and worst < peer:  # reported for the other one
             return []
         (kind, _), *_ = of_pair[worst].most_common(1)
         return [

@@ -1,6 +1,6 @@
-"""What a newcomer asks of any member: the swarm's manifest. It is checked against the swarm id in the link.
+"""Serving the swarm's manifest, and fetching it, checked against the swarm id in the link.
 
-The weights to start from are in swarm/state_server.py (handing them out) and swarm/newcomer.py (taking them).
+For the weights to start from see `shoal.swarm.state`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SMALL_S = 10.0  # seconds for one small message
 
 
 def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
-    """Hand the sealed manifest to whoever asks for this swarm."""
+    """Serve the sealed manifest to callers that ask for this swarm."""
 
     async def answer(stream: Stream) -> None:
         request = unpack(await stream.receive(ManifestRequest.LIMIT, SMALL_S), ManifestRequest)
@@ -33,10 +33,10 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
 
 
 def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
-    """Ask the peers through whom we got in, then the link's, in turn; the first that hands out this swarm's manifest will do.
+    """Ask the peers by which this node entered, then the link's, in turn; return this swarm's manifest, sealed and opened.
 
     Raises:
-        MessageError: none did, and one is in another swarm or speaks another version.
+        MessageError: none handed it out, and one is in another swarm or speaks another version.
         NetworkError: none answered.
     """
 

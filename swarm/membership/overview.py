@@ -1,4 +1,4 @@
-"""A look at a swarm as the records of its members show it: what `shoal status` tells, and a session of somebody's own loop."""
+"""Overview of a swarm from the records of its members, for ``shoal status`` and `shoal.swarm.training.session.Session.status`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.swarm.wire.member import Member
 
 
 def facts(peer: str, member: Member) -> dict[str, Any]:
-    """What a member says of its training, as JSON has it."""
+    """Return what a member reports of its training, ready for JSON."""
     return {
         "name": member.name,
         "peer": peer,
@@ -24,12 +24,12 @@ def facts(peer: str, member: Member) -> dict[str, Any]:
 
 
 def reach(member: Member) -> str:
-    """How others get to a member: relayed if libp2p found that nobody can dial it and so announces a relay; else direct."""
+    """Return ``relayed`` if libp2p found that the member cannot be dialled and announces a relay, otherwise ``direct``."""
     return "relayed" if any("/p2p-circuit" in address for address in member.addresses) else "direct"
 
 
 def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now: float) -> dict[str, Any]:
-    """The swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds), and what is wrong, in sentences; as JSON has it."""
+    """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON."""
     return {
         "swarm": swarm,
         "name": manifest.name,
@@ -53,5 +53,5 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
             }
             for peer, member in sorted(members.items(), key=lambda item: (item[1].name, item[0]))
         ],
-        "health_report": health_report(members, now),
+        "findings": health_report(members, now),
     }

@@ -1,8 +1,8 @@
-"""Whether members vanished one by one, as machines do that crash, or together, as when a network falls apart.
+"""Detection of network partitions: members that vanish together, unlike crashed machines, which vanish one by one.
 
-A member vanishes when its record expires without its having said that it leaves. A node suspects a partition if at least two did so
-at about the same moment, or everybody else did, be it one: then this node may be the one that is cut off. Whoever is heard of again
-ends it. It is a suspicion: one machine with two nodes on it looks the same when it loses power.
+A member vanishes when its record expires though it did not announce that it leaves. A node suspects a partition if at least two
+vanished at about the same moment, or all others did, even a single one: then this node may be the one that is cut off. The
+suspicion ends when a vanished member returns. It is no proof: one machine with two nodes looks the same when it loses power.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from shoal.swarm.wire.member import MAX_MISSING, Member
 
-# A record is renewed every 5 s, and read every 5 s: peers that were cut off at one moment were heard of last within both, and some.
+# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together differ by both and a margin.
 WITHIN = 12.0
 CONFIRM = 10.0  # seconds that a member must be missing: a node that slept itself finds all records expired until it reads again
-FORGET = 3600.0  # seconds after which who is missing is no news any more
+FORGET = 3600.0  # seconds after which a missing member is forgotten
 
 
 @dataclass(frozen=True)
 class SuspectedPartition:
-    """Members ``names`` of ``of`` were heard of last within ``within_s`` seconds of each other."""
+    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within ``within_s`` seconds."""
 
     names: tuple[str, ...]
     of: int
@@ -35,7 +35,7 @@ class SuspectedPartition:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a ``Member`` that say so."""
+        """Return the fields of a `Member` that report it."""
         return {
             "missing": len(self.names),
             "missing_of": self.of,
@@ -45,7 +45,7 @@ class SuspectedPartition:
 
 
 @dataclass
-class _Seen:
+class _LastSign:
     name: str
     issued: float
     heard: float
@@ -53,22 +53,22 @@ class _Seen:
 
 
 class PartitionDetector:
-    """Follows who is there. ``me``: the own peer id. Seconds are of one clock of the caller's that never goes back."""
+    """Detector that follows the members in view. ``me``: the own peer id. Seconds are of a monotonic clock of the caller."""
 
     def __init__(self, me: str) -> None:
         self._me = me
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _LastSign] = {}
         self.suspicion: SuspectedPartition | None = None
 
     def look(self, members: Mapping[str, Member], left: Collection[str], now: float) -> list[str]:
-        """Take note of who is there now, and who said goodbye; what there is to tell, in sentences."""
+        """Note the members in view and those that left on purpose; return what to report, in sentences."""
         back = []
         for peer, member in members.items():
             seen = self._seen.get(peer)
             if seen is None or seen.issued != member.issued or seen.missing_since is not None:
                 if seen is not None and self._confirmed(seen, now):
                     back.append(member.name)
-                self._seen[peer] = _Seen(member.name, member.issued, now)
+                self._seen[peer] = _LastSign(member.name, member.issued, now)
         for peer in [peer for peer in self._seen if peer not in members]:
             seen = self._seen[peer]
             if seen.missing_since is None:
@@ -83,12 +83,12 @@ class PartitionDetector:
             return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
         return []
 
-    def _confirmed(self, seen: _Seen, now: float) -> bool:
+    def _confirmed(self, seen: _LastSign, now: float) -> bool:
         return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
 
     def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
         missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
-        together: list[_Seen] = []
+        together: list[_LastSign] = []
         for first, earliest in enumerate(missing):
             these = [seen for seen in missing[first:] if seen.heard - earliest.heard <= WITHIN]
             together = max(together, these, key=len)

@@ -1,7 +1,7 @@
-"""Tells the seeds of a swarm that this node is there, so that newcomers find it, and meets whom they name, and who was lost.
+"""Reporting this node to the swarm's bootstrap nodes, so that newcomers find it, and meeting the peers that they name.
 
-So a swarm of which every address in the link is dead but the seed's can still be joined; and two parts of a swarm that lost each
-other, but not the seed, meet again.
+So a swarm can be joined though every address in the link but the bootstrap node's is dead, and two parts of a swarm that lost each
+other, but not the bootstrap node, meet again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PERIOD = 20.0  # seconds between two reports; a seed forgets who is silent for six times as long
-LOOK = 1.0  # seconds between looks whether the own addresses have changed
+PERIOD = 20.0  # seconds between two reports; a seed forgets a silent node after six times as long
+LOOK = 1.0  # seconds between checks for changed addresses of this node
 OPEN_S = 10.0
 
 
 class SeedAnnouncer:
-    """Reports from now on; `close` ends it."""
+    """Reports of this node to the seeds, and redialling of lost peers, until `close`."""
 
     def __init__(self, host: Host, directory: Directory, identity: Identity, swarm: str) -> None:
         self._host = host
@@ -42,32 +42,32 @@ class SeedAnnouncer:
         self._looking = host.submit(reconnector.run())
 
     def report(self, timeout: float) -> None:
-        """Tell all seeds now, in at most ``timeout`` seconds; for any thread but the host's. No answer is no error."""
+        """Report to all seeds now, within ``timeout`` seconds; a missing answer is no error. For any thread but the host's."""
         if self._host.seeds():
             try:
                 self._host.call(self._report(), timeout)
             except NetworkError as error:
-                log.info("the seeds were not told of this node: %s", error)
+                log.info("this node was not reported to the seeds: %s", error)
 
     def close(self) -> None:
-        """Stop reporting. What was said last stays with the seeds until they forget it."""
+        """Stop reporting. The last report stays with the seeds until they forget it."""
         self._running.cancel()
         self._looking.cancel()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        due, told = 0.0, None
+        due, reported = 0.0, None
         while True:
             await asyncio.sleep(LOOK)
             own = self._directory.own()
-            if own is None or (loop.time() < due and own.addresses == told):
+            if own is None or (loop.time() < due and own.addresses == reported):
                 continue
-            due, told = loop.time() + PERIOD, own.addresses
+            due, reported = loop.time() + PERIOD, own.addresses
             try:
                 await self._host.find_seeds()
                 await self._report()
             except NetworkError as error:
-                log.debug("the seeds were not told of this node: %s", error)
+                log.debug("this node was not reported to the seeds: %s", error)
             except Exception:  # a bug must not make this node unfindable
                 log.warning("reporting to the seeds failed; trying again", exc_info=True)
 
@@ -88,4 +88,4 @@ class SeedAnnouncer:
                     self._host.remember(strangers)
                     await self._host.meet(strangers)
             except (NetworkError, MessageError) as error:
-                log.debug("seed %s was not told of this node: %s", short(seed), error)
+                log.debug("this node was not reported to seed %s: %s", short(seed), error)

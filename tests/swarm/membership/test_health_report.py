@@ -110,7 +110,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
         "reach": "direct", "seen_s_ago": 1.0,
     }  # fmt: skip
     said = ["anna\x1b[31m is slow."]
-    report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "health_report": said}
+    report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "findings": said}
     shown = table(report)
     assert all(text in shown for text in ("0.123 s", "2.5 s", "4/20 broken"))
     assert shown.splitlines()[-1] == "anna?[31m is slow."

@@ -22,7 +22,7 @@ class Scene:
         return [
             (now, address.rpartition("/")[2])
             for now in range(0, seconds, int(PERIOD))
-            for address in self.reconnector.whom(float(now))
+            for address in self.reconnector.due(float(now))
         ]
 
 
@@ -43,10 +43,10 @@ def test_who_came_back_and_is_lost_again_is_dialled_soon():
     scene.here.remove(PEERS[1])
     scene.dialled(2000)
     scene.here.add(PEERS[1])
-    assert scene.reconnector.whom(2000.0) == []
+    assert scene.reconnector.due(2000.0) == []
     scene.here.remove(PEERS[1])
-    assert scene.reconnector.whom(2010.0) == []
-    assert scene.reconnector.whom(2010.0 + FIRST) == [scene.known[1]]
+    assert scene.reconnector.due(2010.0) == []
+    assert scene.reconnector.due(2010.0 + FIRST) == [scene.known[1]]
 
 
 def test_a_few_at_a_time_and_each_gets_its_turn():
@@ -65,7 +65,7 @@ def test_who_said_goodbye_is_left_in_peace_until_it_is_seen_again():
     scene.left = set()  # the goodbye expires
     assert scene.dialled(1000) == []
     scene.here.add(PEERS[1])
-    scene.reconnector.whom(1000.0)
+    scene.reconnector.due(1000.0)
     scene.here.remove(PEERS[1])
-    assert scene.reconnector.whom(1010.0) == []
-    assert scene.reconnector.whom(1020.0) == [scene.known[1]]
+    assert scene.reconnector.due(1010.0) == []
+    assert scene.reconnector.due(1020.0) == [scene.known[1]]
