@@ -1,4 +1,4 @@
-"""The manifest: what the creator of a swarm fixed for all its peers, signed; its hash is the swarm's id."""
+"""The manifest: the settings that a swarm's creator fixed for all its peers, signed; its hash is the swarm's id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 def _option(value: object) -> object:
-    """Bounds, checked by hand: a union of types would turn an integer that is too large into a float."""
+    """Check the bounds by hand: a union of types would turn an integer that is too large into a float."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("must be within 64 bits")
     if isinstance(value, str) and len(value) > 1024:
@@ -33,7 +33,7 @@ Option = Annotated[int | float | str | bool, BeforeValidator(_option)]
 
 
 class Manifest(Message):
-    """What defines a swarm. Every peer holds the same bytes of it, sealed by the creator."""
+    """Definition of a swarm. Every peer holds the same bytes of it, sealed by the creator."""
 
     KIND, LIMIT, AUTHOR = "manifest", 48 * KIB, "creator"
     name: Label = Field(description="Name of the swarm, for people.")
@@ -42,7 +42,7 @@ class Manifest(Message):
     protocol: int = Field(default=PROTOCOL, ge=1, le=65_535, description="Protocol that the peers speak.")
     task: str = Field(
         max_length=256,
-        # No slash: a name that the joiner must already have, never a way to a file on its disk.
+        # No slash: a name that the joiner must already have, never the path of a file on its disk.
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?$",
         description="Name of the task, such as `text` or `module:Class`; every peer must have it installed already.",
     )
@@ -62,7 +62,7 @@ class Manifest(Message):
 
 
 class Title(NamedTuple):
-    """What a swarm is, for people."""
+    """Short description of a swarm for people."""
 
     name: str
     task: str
@@ -70,25 +70,26 @@ class Title(NamedTuple):
 
 
 def title_of(sealed: bytes) -> Title:
-    """What a sealed manifest, whose hash was found right, is about. Unlike `open_manifest` it checks no setting, so needs no torch.
+    """Return the title of a sealed manifest whose hash was verified. It checks no setting, so unlike `open_manifest` needs no torch.
 
-    Raises MessageError.
+    Raises:
+        MessageError: the manifest names no task or method.
     """
     fields = peek(sealed, Manifest.LIMIT)
     outer = fields.get("outer")
-    said = (fields.get("name"), fields.get("task"), outer.get("method") if isinstance(outer, dict) else None)
-    if not all(isinstance(text, str) for text in said):
+    found = (fields.get("name"), fields.get("task"), outer.get("method") if isinstance(outer, dict) else None)
+    if not all(isinstance(text, str) for text in found):
         raise MessageError("A malformed manifest was refused: it names no task and method.")
-    return Title(*("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in said))
+    return Title(*("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found))
 
 
 def swarm_id(sealed: bytes) -> str:
-    """The id of the swarm with this sealed manifest: SHA-256 in lower-case base32, 52 characters."""
+    """Return the id of the swarm of a sealed manifest: its SHA-256 in lower-case base32, 52 characters."""
     return base64.b32encode(hashlib.sha256(sealed).digest()).decode().rstrip("=").lower()
 
 
 def open_manifest(sealed: bytes, expected_id: str | None = None) -> Manifest:
-    """The manifest, verified against its signature and, if given, the swarm id. Raises MessageError."""
+    """Return the manifest, verified against its signature and, if given, the swarm id. Raises MessageError."""
     if expected_id is not None and swarm_id(sealed) != expected_id:
         raise MessageError(
             f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not to {expected_id}: "

@@ -1,4 +1,4 @@
-"""The settings of the outer optimizer and of training, as a manifest holds them."""
+"""Settings of the outer optimizer and of training, as a manifest holds them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from shoal.swarm.wire.member import MAX_COUNT
 
-MAX_TOKENS = 2**53
-
-
-MIN_S, MAX_S = 0.1, 86_400.0
-
+MAX_TOKENS = 2**53  # of a round
+MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
+KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
+"""Settings that are arguments of the methods' factories."""
 
 Unit = Literal["steps", "tokens", "seconds"]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def parse_round(text: str) -> tuple[Unit, float | None]:
-    """The unit of a round, and how many; None: as many as ``every`` says (steps), or as the peers' speeds ask for (seconds).
+    """Return the unit of a round and its length; None: ``every`` steps, or seconds that follow the peers' speeds.
 
-    ``steps``, ``tokens:N``, ``seconds:S`` or ``seconds:auto``. ValueError for anything else, or a number out of bounds.
+    ``text``: ``steps``, ``tokens:N``, ``seconds:S`` or ``seconds:auto``. Raises ValueError for anything else, or a number out of
+    bounds.
     """
     if text == "steps":
         return "steps", None
@@ -48,14 +49,11 @@ def _checked(text: str) -> str:
 RoundSetting = Annotated[str, Field(max_length=32), AfterValidator(_checked)]
 
 
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-
-
 class OuterSettings(BaseModel):
-    """The outer optimizer: how often peers exchange, and what they do with the mean.
+    """Settings of the outer optimizer: when peers exchange, and what they do with the mean.
 
-    A knob that is None has the method's own default (optim/methods.py, ``optim.METHODS``), which ``resolved`` writes down; one that
-    the method does not have is refused.
+    A knob that is None has the method's own default (`shoal.optim.METHODS`), which `resolved` writes out; a knob that the method
+    does not have is refused.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -179,24 +177,24 @@ class OuterSettings(BaseModel):
 
     @property
     def weighing(self) -> Literal["equal", "tokens", "rate"]:
-        """``weights``, or what is usual: tokens in rounds of seconds, where peers learn from unequally much, else the method's.
+        """``weights``, or the default: tokens in rounds of seconds, where peers process unequal amounts, otherwise the method's.
 
-        In rounds of steps or tokens all learn from as much, and weights would only cost noloco and local twice the bytes.
+        In rounds of steps or tokens all process the same amount, and weights would only cost noloco and local twice the bytes.
         """
         from shoal.optim import method_named
 
         method = method_named(self.method)
-        if method.group == "nobody" or self.robust != "none":  # what a peer counts is a claim that nobody checks
+        if method.group == "nobody" or self.robust != "none":  # a peer's weight is a claim that nobody checks
             return "equal"
         uneven = self.round.startswith("seconds") and method.weights == "equal"
         return self.weights or ("tokens" if uneven else method.weights)
 
     def knobs(self) -> dict[str, int | float]:
-        """The method's knobs that are given."""
+        """Return the method's knobs that are set."""
         return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None}
 
     def resolved(self) -> OuterSettings:
-        """The same with the method's defaults written out, as in a manifest: so all peers agree, whatever their version."""
+        """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
         from shoal.optim import method_named
 
         method = method_named(self.method)
@@ -204,14 +202,8 @@ class OuterSettings(BaseModel):
         return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing})
 
 
-KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
-
-
-"""The settings that are arguments of the methods' factories."""
-
-
 class TrainSettings(BaseModel):
-    """The training run itself."""
+    """Settings of the training run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     steps: int = Field(default=0, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped.")

@@ -1,4 +1,4 @@
-"""The table ``[verify]`` of a swarm, and the terms on which outputs or steps are claimed. How that is done: node/verify/."""
+"""Settings of verification (table ``[verify]``), and terms of claims of outputs or inner steps; used by `shoal.node.verify`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.swarm.wire.fields import Digest
 
 
 class VerifySettings(BaseModel):
-    """What all peers of a swarm agree on about claims and those who check them."""
+    """Settings of claims and verifiers that all peers of a swarm share."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     kind: Literal["none", "activations", "training"] = Field(
@@ -47,28 +47,28 @@ class VerifySettings(BaseModel):
 
 
 class Terms(BaseModel):
-    """By which policy, and how, completions that are claimed are drawn. The creator's; a manifest has them if claims are made."""
+    """Policy and sampling of claimed completions. The creator sets them; a manifest has them if completions are claimed."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     policy: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,256}$")]
-    """What all nodes' policies are called, without folders."""
+    """Name of all nodes' policy, without folders."""
     base: Digest
-    """Hex SHA-256 of those weights that are not trained, and so not in a snapshot."""
+    """Hex SHA-256 of the weights that are not trained, and so not in a snapshot."""
     group: Annotated[int, Field(ge=1, le=64)]
     temperature: Annotated[float, Field(gt=0, le=100)]
     max_tokens: Annotated[int, Field(ge=1, le=16_384)]
 
 
 class StretchTerms(BaseModel):
-    """How inner steps are claimed. The creator's; a manifest has them if training is verified."""
+    """Terms of claimed inner steps. The creator sets them; a manifest has them if training is verified."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     steps: Annotated[int, Field(ge=1, le=1024)]
-    """Of a claim."""
+    """Inner steps of a claim."""
     dims: Annotated[int, Field(ge=16, le=1 << 14)]
-    """Of the projection in which weights are compared, a power of two."""
+    """Dimensions of the projection in which weights are compared, a power of two."""
     data: Digest
-    """Hex SHA-256 of the first batches of some shards: who has other data would refuse everybody's steps."""
+    """Hex SHA-256 of the first batches of some shards: a node with other data would refuse all others' steps."""
 
     @field_validator("dims")
     @classmethod
