@@ -1,10 +1,10 @@
-"""An environment of one's own: sums of two numbers.
+"""A custom environment: sums of two numbers.
 
     shoal demo --task rl --env examples/add_env.py:Add --peers 2 --rounds 20
     shoal up --task rl --env examples/add_env.py:Add
 
-Everybody who takes part has this file. A rollout says which question it answers by two numbers; who receives it asks ``question``
-for the same one and judges the answers by ``reward``, so nobody has to be believed.
+All peers have this file. A rollout names its question by two numbers; a receiver gets the same question from ``question`` and
+recomputes the rewards by ``reward``, so no peer has to be trusted.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ class Add:
         self.largest = largest
 
     def question(self, seed: int, index: int) -> Question:
-        """The same two numbers on every machine."""
+        """Return the question of these numbers, the same on every machine."""
         draw = random.Random(hashlib.sha256(f"add:{seed}:{index}".encode()).digest())
         a, b = draw.randint(0, self.largest), draw.randint(0, self.largest)
         return Question(f"{a} + {b}", str(a + b))
 
     def reward(self, question: Question, completion: str) -> float:
-        """1 for the right sum and nothing else."""
+        """Return 1 for exactly the right sum, else 0."""
         return float(completion == question.answer)

@@ -1,8 +1,8 @@
-"""A task of one's own: an MLP that learns the labels of a fixed random network, each peer from examples of its own.
+"""A custom task: an MLP learns the labels of a fixed random network, on each peer from other examples.
 
     shoal demo --hooks examples/custom_model.py:Teacher
 
-Each shard has only a few hundred examples, so a peer that trains alone learns them by heart; together they generalise.
+Each shard has only a few hundred examples, so a peer that trains without others memorises them; together they generalise.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.node.task import Shard, Task
+from shoal import Shard, Task
 
 Batch = dict[str, Tensor]
 
 
 class Teacher(Task):
-    """Which of 8 classes does the teacher give to a point in 16 dimensions?"""
+    """Classification of points in 16 dimensions into the teacher's 8 classes."""
 
     def __init__(self, width: int = 64, examples: int = 512, lr: float = 2e-3) -> None:
         self.width, self.examples, self.lr = width, examples, lr
@@ -29,12 +29,12 @@ class Teacher(Task):
         return {"x": x, "y": (x.sin() @ self.teacher).argmax(1)}
 
     def model(self) -> nn.Module:
-        """An MLP with two hidden layers."""
+        """Return an MLP with two hidden layers."""
         w = self.width
         return nn.Sequential(nn.Linear(16, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 8))
 
     def batches(self, shard: Shard) -> Iterator[Batch]:
-        """Endless batches of 32 of the shard's own examples."""
+        """Yield batches of 32 of the shard's own examples, without end."""
         data = self.draw(self.examples, seed=100 + shard.index)
         order = torch.Generator().manual_seed(shard.seed)
         while True:
@@ -42,15 +42,15 @@ class Teacher(Task):
             yield {"x": data["x"][rows], "y": data["y"][rows]}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy in nats."""
+        """Return the cross-entropy in nats."""
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
-        """Cross-entropy on points that are in no shard, the same on every peer."""
+        """Return the cross-entropy on points that are in no shard, the same on every peer."""
         device = next(model.parameters()).device
         return float(self.loss(model, {k: v.to(device) for k, v in self.draw(2000, seed=0).items()}))
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Adam."""
+        """Return Adam."""
         return torch.optim.Adam(params, lr=self.lr)

@@ -1,10 +1,10 @@
-"""Fine-tuning a model of Hugging Face with LoRA, in transformers' own Trainer: only the adapters travel.
+"""LoRA fine-tuning of a Hugging Face model in transformers' own Trainer: only the adapters are sent.
 
     pip install -e '.[hf]'
     python examples/lora.py --model PATH_OR_NAME --data notes.txt                          # the first: prints a link
     python examples/lora.py --model PATH_OR_NAME --data others.txt --link 'shoal://...'    # with the same base model
 
-Without --model it is a tiny random Llama that reads bytes, to see that everything works.
+Without --model it is a tiny random Llama that reads bytes, to try the setup.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LISTEN = "/ip4/0.0.0.0/tcp/0"
 
 
 def base(name: str | None) -> tuple[Any, Any]:
-    """The model, and what makes token numbers of text; the same on every peer."""
+    """Return the model and a function from text to token numbers; the same on every peer."""
     if name is not None:
         tokenizer = AutoTokenizer.from_pretrained(name)
         return AutoModelForCausalLM.from_pretrained(name), lambda text: tokenizer(text)["input_ids"]

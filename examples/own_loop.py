@@ -1,7 +1,7 @@
 """NoLoCo in a training loop of your own: wrap the inner optimizer, change nothing else. Run: python examples/own_loop.py
 
-Four peers each hold eight noisy points of one line in 16 dimensions: too few to find it alone, enough together. They are
-simulated in this process. To train over the internet, start one process per peer, each with two lines more:
+Four peers each hold eight noisy points of one line in 16 dimensions: too few for a single peer to find it, enough together. They
+are simulated in this process. To train over the internet, start one process per peer, each with two more lines:
 
     with shoal.create(state=model, every=10) as s:              # everywhere else: shoal.join(link, state=model)
         opt = NoLoCo(inner, s.exchange(), every=10)
@@ -12,21 +12,21 @@ The loop itself stays as it is (docs/python-api.md).
 import torch
 from torch import nn
 
-from shoal.optim import Alone, Exchange, NoLoCo, Simulation
+from shoal import Alone, Exchange, NoLoCo, Simulation
 
 PEERS = ["anna", "bert", "cleo", "dora"]
 TRUTH = torch.linspace(-1, 1, 16)
 
 
 def points(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (count, 16) and noisy targets (count, 1)."""
+    """Return inputs (count, 16) and noisy targets (count, 1)."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 16, generator=generator)
     return inputs, (inputs @ TRUTH + 0.1 * torch.randn(count, generator=generator)).unsqueeze(1)
 
 
 def train(peer: str, exchange: Exchange) -> float:
-    """One peer's training on its own points; the loss of its slow weights on points that nobody trained on."""
+    """Train one peer on its own points; return the loss of its slow weights on held-out points."""
     inputs, targets = points(8, seed=PEERS.index(peer))
     held_out = points(500, seed=99)
     torch.manual_seed(0)  # all peers start from the same weights

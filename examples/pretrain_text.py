@@ -1,11 +1,11 @@
-"""Pretraining on text, in a loop of one's own, with whoever has the link.
+"""Pretraining on text in a custom training loop, with all peers that have the link.
 
     python examples/pretrain_text.py                          # the first: prints a link
-    python examples/pretrain_text.py --link 'shoal://...'     # everywhere else; takes over the first one's weights
+    python examples/pretrain_text.py --link 'shoal://...'     # everywhere else; downloads the first one's weights
     python examples/pretrain_text.py --data my/texts ...
 
 A small GPT that reads bytes; without --data the text is the Python standard library. Every peer reads the part of it that the
-fewest others read. The loop is an ordinary one: what makes it a swarm's are the lines with ``swarm`` and ``opt``.
+fewest others read. The loop is an ordinary one; only the lines with ``session``, ``s`` and ``opt`` belong to the swarm.
 """
 
 import argparse
@@ -13,20 +13,19 @@ import argparse
 import torch
 
 import shoal
-from shoal.node.task import Shard
+from shoal import RoundInfo, Shard
 from shoal.node.tasks.text import TextTask
-from shoal.optim import RoundInfo
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"
 
 
 def show(info: RoundInfo) -> None:
-    """One line for each round."""
+    """Print one line for each round."""
     print(f"round {info.key.round}: {max(len(info.members), 1)} peers", flush=True)
 
 
 def main() -> None:
-    """Train, and print the loss on text that nobody trains on."""
+    """Train, and print the loss on held-out text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", help="of the swarm to join; without it a new one begins")
     parser.add_argument("--data", default="", help="files or folders of text")
@@ -55,7 +54,7 @@ def main() -> None:
             opt.step()  # every so many steps also averages with a random peer
             opt.zero_grad()
             if step % 20 == 0:
-                s.report(float(loss))  # what the others see
+                s.report(float(loss))  # for the others' status
     print(f"held-out loss: {text.evaluate(model):.4f} nats a byte", flush=True)
 
 

@@ -1,10 +1,10 @@
-"""DiLoCo or NoLoCo between the processes that torchrun starts, with ``optim`` alone: no daemon, no link, nothing to join.
+"""DiLoCo or NoLoCo between processes started by torchrun: no daemon, no link, no swarm to join.
 
     torchrun --nproc-per-node 2 examples/torchrun.py
     torchrun --nproc-per-node 4 examples/torchrun.py --pairs           # with one other process at a time
     torchrun --nproc-per-node 4 examples/torchrun.py --shards 2        # two peers of two processes, each peer's model cut by FSDP2
 
-Each process has its own part of a text and learns to say which letter follows. Over several machines:
+Each process has its own part of a text and learns to predict the next letter. For several machines use
 torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint. Training on GPUs needs ``init_process_group("nccl")``, ``.cuda()`` for
 model and batches, and "cuda" for the mesh; the exchange stays as it is.
 """
@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shoal.optim import DiLoCo, Distributed, NoLoCo
+from shoal import DiLoCo, Distributed, NoLoCo
 
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep dark water. "
 LETTERS = sorted(set(TEXT))
 
 
 def pairs_of_letters() -> tuple[torch.Tensor, torch.Tensor]:
-    """Letters (n, letters), one-hot, and the indices (n,) of those that follow."""
+    """Return letters (n, letters), one-hot, and the indices (n,) of the next ones."""
     indices = torch.tensor([LETTERS.index(letter) for letter in TEXT])
     return nn.functional.one_hot(indices[:-1], len(LETTERS)).float(), indices[1:]
 
 
 def make_model(shards: int) -> tuple[nn.Module, Distributed | None]:
-    """The model, cut into the peer's processes if there are several, and the exchange between peers that goes with it."""
+    """Return the model, sharded over the peer's processes if there are several, and then also the exchange for its shards."""
     torch.manual_seed(0)  # all peers start from the same weights
     model = nn.Sequential(nn.Linear(len(LETTERS), 32), nn.Tanh(), nn.Linear(32, len(LETTERS)))
     if shards == 1:
@@ -70,7 +70,7 @@ def main() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         opt.step()  # every 25th step also averages with the other peers
         opt.zero_grad()
-    opt.finish(average=True)  # the mean of the slow weights once more; with everybody, all hold one model then
+    opt.finish(average=True)  # the mean of the slow weights; if it is over all peers, they end with one model
     after = loss_over_all()
     if dist.get_rank() == 0:
         print(f"loss over the whole text: {before:.3f} before, {after:.3f} after {chosen.steps} steps, each on its own part")

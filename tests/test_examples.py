@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"
 ELSEWHERE = {
     "add_env.py": "tests/node/rl",
-    "custom_model.py": "tests/node/test_hooks.py",
-    "own_loop.py": "tests/optim/test_own_loop.py",
+    "custom_model.py": "tests/node/tasks/test_loader.py",
+    "own_loop.py": "tests/optim/outer/test_own_loop.py",
     "torchrun.py": "tests/exchanges/test_torchrun.py",
 }
 

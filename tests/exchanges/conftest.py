@@ -9,7 +9,7 @@ import worlds
 
 @pytest.fixture(scope="session")
 def nursery():
-    """Makes the process from which ranks are forked, once, when it is needed."""
+    """Start the process from which ranks are forked, once, on first use."""
     made = []
 
     def get():
@@ -25,7 +25,7 @@ def nursery():
 
 @pytest.fixture(scope="module", params=list(worlds.WORLDS))
 def world(request, nursery):
-    """One of the exchanges."""
+    """Return one of the exchanges."""
     made = worlds.WORLDS[request.param](nursery)
     yield made
     made.close()
@@ -33,7 +33,7 @@ def world(request, nursery):
 
 @pytest.fixture(scope="module")
 def ranks(nursery):
-    """``ranks(4)``: that many processes of one job."""
+    """Return a function that starts processes of one job: ``ranks(4)``."""
     made = {}
 
     def get(count, fresh=False):

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of ``Distributed``; each function runs in all ranks of a job and returns something for JSON."""
+"""Programs of the ranks in the tests of ``Distributed``; each runs in all ranks of a job and returns something for JSON."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.gloo_groups import GlooGroups
 
 
-class Said(logging.Handler):
-    """The warnings of the package, as a list."""
+class Warnings(logging.Handler):
+    """Handler that collects the package's warnings in a list."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Said(logging.Handler):
 
 
 def train(peer, exchange, method, every=3, steps=12):
-    """Slow weights after each round."""
+    """Return the slow weights after each round."""
     generator = torch.Generator().manual_seed(peer)
     torch.manual_seed(0)
     model = torch.nn.Linear(7, 3)
@@ -49,8 +49,8 @@ def training(method, size):
 
 
 def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.0, spoil=None):
-    """One exchange of ``values[rank]``: the mean or None, what was said, or the ValueError."""
-    rank, said = dist.get_rank(), Said()
+    """Exchange ``values[rank]`` once; return the mean or None and the warnings, or the ValueError."""
+    rank, logged = dist.get_rank(), Warnings()
     exchange = Distributed(wait=wait, exchange_timeout=exchange_timeout)
     if spoil is not None:
         SPOILERS[spoil](rank, exchange)
@@ -64,7 +64,7 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
         return {"error": str(error)}
     finally:
         exchange.close()
-    return {"mean": found, "said": said.sentences, "next": None if more is None else list(more.members)}
+    return {"mean": found, "logged": logged.sentences, "next": None if more is None else list(more.members)}
 
 
 def dies_in_transfer(rank, exchange):
@@ -78,7 +78,7 @@ def dies_before_its_vote(rank, exchange):
 
 
 def stalls_in_transfer(rank, exchange):
-    """Its bytes do not move in round 0: it is in the group but begins no operation."""
+    """Stall the bytes of one rank in round 0: it is in the group but begins no operation."""
     gather = GlooGroups._gather
     if rank == 2:
         stuck = []
@@ -117,7 +117,7 @@ SPOILERS = {
 
 
 def weightless(rounds=3):
-    """Rank r has weight 0 in round r."""
+    """Train with weight 0 for rank r in round r."""
     rank, round, members = dist.get_rank(), iter(range(rounds)), []
     weight = torch.nn.Parameter(torch.tensor([float(rank)]))
     exchange = Distributed()
@@ -134,7 +134,7 @@ def weightless(rounds=3):
 
 
 def same_key_again():
-    """After a resume from before the round its key comes again; and long after the last use of the store's entries."""
+    """Use a key again, as after a resume, soon and long after the last use of the store's entries."""
     exchange, rank, found = Distributed(), dist.get_rank(), []
     for round in [0, 1, 0, 1, *range(2, 200), 0]:
         value = torch.tensor([float(rank + len(found))])

@@ -1,4 +1,4 @@
-"""Ranks of a torch.distributed job, each a process that a test can let die.
+"""Ranks of a torch.distributed job, each a process that a test can kill.
 
 As a program it is a nursery: it imports everything once, and forks a rank for each line on stdin, which connects to a socket and
 takes orders there, one JSON object a line: {"steps": [...], "options": {...}} for a ``script``, or

@@ -1,9 +1,9 @@
-"""What one peer does in a test of the exchanges: a list of steps, played by every kind of exchange, in any process.
+"""A peer's script in a test of the exchanges: a list of steps, played by every kind of exchange, in any process.
 
 ["start", NAME, {"round": 0, "fragment": 0, "values": [...], "weight": 1, "codec": "float32", "spoil": false}]
 ["done", NAME]                     notes whether that exchange is over
 ["result", NAME, DEADLINE]         notes its outcome: null, or {"values", "weight", "members"}
-["mark", WHAT], ["after", WHAT]    the one goes on when the other has come by
+["mark", WHAT], ["after", WHAT]    "after" waits until a peer has reached the "mark"
 ["die"]                            at once, as by kill -9
 """
 
@@ -13,7 +13,7 @@ from shoal.optim import RoundKey, codec_named
 
 
 def play(exchange, run, steps, mark, after, die):
-    """What was noted, in order."""
+    """Play the steps; return the notes, in order."""
     handles, notes = {}, []
     for what, *arguments in steps:
         if what == "start":

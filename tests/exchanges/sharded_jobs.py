@@ -1,4 +1,4 @@
-"""What ranks do in the tests of peers that are several processes."""
+"""Programs of the ranks in the tests of peers that are several processes."""
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,13 @@ def make_model():
 
 
 def batches(peer):
-    """All that a peer sees: inputs (BATCH, 7) a step."""
+    """Return a peer's inputs, (BATCH, 7) a step."""
     generator = torch.Generator().manual_seed(peer)
     return [torch.randn(BATCH, 7, generator=generator) for _ in range(STEPS)]
 
 
 def train(peer, model, exchange, method, part=slice(None), evaluate=None):
-    """Trains on the rows ``part`` of the peer's batches; the optimizer and the members of each round."""
+    """Train on the rows ``part`` of the peer's batches; return the optimizer and the members of each round."""
     members = []
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     note = lambda info: members.append(list(info.members))  # noqa: E731
@@ -45,7 +45,7 @@ def whole(model):
 
 
 def reference(exchange, method="DiLoCo"):
-    """The same in one process a peer."""
+    """Train the same in one process a peer."""
     model = make_model()
     opt, members = train(int(exchange.peer), model, exchange, method)
     fast = whole(model)
@@ -54,7 +54,7 @@ def reference(exchange, method="DiLoCo"):
 
 
 def sharded(kind, method="DiLoCo", fails_in=None, evaluates=False):
-    """2 peers of 2 processes. ``fails_in``: the exchange of that round that fails in one of the four."""
+    """Train 2 peers of 2 processes each. ``fails_in``: the round whose exchange fails in one of the four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("peer", "shard"))
     model = trained = make_model()
     if kind == "fsdp":
@@ -94,7 +94,7 @@ def fail(gloo, round):
 
 
 def pairs(shards, rounds):
-    """Whom each process met in each round, and its mean."""
+    """Return the members of each process's rounds, and its means."""
     exchange, found = Distributed(size=2, seed=3, shards=shards), []
     rank = dist.get_rank()
     for round in range(rounds):

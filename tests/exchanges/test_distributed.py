@@ -1,4 +1,4 @@
-"""``optim.Distributed`` beyond what every exchange promises: training, what goes wrong, and what is said about it."""
+"""``Distributed`` beyond the guarantees of every exchange: training, failures, and their warnings."""
 
 import re
 from pathlib import Path
@@ -44,9 +44,9 @@ def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, r
     found = ranks(3).call(JOBS, "one_round", **{"values": [[1.0]] * 3, **options})
     for rank in found:
         assert (rank["mean"], rank["next"]) == (None, ["0", "1", "2"])
-        (sentence,) = rank["said"]
+        (sentence,) = rank["logged"]
         assert re.search(f"{reason}|another rank has given it up", sentence)
-    assert any(re.search(reason, rank["said"][0]) for rank in found)
+    assert any(re.search(reason, rank["logged"][0]) for rank in found)
 
 
 def test_what_its_codec_refuses_is_an_error_there_and_nobody_waits_for_it(ranks):
@@ -74,11 +74,11 @@ def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
     assert dead is None
     for rank in others:
         assert (rank["mean"], rank["next"]) == (None, ["0", "1"])
-        assert rank["said"][0].startswith("no mean in round 0, fragment 0: ")
+        assert rank["logged"][0].startswith("no mean in round 0, fragment 0: ")
     if when == "dies in transfer":
-        said = "".join(sentence for rank in others for sentence in rank["said"])
-        assert "a connection between ranks failed" in said
-        assert "restart the job, best under torchrun --max-restarts" in said
+        logged = "".join(sentence for rank in others for sentence in rank["logged"])
+        assert "a connection between ranks failed" in logged
+        assert "restart the job, best under torchrun --max-restarts" in logged
 
 
 def test_a_rank_whose_bytes_do_not_move_costs_the_round_for_all(ranks):
@@ -90,16 +90,16 @@ def test_a_rank_whose_bytes_do_not_move_costs_the_round_for_all(ranks):
     assert [rank["next"] for rank in found] == [["0", "1", "2"]] * 3
 
 
-def test_who_has_left_is_not_waited_for(ranks):
+def test_a_rank_that_has_left_is_not_waited_for(ranks):
     *others, gone = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, wait=30.0, spoil="leaves before")
     assert (gone["mean"], gone["next"]) == (None, None)
     assert [rank["mean"] for rank in others] == [[[1.0], ["0", "1"]]] * 2
 
 
-def test_without_the_store_every_round_is_alone_and_one_warning_says_so(ranks):
+def test_without_the_store_no_round_has_a_partner_and_one_warning_is_logged(ranks):
     for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, spoil="store"):
         assert (rank["mean"], rank["next"]) == (None, None)
-        (sentence,) = rank["said"]
+        (sentence,) = rank["logged"]
         assert sentence.startswith("the store of torch.distributed is gone (connection reset): later rounds have no partner.")
 
 

@@ -1,4 +1,4 @@
-"""What every exchange promises (optim/exchange.py), for every exchange (worlds.py): the same scripts, played in each world."""
+"""The guarantees of the ``Exchange`` protocol, for every implementation (``worlds``): the same scripts, played in each world."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def average(*peers, weights=None):
 
 
 def whole(note, weights=None):
-    """The note is a mean, and nothing but the mean of its members."""
+    """Return True if the note is exactly the mean of its members."""
     members = note["members"]
     expected = average(*members, weights=weights and [weights[member] for member in members])
     assert note["values"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -26,7 +26,7 @@ def whole(note, weights=None):
 
 
 def each(world, script):
-    """A script for each of those who average with each other."""
+    """Return a script for each of the peers that average with each other."""
     return [script(peer) for peer in range(world.size)]
 
 
@@ -81,7 +81,7 @@ def test_two_fragments_in_flight_are_two_means(world):
         assert y["values"] == pytest.approx([10.0 * (world.size - 1) / 2, 1.0], rel=1e-6)
 
 
-def test_one_who_comes_late_is_waited_for(world):
+def test_a_late_peer_is_waited_for(world):
     def script(peer):
         if peer > 0:
             return [["after", "waiting"], start(peer=peer), ["result", "x"]]
@@ -94,8 +94,8 @@ def test_one_who_comes_late_is_waited_for(world):
     assert all(note == [first] for note in others)
 
 
-def test_who_does_not_come_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
-    """The last peer leaves out round 0. In rounds 1 and 2 it may come too late for those who have not heard of it since."""
+def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
+    """The last peer leaves out round 0. In rounds 1 and 2 it may be too late for peers that do not know of its return."""
     last = world.size - 1
 
     def play(r):
@@ -104,9 +104,9 @@ def test_who_does_not_come_is_not_waited_for_longer_than_the_wait_and_is_met_aga
     def script(peer):
         if peer == last:
             later = [step for r in (2, 3) for step in (play(r)[0], ["mark", f"in {r}"], play(r)[1])]
-            return [["after", "gave up"], *play(1), ["mark", "was told"], *later]
+            return [["after", "gave up"], *play(1), ["mark", "came back"], *later]
         later = [step for r in (2, 3) for step in (["after", f"in {r}"], *play(r))]
-        return [*play(0), ["mark", "gave up"], *play(1), ["after", "was told"], *later]
+        return [*play(0), ["mark", "gave up"], *play(1), ["after", "came back"], *later]
 
     notes = world.play(each(world, script), wait=2.0)
     for peer in range(last):
@@ -118,7 +118,7 @@ def test_who_does_not_come_is_not_waited_for_longer_than_the_wait_and_is_met_aga
 
 
 def test_after_a_deadline_the_exchange_is_over_for_all(world):
-    """Nobody gets a mean of which another has not got its part: who comes after the deadline finds nobody."""
+    """No peer gets a mean that another member misses: a peer that comes after the deadline finds no partner."""
 
     def script(peer):
         if peer == 0:
@@ -130,8 +130,8 @@ def test_after_a_deadline_the_exchange_is_over_for_all(world):
     assert all(note is None or 0 not in note["members"] for (note,) in others)
 
 
-def test_who_is_killed_leaves_whole_means_or_none_and_the_others_go_on(world):
-    """The last of three dies in round 1, with its contribution under way. The others begin each later round together."""
+def test_a_killed_peer_leaves_whole_means_or_none_and_the_others_go_on(world):
+    """The last of three dies in round 1, with its contribution in flight. The others begin each later round together."""
     rounds = 8
 
     def script(peer):

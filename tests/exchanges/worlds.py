@@ -1,8 +1,8 @@
 """The exchanges under test, each as a world in which peers play scripts.
 
 Another exchange needs a class here and a line in WORLDS. A world has ``size``, the peers that average with each other;
-``overlaps``, whether a peer may be in two exchanges at once; and ``play(scripts, wait)``: what each peer noted, None for a dead
-one. In ``members`` peers are called by their index.
+``overlaps``, whether a peer may be in two exchanges at once; and ``play(scripts, wait)``: each peer's notes, None for a dead
+one. In ``members`` peers are named by their index.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 
 
 class Dead(BaseException):
-    """Ends the thread of a peer."""
+    """Exception that ends the thread of a peer."""
 
 
 class OnSimulation:
@@ -91,7 +91,7 @@ class Ranks:
                 self.streams.append(connection.makefile("rw"))
 
     def do(self, orders):
-        """One order for each rank, all at once; what they returned, None for one that died."""
+        """Send one order to each rank, all at once; return their answers, None for a dead one."""
         for stream, wanted in zip(self.streams, orders, strict=True):
             stream.write(json.dumps(wanted) + "\n")
             stream.flush()
@@ -147,7 +147,7 @@ class OnTorchDistributed:
 
 
 class OnSwarm:
-    """Real hosts, each with a daemon of its own, in this process."""
+    """Real hosts in this process, each with its own daemon."""
 
     size, overlaps = 2, False
     _tests = itertools.count()
@@ -208,7 +208,7 @@ class OnSwarm:
         return notes
 
     def suits(self, seed, ids):
-        """Of three, the last has a partner in round 1, and the others are partners from round 4 on."""
+        """Return True if, of three, the last has a partner in round 1, and the others are partners from round 4 on."""
         partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
         return all(partner_of(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
 
@@ -221,21 +221,21 @@ class OnSwarm:
 
 
 class OnSwarmGroup(OnSwarm):
-    """The same, all of them in one group."""
+    """Real hosts in this process, all of them in one group."""
 
     size, overlaps = 3, True
 
     def suits(self, seed, ids):
-        """Who tells a latecomer of round 1 that it is late is the one who waits for it in round 2."""
+        """Return True if the peer that informs a latecomer of round 1 also waits for it in round 2."""
         return order(seed, 1, ids)[0] == order(seed, 2, ids)[0] == ids[0]
 
     def exchange(self, context, timeouts):
-        """A contribution that comes too late is dropped, as the other exchanges do, instead of going to the next round."""
+        """Drop a contribution that is too late, as the other exchanges do, instead of sending it in the next round."""
         return GroupExchange(context, timeouts, follow=False)
 
 
 def numbered(notes, ids):
-    """With the indices of the members in place of their ids."""
+    """Replace the ids of the members by their indices."""
     for note in notes:
         if isinstance(note, dict):
             note["members"] = sorted(ids.index(member) for member in note["members"])

@@ -13,7 +13,7 @@ RATE, STEP_S = 0.05, 0.1
 
 
 def problem(peer):
-    """8 rows, 5 weights."""
+    """Return the peer's least squares: 8 rows, 5 weights."""
     rng = np.random.default_rng(sum(peer.encode()))
     rows = rng.normal(size=(8, 5))
     return rows, rows @ rng.uniform(-0.4, 0.4, size=5)
@@ -33,7 +33,7 @@ def gradient(peer, weights):
 
 
 def trained(peer, weights, steps):
-    """That many steps of gradient descent in float64."""
+    """Take ``steps`` steps of gradient descent in float64."""
     for _ in range(steps):
         weights = weights - RATE * gradient(peer, weights)
     return weights
@@ -45,14 +45,14 @@ def least_squares(peer, weights):
 
 
 def linear(peer, weights):
-    """The same gradient everywhere: a round's displacement does not depend on the slow weights."""
+    """Return a loss of constant gradient: a round's displacement does not depend on the slow weights."""
     return torch.cat(list(weights)) @ torch.tensor(problem(peer)[0][0], dtype=torch.float32)
 
 
 def run(
     method, steps, peers=PEERS, *, size=None, seed=0, begin=start, loss=least_squares, faults=None, inner=None, finish=False, **o
 ):
-    """{peer: slow and fast weights after each step (steps, 5), members of each exchange, virtual seconds, the optimizer}.
+    """Return {peer: slow and fast weights after each step (steps, 5), members of each exchange, virtual seconds, optimizer}.
 
     The parameters are weights 0-2 and 3-4. ``method(inner, exchange, **o)`` makes the optimizer.
     """

@@ -1,4 +1,4 @@
-"""What every lossy codec promises, and what each one promises of its own."""
+"""The guarantees of all lossy codecs, and those of each one."""
 
 import numpy as np
 import pytest

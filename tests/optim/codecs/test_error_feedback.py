@@ -27,7 +27,7 @@ def assert_close(actual, expected, atol=1e-5):
 @pytest.mark.parametrize("inner", LOSSY, **by_name)
 @settings(max_examples=10, deadline=None)
 @given(beta=st.sampled_from([1.0, 0.95, 0.5, 0.0]), seed=st.integers(0, 999), rounds=st.integers(1, 8))
-def test_what_was_sent_and_what_is_owed_is_what_was_handed_in(inner, beta, seed, rounds):
+def test_sent_values_and_residual_add_up_to_the_input(inner, beta, seed, rounds):
     codec = ErrorFeedback(inner.fresh(), beta)
     expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for tensors in gradients(seed, rounds):
@@ -46,10 +46,10 @@ def test_with_feedback_the_mean_of_what_is_sent_becomes_what_was_meant(inner):
         total = [t + q for t, q in zip(total, send(codec, g), strict=True)]
     for t, e, x in zip(total, codec.error, g, strict=True):
         torch.testing.assert_close((t + e) / rounds, x, rtol=1e-4, atol=1e-5)
-        assert e.norm() < 70 * x.norm()  # a 64th goes each round, so no more than about 64 rounds can be owed
+        assert e.norm() < 70 * x.norm()  # a 64th goes each round, so the residual holds no more than about 64 rounds
 
 
-def test_a_codec_that_loses_nothing_owes_nothing():
+def test_a_lossless_codec_has_no_residual():
     codec = codec_named("float32+ef:0.5")
     for tensors in gradients(2, 3):
         assert torch.equal(codec.encode(tensors), FLOAT32.encode(tensors))
@@ -85,7 +85,7 @@ def test_poison_never_enters_the_error(inner, bad):
 
 
 @pytest.mark.parametrize("inner", LOSSY, **by_name)
-def test_a_rejected_round_is_owed_whole(inner):
+def test_a_rejected_round_is_wholly_in_the_residual(inner):
     codec = ErrorFeedback(inner.fresh(), beta=0.95)
     first, second = gradients(5, 2)
     codec.encode(first)
@@ -167,7 +167,7 @@ def test_each_fragment_has_its_own():
 
 
 def test_two_sided_feedback_loses_nothing_on_either_side():
-    """The pattern of 1-bit Adam: peers send to a reducer, the reducer sends the mean back, each with errors of its own."""
+    """The pattern of 1-bit Adam: peers send to a reducer, the reducer sends the mean back, each with its own residual."""
     peers, reducer, rounds = [codec_named("sign+ef") for _ in range(3)], codec_named("sign+ef"), 30
     meant = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     moved = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -177,8 +177,8 @@ def test_two_sided_feedback_loses_nothing_on_either_side():
         mean = [torch.stack(parts).mean(0) for parts in zip(*sent, strict=True)]
         moved = [m + q for m, q in zip(moved, send(reducer, mean), strict=True)]
         meant = [m + torch.stack(parts).mean(0) for m, parts in zip(meant, zip(*own, strict=True), strict=True)]
-    owed = [torch.stack(parts).mean(0) for parts in zip(*(codec.error for codec in peers), strict=True)]
-    assert_close([m + e + o for m, e, o in zip(moved, reducer.error, owed, strict=True)], meant, atol=1e-4)
+    residual = [torch.stack(parts).mean(0) for parts in zip(*(codec.error for codec in peers), strict=True)]
+    assert_close([m + e + o for m, e, o in zip(moved, reducer.error, residual, strict=True)], meant, atol=1e-4)
 
 
 def test_wrong_use_is_explained():

@@ -1,4 +1,4 @@
-"""Codecs where the tensors are: the same payload from a GPU as from a CPU, the same values on every device."""
+"""Codecs on a GPU: the same payload as from a CPU, and the same values on every device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Robust means as shares: equal to the formulas, to the plain mean where nothing is clipped, and bounded whatever comes."""
+"""Robust means as shares: equal to the formulas, to the plain mean where nothing is clipped, and bounded for any input."""
 
 import math
 

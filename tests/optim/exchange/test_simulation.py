@@ -16,7 +16,7 @@ def one_hot(peer):
 
 
 class Log:
-    """What every peer saw: its outcome of each round and the virtual seconds that it waited, dead peers included."""
+    """Every peer's outcome of each round and the virtual seconds that it waited, dead peers included."""
 
     def __init__(self, simulation, rounds, pause):
         self.outcomes: dict[tuple[str, int], Mean | None] = {}
@@ -39,7 +39,7 @@ class Log:
 
 
 def times(values, count):
-    """A pure function of (peer, round) with halves of a second, so that many things happen at the same instant."""
+    """Return a pure function of (peer, round) in half seconds, so that many events are simultaneous."""
     return lambda peer, round: values[(PEERS.index(peer) * count + round) % len(values)] / 2
 
 

@@ -1,4 +1,4 @@
-"""Who takes part and what counts: the same for all, whoever gives up when. In threads, over a store in memory."""
+"""All processes agree on members and outcome, whichever gives up at any time. In threads, over a store in memory."""
 
 import threading
 
@@ -13,7 +13,7 @@ PEERS, SHARDS = 3, 2
 
 
 def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1):
-    """What ``behave(consensus, ticket, place)`` returned for each process in each round."""
+    """Return the value of ``behave(consensus, ticket, place)`` for each process in each round."""
     store = store or dist.HashStore()
     found, errors = {}, []
 
@@ -92,11 +92,11 @@ def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
     found = together(behave, shards=1, rounds=10, wait=1.0)
     assert all(found[peer, 0, round] == (0, 1) for peer in (0, 1) for round in range(10))
     assert 1.0 <= max(waited) < 5.0  # seconds that they have waited for it: not 10
-    said = [record.getMessage() for record in caplog.records if "peer 2 did not come" in record.getMessage()]
-    assert 1 <= len(said) <= 2  # one of each process that waited
+    sentences = [record.getMessage() for record in caplog.records if "peer 2 did not come" in record.getMessage()]
+    assert 1 <= len(sentences) <= 2  # one of each process that waited
 
 
-def test_who_has_left_costs_no_wait():
+def test_a_peer_that_has_left_costs_no_wait():
     def behave(consensus, ticket, place):
         if place.peer == 2:
             consensus.leave()
@@ -109,7 +109,7 @@ def test_who_has_left_costs_no_wait():
 
 
 @pytest.mark.parametrize("expected", [(0,), (1, 2)])
-def test_alone_or_not_expected_there_is_nothing_to_wait_for(expected):
+def test_a_single_or_unexpected_peer_waits_for_nobody(expected):
     consensus = StoreConsensus(dist.HashStore(), ProcessCoordinates(0, 0, 1), 1000.0)
     assert consensus.members(RoundTicket("round 0", expected)) == ()
 

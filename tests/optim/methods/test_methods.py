@@ -1,4 +1,4 @@
-"""What all methods share: saving at any step, weights, buffers, the last mean, bfloat16, tied and grouped parameters."""
+"""Properties of all methods: saving at any step, weights, buffers, the last mean, bfloat16, tied and grouped parameters."""
 
 import copy
 import io
@@ -226,7 +226,7 @@ def test_a_last_mean_of_gossiping_peers_is_the_mean_of_their_slow_weights():
     assert not equal(apart["a"][0], apart["b"][0])
 
 
-def test_finish_with_a_last_mean_and_nobody_there_leaves_the_slow_weights_in_the_model():
+def test_finish_with_a_last_mean_without_a_partner_leaves_the_slow_weights_in_the_model():
     weight = nn.Parameter(torch.ones(2))
     infos = []
     opt = DiLoCo(torch.optim.SGD([weight], lr=0.1), Alone(), every=5, on_round=infos.append)

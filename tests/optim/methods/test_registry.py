@@ -1,4 +1,4 @@
-"""The table of methods: complete, and true about what each one sends, has and does."""
+"""The table of methods is complete and correct."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Who missed a round takes over another peer's slow weights, fragment by fragment, and is then where the others are."""
+"""A peer that missed a round adopts another's slow weights by fragments and then equals the others."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ METHODS = {
 
 
 def train(make, steps, adopt_at=None):
-    """{peer: (slow weights after each step, optimizer)}; rounds are missed, and from ``adopt_at`` on "c" takes over from "a"."""
+    """Return {peer: (slow weights after each step, optimizer)}; rounds are missed, and from ``adopt_at`` on "c" adopts from "a"."""
     states = {}
 
     def peer(exchange):
@@ -88,14 +88,14 @@ def test_what_is_older_there_than_here_is_not_taken():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "reason"),
     [({"shared": {"other": []}}, "does not share"), ({"applied": [1, 2, 3]}, "in 3 fragments, this optimizer's in 1")],
 )
-def test_what_does_not_fit_changes_nothing(given, says):
+def test_what_does_not_fit_changes_nothing(given, reason):
     net = model()
     opt = METHODS["diloco"](torch.optim.SGD(net.parameters(), lr=0.05), None, net)
     before = [t.clone() for t in opt.slow]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=reason):
         opt.adopt([torch.full_like(t, 9.0) for t in opt.slow], round=3, **given)
     assert equal(before, opt.slow)
     assert opt.round == 0

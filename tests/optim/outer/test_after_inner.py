@@ -1,4 +1,4 @@
-"""``after_inner`` is the rest of ``step``: the same weights, and it says whose outcome it wants before it waits for it."""
+"""``after_inner`` is the rest of ``step``: the same weights, and it yields each exchange before it waits for it."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from shoal.optim.exchange.base import Mean
 
 
 class Halves:
-    """An exchange with a peer whose tensors are all 0; notes what is begun, and what is waited for."""
+    """Exchange with a peer whose tensors are all 0; records starts and waits."""
 
     def __init__(self):
         self.events = []

@@ -1,4 +1,4 @@
-"""What differs between two outer optimizers, for every method and every knob; and an inner one that somebody else steps."""
+"""Differences of two outer optimizers for every method and every knob; and an inner one stepped by a library."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_the_same_settings_make_no_difference_and_every_knob_makes_one(method, m
         assert config_diff(made(method, module, **{knob: OTHER[knob]}), twin) is not None, knob
 
 
-def test_methods_codecs_weights_lengths_and_buffers_are_told_apart(module):
+def test_methods_codecs_weights_lengths_and_buffers_are_distinguished(module):
     twin = made("diloco", module)
     others = {
         "it is NoLoCo and not DiLoCo": made("noloco", module),
@@ -43,7 +43,7 @@ def test_methods_codecs_weights_lengths_and_buffers_are_told_apart(module):
     assert config_diff(*auto) is None
 
 
-def test_who_steps_elsewhere_takes_the_outer_part_alone(module):
+def test_a_loop_that_steps_elsewhere_takes_the_outer_part_only(module):
     twins = [module, torch.nn.Sequential(*(type(m)(*a) for m, a in ((module[0], (4, 6)), (module[1], (6,)), (module[2], (6, 1)))))]
     twins[1].load_state_dict(module.state_dict())
     wrapped = NoLoCo(torch.optim.SGD(twins[0].parameters(), lr=0.1), Alone(), every=3)
@@ -63,7 +63,7 @@ def test_who_steps_elsewhere_takes_the_outer_part_alone(module):
     assert Stepped(module.parameters()).step(lambda: 2.0) == 2.0
 
 
-def test_an_exchange_that_wants_to_is_told_which_optimizer_it_has(module):
+def test_an_exchange_that_wants_its_optimizer_is_given_it(module):
     class Curious(Alone):
         def attach(self, optimizer):
             self.rounds = optimizer.round

@@ -1,4 +1,4 @@
-"""A late joiner's first round: it takes part with weight 0, so the others go on as if it were not there."""
+"""A late joiner's first round: it takes part with weight 0, so the others go on as if it were absent."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ def tensors(value):
     return [torch.full((3,), value)]
 
 
-def test_who_has_no_weight_takes_part_and_is_not_in_the_mean():
+def test_a_peer_without_weight_takes_part_and_is_not_in_the_mean():
     mean = weighted_mean([("c", 1.0, tensors(4.0)), ("a", 0.0, tensors(100.0)), ("b", 3.0, tensors(8.0))])
     assert torch.equal(mean.tensors[0], torch.full((3,), 7.0))
     assert (mean.weight, mean.members, mean.counted) == (4.0, ("a", "b", "c"), 2)
 
 
-def test_where_nobody_has_weight_all_count_the_same():
+def test_if_all_weights_are_0_all_count_the_same():
     mean = weighted_mean([("b", 0.0, tensors(4.0)), ("a", 0.0, tensors(8.0))])
     assert torch.equal(mean.tensors[0], torch.full((3,), 6.0))
     assert (mean.weight, mean.members, mean.counted) == (2.0, ("a", "b"), 2)
@@ -33,7 +33,7 @@ def test_a_weight_that_is_none_is_refused(weight):
 
 
 def trained(method, peers, listening=(), rounds=1, **options):
-    """Slow weights of each peer after ``rounds`` rounds; ``listening`` ones join late, with other gradients."""
+    """Return the slow weights of each peer after ``rounds`` rounds; ``listening`` ones join late, with other gradients."""
     made = method_named(method)
     size = len(peers) if made.group == "everyone" else 2
 
@@ -42,14 +42,14 @@ def trained(method, peers, listening=(), rounds=1, **options):
         opt = made.make(torch.optim.SGD([weight], lr=0.1), exchange, every=2, **options)
         if exchange.peer in listening:
             opt.listen()
-        seen = []
-        opt.on_round = seen.append
+        infos = []
+        opt.on_round = infos.append
         for step in range(2 * rounds):
             weight.grad = torch.full((4,), 1.0 + ord(exchange.peer[0]) - ord("a")) * (1 + step)
             opt.count(ord(exchange.peer[0]))
             opt.step()
         opt.finish()
-        return opt.slow[0].clone(), weight.detach().clone(), [info.members for info in seen]
+        return opt.slow[0].clone(), weight.detach().clone(), [info.members for info in infos]
 
     return Simulation(peers, size=size).run(train)
 

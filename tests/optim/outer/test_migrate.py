@@ -1,4 +1,4 @@
-"""What one outer optimizer saved loads under any other: what means the same comes over, and the rest is named."""
+"""Saved state loads under any other method: state of the same meaning is kept, and the rest is reported."""
 
 import copy
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Run:
-    """AdamW in a small model of three layers; each step learns from a batch that follows from its number."""
+    """AdamW in a small model of three layers; the batch of a step follows from its number."""
 
     def __init__(self, method, width=4, lr=0.05, **options):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_the_memory_of_a_codec_goes_over_where_it_fits_and_is_named_elsewhere():
         return Run(DiLoCo, codec=codec_named(codec), **options)
 
     class Answers(Alone):
-        """A partner that sends back what it got, so that error feedback has something to remember."""
+        """Partner that returns the decoded contribution, so that error feedback has a residual."""
 
         def start(self, key, tensors, weight, codec):
             decoded = codec.decode(codec.encode(tensors), [tuple(t.shape) for t in tensors])

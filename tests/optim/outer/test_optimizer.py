@@ -10,7 +10,7 @@ from shoal.optim import Alone, Apply, Every, LocalSGD, Mean, NoLoCo, NoLoCoRule,
 
 
 class Partner:
-    """An exchange with one partner who always sends ``theirs``."""
+    """Exchange with one partner that always sends ``theirs``."""
 
     def __init__(self, theirs):
         self.theirs, self.sent, self.keys = theirs, [], []
@@ -137,7 +137,7 @@ def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_change
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     inner = torch.optim.SGD([weight], lr=1.0)
     opt = NoLoCo(inner, Partner([torch.full((4,), 1.001)]), every=1, lr=0.5, momentum=0.0)
-    for pulls in range(1, 5):  # each a quarter of the way to 1.001, which bfloat16 cannot tell from 1
+    for pulls in range(1, 5):  # each a quarter of the way to 1.001, which bfloat16 rounds to 1
         opt.step()
         assert weight.dtype == torch.bfloat16
         assert opt.slow[0].dtype == torch.float32
@@ -202,7 +202,7 @@ def test_two_peers_end_a_round_of_local_sgd_with_the_same_bits():
 
 
 class Late:
-    """Sends after step 3 and applies after step 5."""
+    """Schedule that sends after step 3 and applies after step 5."""
 
     def at(self, step):
         return {3: [Send(0)], 5: [Apply(0)]}.get(step, [])

@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 
 
 def test_the_example_runs_as_it_stands_and_averaging_helps_much():

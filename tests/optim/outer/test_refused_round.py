@@ -1,4 +1,4 @@
-"""A codec's memory when rounds are refused: all that was applied, and what is owed, is always all that was learnt."""
+"""A codec's residual when rounds are refused: applied values plus residual are always all that was learnt."""
 
 import copy
 from itertools import chain
@@ -35,8 +35,8 @@ CASES = {
 }
 
 
-class Moody:
-    """A group of one whose rounds end as told: "yes", "no" (encoded and sent in vain) or "nobody" (not even encoded)."""
+class ScriptedExchange:
+    """Exchange of one peer with given outcomes: "yes", "no" (encoded and sent in vain) or "nobody" (not even encoded)."""
 
     def __init__(self, outcomes):
         self.outcomes = iter(outcomes)
@@ -52,12 +52,12 @@ class Moody:
 
 
 class Drifting:
-    """Weights that every inner step moves by a drawn vector, wherever they are."""
+    """Weights that every inner step moves by a random vector."""
 
     def __init__(self, rule, schedule, codec, outcomes, seed):
         self.weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         self.opt = OuterOptimizer(
-            torch.optim.SGD(self.weights, lr=1.0), Moody(outcomes), rule=rule, schedule=schedule, codec=codec,
+            torch.optim.SGD(self.weights, lr=1.0), ScriptedExchange(outcomes), rule=rule, schedule=schedule, codec=codec,
             fragments=[[weight] for weight in self.weights] if isinstance(schedule, Streaming) else None,
         )  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
@@ -73,8 +73,8 @@ class Drifting:
     def finish(self):
         self.opt.finish()
         parts = zip(self.opt._codecs, self.opt._parts, strict=True)
-        owed = chain.from_iterable(codec.error or [torch.zeros(SHAPES[i]) for i in part] for codec, part in parts)
-        for weight, error, learnt in zip(self.weights, owed, self.learnt, strict=True):
+        residual = chain.from_iterable(codec.error or [torch.zeros(SHAPES[i]) for i in part] for codec, part in parts)
+        for weight, error, learnt in zip(self.weights, residual, self.learnt, strict=True):
             torch.testing.assert_close(error.double() - weight.double(), learnt, rtol=0, atol=1e-4)
 
 
@@ -84,7 +84,7 @@ rounds = st.lists(st.sampled_from(["yes", "no", "nobody"]), min_size=1, max_size
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(CODECS), rounds, st.integers(0, 999))
-def test_what_was_applied_and_what_is_owed_is_what_was_learnt(case, codec, outcomes, seed):
+def test_applied_values_and_residual_add_up_to_all_that_was_learnt(case, codec, outcomes, seed):
     world = Drifting(*CASES[case], codec_named(codec), outcomes, seed)
     world.train(EVERY * len(outcomes))
     world.finish()
@@ -93,7 +93,7 @@ def test_what_was_applied_and_what_is_owed_is_what_was_learnt(case, codec, outco
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(CODECS), rounds, rounds, st.integers(0, 999))
-def test_a_state_saved_while_something_is_in_flight_owes_the_same(case, codec, before, after, seed):
+def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, before, after, seed):
     world = Drifting(*CASES[case], codec_named(codec), before, seed)
     world.train(EVERY * len(before))
     again = Drifting(*CASES[case], codec_named(codec), after, seed)
@@ -110,7 +110,7 @@ def test_a_state_saved_while_something_is_in_flight_owes_the_same(case, codec, b
 @settings(max_examples=20, deadline=None)
 @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.integers(0, 99))
 def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, lost_by_b, seed):
-    """SparseLoCo with beta 1: over both peers, slow weights plus what is owed is all that both have learnt (halved if averaged)."""
+    """SparseLoCo with beta 1: over both peers, slow weights plus residuals are all that both have learnt (halved if averaged)."""
     lost = {"a": lost_by_a, "b": lost_by_b}
 
     def peer(exchange):
@@ -128,8 +128,8 @@ def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, los
 
     faults = Faults(drop=lambda name, key: key.round in lost[name])
     found = Simulation(["a", "b"], faults=faults).run(peer)
-    learnt, applied, owed = (sum(values) for values in zip(*found.values(), strict=True))
-    torch.testing.assert_close(applied + owed, learnt, rtol=0, atol=1e-4)
+    learnt, applied, residual = (sum(values) for values in zip(*found.values(), strict=True))
+    torch.testing.assert_close(applied + residual, learnt, rtol=0, atol=1e-4)
 
 
 def test_with_a_fading_memory_a_refused_round_only_fades_it():
@@ -138,14 +138,14 @@ def test_with_a_fading_memory_a_refused_round_only_fades_it():
     codec.encode([first])
     assert codec.pending
     codec.accepted()
-    owed = codec.error[0].clone()
+    residual = codec.error[0].clone()
     codec.encode([second])
     codec.rejected([second])
     assert not codec.pending
-    torch.testing.assert_close(codec.error[0], 0.9 * owed, rtol=0, atol=1e-6)
+    torch.testing.assert_close(codec.error[0], 0.9 * residual, rtol=0, atol=1e-6)
 
 
-def test_dropping_what_is_in_flight_gives_back_what_was_not_sent():
+def test_cancelling_an_exchange_in_flight_gives_back_its_contribution():
     world = Drifting(DiLoCoRule(), Streaming(EVERY, 2, 1), codec_named("e3m0+ef"), ["yes"] * 9, 3)
     world.train(2)
     codec = world.opt._codecs[1]

@@ -45,7 +45,7 @@ class Run:
 
 
 def flat(value):
-    """Every tensor and number in a nested state, in order."""
+    """Return every tensor and number in a nested state, in order."""
     if isinstance(value, dict):
         return [leaf for key in sorted(value, key=str) for leaf in flat(value[key])]
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Peers of different speed and weight: the mean is conserved, nobody waits long, and all reach the optimum they should."""
+"""Peers of different speed and weight: the mean is conserved, nobody waits long, and all reach the right optimum."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def swarms(draw):
 
 
 def one_round(rule, slow, states, weights, met, moved):
-    """``rule`` among the groups ``met``, in place; the sum over the peers of their group's weighted mean of ``moved``."""
+    """Apply ``rule`` among the groups ``met``; return the sum over the peers of their group's weighted mean of ``moved``."""
     fast, key = [[s[0] - m] for s, m in zip(slow, moved, strict=True)], RoundKey("run", 0)
     total = torch.zeros(4, dtype=torch.float64)
     for group in met:
@@ -91,7 +91,7 @@ def test_gasloc_conserves_it_too_where_peers_count_differently(swarm, mix):
     assert torch.allclose(sum(s[0] for s in slow), before - 0.7 * sum(moved), rtol=0, atol=1e-9)
 
 
-def test_alone_the_weighted_form_is_the_unweighted_one_bit_by_bit(lab):
+def test_without_a_partner_the_weighted_form_is_the_unweighted_one_bit_by_bit(lab):
     def path(**options):
         return lab.run(NoLoCo, 20, ["anna"], every=5, pull=0.3, **options)["anna"].slow
 
@@ -182,7 +182,7 @@ def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligne
 
 
 def test_rounds_of_steps_wait_for_the_slowest_instead():
-    """What the rounds of seconds are for: with as many steps for all, the quick one waits most of the time."""
+    """The reason for rounds of seconds: with equal steps for all, the quick peer waits most of the time."""
 
     def peer(exchange):
         weight = torch.nn.Parameter(torch.ones(1))
@@ -205,7 +205,7 @@ def test_rounds_of_steps_wait_for_the_slowest_instead():
     [(NoLoCo, {"every": 20}), (DiLoCo, {"every": 20, "momentum": 0.5}), (LocalSGD, {"every": 20})],
 )
 def test_they_reach_the_optimum_of_the_weighted_objective(method, options):
-    """Quadratics with one optimum each; what a peer has learnt in a round counts by its tokens."""
+    """Quadratics with one optimum each; the displacement of a round counts by its tokens."""
     found = uneven(method, 75.0, 60, weight=by_tokens, **options)
     made = {"anna": 10, "bert": 30, "cleo": 100}  # inner steps, and tokens, in each round
     optimum = {"anna": 1.0, "bert": -2.0, "cleo": 4.0}
@@ -237,7 +237,7 @@ def test_fragments_of_uneven_peers_meet_in_the_same_rounds():
 
 
 def test_a_peer_that_slept_through_rounds_joins_the_one_that_the_others_are_in():
-    """As a node does: after its sleep it is told the swarm's round, and from then on ends its rounds with the others."""
+    """After its sleep it is given the swarm's round, as in a node, and from then on ends its rounds with the others."""
     names = ["anna", "bert"]
 
     def peer(exchange):

@@ -1,4 +1,4 @@
-"""SAPO's loss and its variants against a plain float64 reference, closed forms, and what must never change anything."""
+"""SAPO's loss and its variants against a plain float64 reference, closed forms, and invariances."""
 
 import math
 from dataclasses import replace
@@ -30,12 +30,12 @@ REWARDS = st.lists(st.integers(-640, 640).map(lambda n: n / 64), min_size=1, max
 
 
 def drawn(*strategies):
-    """Hypothesis without a time limit, since the first case of all is slow and machines are busy."""
+    """Make a Hypothesis test without a time limit, since the very first case is slow and machines are busy."""
     return lambda test: settings(deadline=None)(given(*strategies)(test))
 
 
 def reference(name, per, new, old, behaviour, advantages, mask):
-    """The loss in plain Python, token by token, and its derivative by each entry of ``new``."""
+    """Return the loss in plain Python, token by token, and its derivative by each entry of ``new``."""
     rows, columns = len(new), len(new[0])
     lengths = [sum(row) for row in mask]
     loss, slope = 0.0, [[0.0] * columns for _ in range(rows)]

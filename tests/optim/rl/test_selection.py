@@ -29,7 +29,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def drawn(*strategies):
-    """Hypothesis without a time limit, since the first case of all is slow and machines are busy."""
+    """Make a Hypothesis test without a time limit, since the very first case is slow and machines are busy."""
     return lambda test: settings(deadline=None)(given(*strategies)(test))
 
 

@@ -1,4 +1,4 @@
-"""Means that come a whole round late: CO2-style and eager updates, against float64 references and the stability limits."""
+"""Means that arrive a whole round late: CO2-style and eager updates, against float64 references and the stability limits."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ def ends(found):
 
 
 def co2(lab, peers, lr, momentum, penalty, clip, keep):
-    """Slow weights, fast weights of each peer, and the momentum after each round."""
+    """Return slow weights, fast weights of each peer, and momentum after each round."""
     slow, velocity, moved, usual = lab.start(), np.zeros(5), 0.0, 0.0
     fast = {peer: lab.start() for peer in peers}
     sent, path = None, []
@@ -114,7 +114,7 @@ def test_4_no_value_of_the_momentum_passes_the_clip_and_a_wide_one_changes_nothi
 @pytest.mark.parametrize(
     ("momentum", "penalty", "stable"), [(0.5, 1.9, False), (0.5, 2.1, True), (0.2, 1.2, False), (0.2, 1.3, True)]
 )
-def test_5_alone_it_is_the_scalar_delayed_recursion_and_diverges_where_predicted(momentum, penalty, stable):
+def test_5_for_one_peer_it_is_the_scalar_delayed_recursion_and_diverges_where_predicted(momentum, penalty, stable):
     """Each round's steps reach the optimum 0, so c = 1."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     with warnings.catch_warnings(record=True) as caught:
@@ -139,7 +139,7 @@ def test_5_alone_it_is_the_scalar_delayed_recursion_and_diverges_where_predicted
 
 
 def test_6_what_happens_to_the_weights_while_it_is_in_flight_does_not_reach_the_exchange(lab):
-    """Weights are spoilt right after the send and mended before the next step; as if nothing had happened."""
+    """Weights are overwritten right after the send and restored before the next step, without any effect."""
 
     def spoiling(inner, exchange, **options):
         opt = CO2(inner, exchange, **options)
@@ -161,7 +161,7 @@ def test_6_what_happens_to_the_weights_while_it_is_in_flight_does_not_reach_the_
 
 @pytest.mark.parametrize(("rate", "momentum", "stable"), [(0.5, 0.6, True), (1.0, 0.2, True), (1.0, 0.3, True), (1.0, 0.6, False)])
 def test_the_gap_aware_penalty_widens_the_region_and_the_warning_knows_how_far(rate, momentum, stable):
-    """Alone, with c = 1; without a penalty all of these diverge."""
+    """One peer, c = 1; without a penalty all of these diverge."""
     assert rate > limit(momentum, 1, nesterov=False)
     weight = nn.Parameter(torch.ones(1))
     with warnings.catch_warnings(record=True) as caught:
@@ -181,7 +181,7 @@ def test_keeping_the_own_motion_alone_without_damping_is_the_inner_optimizer(lab
 
 
 def eager(lab, peers, lr, momentum):
-    """{peer: slow after each round}, and the eager pseudo-gradients."""
+    """Return {peer: slow after each round}, and the eager pseudo-gradients."""
     share = 1 / len(peers)
     slow, velocity = {p: lab.start() for p in peers}, {p: np.zeros(5) for p in peers}
     late, early, path, applied = None, {p: np.zeros(5) for p in peers}, {p: [] for p in peers}, []
@@ -217,7 +217,7 @@ def test_eager_is_the_reference_and_the_mean_of_what_is_applied_is_as_in_the_pap
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_eager_alone_is_diloco(lab, nesterov):
+def test_eager_for_one_peer_is_diloco(lab, nesterov):
     options = {"every": EVERY, "lr": 0.4, "momentum": 0.9, "nesterov": nesterov}
     found, expected = (lab.run(method, STEPS, ["anna"], **options)["anna"] for method in (Eager, DiLoCo))
     lab.close(found.slow, expected.slow)
@@ -235,7 +235,7 @@ def test_eager_without_lag_is_diloco(lab):
 
 @pytest.mark.parametrize("method", [partial(CO2, penalty=1.6, momentum=0.0, clip=None), partial(Eager, lr=1.0, momentum=0.0)])
 def test_after_finish_every_motion_has_been_applied_once(lab, method):
-    """The same gradient everywhere and no momentum: the slow weights end at the start minus all motion (over the penalty)."""
+    """Constant gradient, no momentum: the slow weights end at the start minus all displacements (over the penalty)."""
     found = lab.run(method, STEPS, every=EVERY, loss=lab.linear, finish=True)
     motion = STEPS * lab.RATE * np.array([lab.problem(peer)[0][0] for peer in lab.PEERS])
     damping = 1.6 if method.func is CO2 else 1.0

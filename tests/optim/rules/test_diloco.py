@@ -30,7 +30,7 @@ def ends(found, every=EVERY):
 
 
 def diloco(lab, peers, lr, momentum, nesterov, every=EVERY, rounds=ROUNDS, weights=None):
-    """Slow weights after each round. The outer step is torch's own, in float64."""
+    """Return the slow weights after each round. The outer step is torch's own, in float64."""
     slow = torch.tensor(lab.start())
     outer = torch.optim.SGD([slow], lr=lr, momentum=momentum, nesterov=nesterov)
     path = []
@@ -71,7 +71,7 @@ def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_
             lab.close(found[peer].fast[step - 1], replicas[peer].detach().numpy())
 
 
-def test_3_alone_without_momentum_it_is_lookahead(lab):
+def test_3_for_one_peer_without_momentum_it_is_lookahead(lab):
     found = lab.run(DiLoCo, EVERY * ROUNDS, ["anna"], every=EVERY, lr=0.5, momentum=0.0)["anna"]
     slow, path = lab.start(), []
     for _ in range(ROUNDS):
@@ -83,7 +83,7 @@ def test_3_alone_without_momentum_it_is_lookahead(lab):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("peers", [["anna"], ["anna", "bert", "cleo", "dora"]])
-def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_alone_snoo(lab, peers, nesterov):
+def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab, peers, nesterov):
     found = lab.run(DiLoCo, EVERY * ROUNDS, peers, every=EVERY, lr=0.7, momentum=0.9, nesterov=nesterov)
     for peer in peers:
         lab.close(ends(found[peer]), diloco(lab, peers, 0.7, 0.9, nesterov))
@@ -177,7 +177,7 @@ def test_weights_that_cannot_be_are_refused():
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("pull", [None, 0.3])
 def test_noloco_with_weights_still_conserves_the_mean(lab, size, pull):
-    """Weights count in the pseudo-gradients; the pull is symmetric: without learning, the mean over the peers stays."""
+    """Weights count in the pseudo-gradients; the pull is symmetric: without inner steps, the mean over the peers stays the same."""
     weights = dict(zip(lab.PEERS, [1.0, 20.0, 5.0, 0.5], strict=True))
     options = {"every": 1, "lr": 0.7, "momentum": 0.5, "pull": pull, "begin": lab.own_start}
     options["weight"] = lambda peer, _: weights[peer]
@@ -193,7 +193,7 @@ def test_noloco_with_weights_still_conserves_the_mean(lab, size, pull):
 
 
 class TopWithMemory:
-    """The largest ``count`` values of each tensor in float32 (as a dense payload), with error feedback: a stand-in."""
+    """The largest ``count`` values of each tensor in float32 (as a dense payload), with error feedback."""
 
     name, displacement = "top-test", True
 
@@ -264,7 +264,7 @@ def test_sparseloco_that_sends_everything_is_diloco_without_momentum_for_any_bet
         lab.close(ends(found[peer]), expected)
 
 
-def test_what_reached_nobody_goes_back_into_the_error_and_each_fragment_has_its_own(lab):
+def test_a_contribution_in_no_mean_goes_back_into_the_residual_and_each_fragment_has_its_own(lab):
     lost = Faults(drop=lambda peer, key: key.round == 1)
     found = lab.run(sparse, 3 * EVERY, ["anna", "bert"], every=EVERY, faults=lost)["anna"]
     assert found.members == [("anna", "bert"), (), ("anna", "bert")]

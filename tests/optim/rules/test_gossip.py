@@ -41,7 +41,7 @@ def test_gasloc_without_momentum_and_full_averaging_is_noloco_with_pull_one_and_
         assert found.members == expected[peer].members
 
 
-def test_gasloc_alone_is_dilocos_nesterov_form(lab):
+def test_gasloc_for_one_peer_is_dilocos_nesterov_form(lab):
     options = {"every": EVERY, "lr": 0.7, "momentum": 0.9}
     found, expected = (lab.run(method, STEPS, ["anna"], **options)["anna"] for method in (GASLoC, DiLoCo))
     lab.close(found.slow, expected.slow)
@@ -109,7 +109,7 @@ def test_sparta_averages_the_chosen_values_only_and_conserves_the_mean(lab, ever
 
 
 class Later:
-    """Sends after each fourth step, applies two steps later."""
+    """Schedule that sends after each fourth step and applies two steps later."""
 
     def at(self, step):
         return {0: [Send(0)], 2: [Apply(0)]}.get(step % 4, []) if step > 3 else []
@@ -145,7 +145,7 @@ builtin_round = round
 
 
 def test_the_mask_follows_from_the_key_alone():
-    """The same in another process, whatever its random state; other keys have other masks. The numbers are part of the protocol."""
+    """Other processes get the same mask, whatever their random state; other keys give others. The numbers are the protocol's."""
     code = (
         "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from shoal.optim.rules.sparta import chosen;"
         "print(chosen(RoundKey('r', 7, 1), 1000, 0.008).tolist())"
@@ -191,7 +191,7 @@ def test_a_part_is_a_part(part):
 
 
 def test_small_tensors_are_reached_too():
-    """The mask is cut from the whole fragment, so that a bias of two values has its turn."""
+    """The mask is cut from the whole fragment, so that a bias of two values is reached too."""
     weights = [torch.nn.Parameter(torch.zeros(n)) for n in (900, 2, 98)]
     reached = torch.zeros(3)
 

@@ -14,19 +14,19 @@ TOLERANCE = 1e-6
 
 
 def problem(peer):
-    """The peer's own least squares: 8 rows, 5 weights."""
+    """Return the peer's own least squares: 8 rows, 5 weights."""
     rng = np.random.default_rng(sum(peer.encode()))
     rows = rng.normal(size=(8, 5)).astype(np.float32)
     return rows, (rows @ rng.uniform(-0.4, 0.4, size=5)).astype(np.float32)
 
 
 def start(peer):
-    """Equal for all, as NoLoCo asks."""
+    """Return the same weights for all peers, as NoLoCo requires."""
     return np.linspace(-0.3, 0.2, 5).astype(np.float32)
 
 
 def own_start(peer):
-    """Another one for each, to watch the peers come together."""
+    """Return other weights for each peer, which then converge."""
     return np.random.default_rng(sum(peer.encode()) + 1).uniform(-0.5, 0.5, size=5).astype(np.float32)
 
 
@@ -36,12 +36,12 @@ def least_squares(peer, weights):
 
 
 def linear(peer, weights):
-    """The same gradient everywhere: a round's displacement does not depend on the slow weights."""
+    """Return a loss of constant gradient: a round's displacement does not depend on the slow weights."""
     return torch.cat(weights) @ torch.from_numpy(problem(peer)[0][0])
 
 
 def simulate(peers=PEERS, *, begin=start, loss=least_squares, size=2, seed=0, faults=None, rounds=ROUNDS, **method):
-    """{peer: (slow weights after each round (rounds, 5), members of each round, virtual seconds at the end)}."""
+    """Return {peer: (slow weights after each round (rounds, 5), members of each round, virtual seconds at the end)}."""
 
     def peer(exchange):
         first = torch.from_numpy(begin(exchange.peer))
@@ -64,7 +64,7 @@ def simulate(peers=PEERS, *, begin=start, loss=least_squares, size=2, seed=0, fa
 
 
 def trained(peer, weights):
-    """EVERY steps of gradient descent on the peer's least squares, in float64."""
+    """Take EVERY steps of gradient descent on the peer's least squares, in float64."""
     rows, targets = (array.astype(np.float64) for array in problem(peer))
     for _ in range(EVERY):
         weights = weights - RATE * rows.T @ (rows @ weights - targets) / 8
@@ -122,7 +122,7 @@ def test_3_without_momentum_and_rates_of_one_it_is_pairwise_averaging():
 
 
 def noloco(peers, lr, momentum, pull, met, begin=start):
-    """The normative two-tensor form; ``met(round)`` lists the groups. Yields {peer: slow} after each round."""
+    """Yield {peer: slow} after each round of the normative two-tensor form; ``met(round)`` lists the groups."""
     slow = {peer: begin(peer).astype(np.float64) for peer in peers}
     velocity = {peer: np.zeros(5) for peer in peers}
     for round in range(ROUNDS):

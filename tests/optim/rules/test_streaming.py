@@ -32,18 +32,18 @@ FIRST, SECOND = slice(0, 3), slice(3, 5)
 
 
 def streaming(lab, peers, steps, *, every, slices, lag, mix, lr, momentum, merge=None):
-    """{peer: (slow, fast) after each step}; every peer sees the same means."""
+    """Return {peer: (slow, fast) after each step}; every peer sees the same means."""
     slow, velocity = lab.start(), np.zeros(5)
     fast = {peer: lab.start() for peer in peers}
-    flights, path = {}, {peer: ([], []) for peer in peers}
+    under_way, path = {}, {peer: ([], []) for peer in peers}
     for step in range(1, steps + 1):
         for peer in peers:
             fast[peer] = fast[peer] - lab.RATE * lab.gradient(peer, fast[peer])
         for number, part in enumerate(slices):
             if step % every == (number + 1) * every // len(slices) % every:
-                flights[number] = (step, [slow[part] - fast[peer][part] for peer in peers])
-            if number in flights and flights[number][0] == step - lag:
-                mean = (merge or (lambda moved: np.mean(moved, axis=0)))(flights.pop(number)[1])
+                under_way[number] = (step, [slow[part] - fast[peer][part] for peer in peers])
+            if number in under_way and under_way[number][0] == step - lag:
+                mean = (merge or (lambda moved: np.mean(moved, axis=0)))(under_way.pop(number)[1])
                 velocity[part] = momentum * velocity[part] + mean
                 slow = slow.copy()
                 slow[part] -= lr * (mean + momentum * velocity[part])

@@ -1,4 +1,4 @@
-"""Rounds of tokens and seconds: what a schedule asks for happens once and in order, whatever the steps are like."""
+"""Rounds of tokens and seconds: a schedule's actions happen once and in order, however long the steps are."""
 
 import copy
 import itertools
@@ -29,7 +29,7 @@ from shoal.optim.schedule.auto_length import GRID, LONGEST_S, SHORTEST_S, STEPS,
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """Clock that is set by hand."""
 
     def __init__(self, now=0.0):
         self.now = now
@@ -49,7 +49,7 @@ def schedules(draw):
 
 
 def visit(length, schedule, amounts, begin=lambda: None):
-    """The positions of each step; ``amounts`` yields the tokens counted by then."""
+    """Return the positions of each step; ``amounts`` yields the tokens counted by then."""
     position, found = 0, []
     for tokens in amounts:
         reached = list(length.reached(position, schedule, tokens))
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_another_length_is_taken_over():
 
 
 def test_a_step_that_reaches_several_positions_does_all_that_they_ask_for():
-    """A peer so slow that each step is a whole round: what is sent early in it is also applied in it."""
+    """A peer so slow that each step is a whole round: a contribution sent early in it is also applied in it."""
     clock, applied = Clock(0.0), []
     weights, opt = make(Streaming(3, 3, 2), Seconds(1.0, clock), 3)
     opt.on_round = applied.append
@@ -265,7 +265,7 @@ def test_a_delayed_method_keeps_one_round_of_delay():
     assert {info.lag for info in infos} == {4}
 
 
-def test_an_optimizer_that_counts_weighs_only_if_told_to():
+def test_an_optimizer_that_counts_weighs_only_if_asked_to():
     weights = []
 
     class Spy(Alone):

@@ -1,4 +1,4 @@
-"""Memory of payloads is used again, but never while anything still refers to it."""
+"""The memory of payloads is used again, but never while anything still refers to it."""
 
 import torch
 
