@@ -92,7 +92,7 @@ def measure(size: str, device: torch.device, saves: int, steps: int, folder: Pat
     nbytes = sum(file.stat().st_size for file in path.iterdir())
 
     said: list[str] = []
-    saver = CheckpointWriter(folder / "after", keep=1, state=trainer.state, say=said.append)
+    saver = CheckpointWriter(folder / "after", keep=1, state=trainer.state, notify=said.append)
     stalls, lost, behind = [], [], 0
     for _ in range(saves + 1):
         saver.due = True

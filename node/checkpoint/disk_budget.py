@@ -1,4 +1,4 @@
-"""The disk budget of a run's folder: room for the next checkpoint is made by removing older ones, and nothing else."""
+"""The disk budget of a run's folder. Only older checkpoints are removed to make room for the next one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPARE = 1 << 20  # bytes beside the tensors of a checkpoint
 
 
 def used(folder: Path) -> int:
-    """Bytes of all files below ``folder``; links are not followed."""
+    """Return the bytes of all files below ``folder``; links are not followed."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -26,7 +26,7 @@ def used(folder: Path) -> int:
 
 
 def room_maker(folder: Path, gigabytes: float) -> Callable[[int], None]:
-    """What a `Saver` calls with the bytes it is about to write. 0 gigabytes: there is no budget."""
+    """Return the function that a `CheckpointWriter` calls with the bytes it is about to write. 0 gigabytes: no budget."""
 
     def make_room(nbytes: int) -> None:
         if gigabytes:
@@ -36,7 +36,7 @@ def room_maker(folder: Path, gigabytes: float) -> Callable[[int], None]:
 
 
 def _make_room(folder: Path, budget: int, nbytes: int) -> None:
-    """Remove the checkpoints written first, never the last, until ``nbytes`` more fit. CheckpointError if they do not."""
+    """Remove checkpoints, oldest first but never the last, until ``nbytes`` more fit. Raises CheckpointError if they do not."""
     # By time: another run may have left higher steps.
     older = sorted((path for step in set(steps(folder)) if (path := path_of(folder, step)).is_dir()), key=_written)[:-1]
     while used(folder) + nbytes > budget:

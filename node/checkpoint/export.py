@@ -1,6 +1,6 @@
-"""Weights as files that others can load: the save_pretrained layout of a transformers model, else one safetensors file.
+"""Exporting weights as files: the save_pretrained layout of a transformers model, otherwise one safetensors file.
 
-Everything is written into a folder aside first and moved to its place at the end, so that no file is ever there half.
+Everything is written into another folder first and moved to its place at the end, so that no partial file is ever visible.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ class ExportError(ShoalError):
 
 
 def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: Path, tokenizer: Any = None) -> list[str]:
-    """Write ``model``, under its own names, and ``about`` it to ``out``, by way of ``aside``; returns the names of the files.
+    """Write ``model``, under its own names, and ``about`` to ``out``, by way of ``aside``; return the names of the files.
 
-    What has save_pretrained, as models and tokenizers of transformers do, writes itself.
+    A model or tokenizer that has save_pretrained, as in transformers, writes itself.
 
     Raises:
-        ExportError: in one sentence; ``out`` is as it was, unless the disk fails while the last files are moved.
+        ExportError: ``out`` is as it was, unless the disk fails while the last files are moved.
     """
-    own_way = getattr(model, "save_pretrained", None)
-    if callable(own_way):
+    save_own = getattr(model, "save_pretrained", None)
+    if callable(save_own):
         kind_of = type(model)
         where = kind_of.__module__.split(".")[0]
         name = kind_of.__name__ if where == "transformers" else "AutoModel"
         how = [f"from transformers import {name}", f'model = {name}.from_pretrained(".")']
-        writers = [own_way, *(() if (own := getattr(tokenizer, "save_pretrained", None)) is None else (own,))]
+        writers = [save_own, *(() if (own := getattr(tokenizer, "save_pretrained", None)) is None else (own,))]
         return _written(lambda: [write(str(aside)) for write in writers], about, how, out, aside)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     return _written(lambda: _save(state, aside / WEIGHTS), about, _loading(model, about), out, aside)
 
 
 def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path) -> list[str]:
-    """As ``export_model``, where only the order of the parameters is known: ``parameter.0`` and so on. ExportError."""
+    """Write weights of which only the order is known, as ``parameter.0`` and so on; otherwise like `export_model`."""
     state = {f"parameter.{number}": tensor for number, tensor in enumerate(tensors)}
     how = ["from safetensors.torch import load_file", f'weights = load_file("{WEIGHTS}")',
            "for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):",
@@ -63,13 +63,13 @@ def _save(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _loading(model: nn.Module, about: Mapping[str, Any]) -> list[str]:
-    """Lines of Python that load the file."""
+    """Return lines of Python that load the file."""
     load = [f'model.load_state_dict(load_file("{WEIGHTS}"))', "model.eval()"]
     if type(model) is GPT:
         size = {name: int(value) for name, value in about["model"].items()}
         made = ", ".join(f"{name}={value}" for name, value in size.items())
         return ["from safetensors.torch import load_file", "from shoal.node.tasks.gpt import GPT", f"model = GPT({made})", *load]
-    return ["from safetensors.torch import load_file", "# model: made as model() of the swarm's task makes it", *load]
+    return ["from safetensors.torch import load_file", "# model: as model() of the swarm's task returns it", *load]
 
 
 def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequence[str], out: Path, aside: Path) -> list[str]:
@@ -79,7 +79,7 @@ def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequenc
         write()
         (aside / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         (aside / README).write_text(_readme(about, how), encoding="utf-8")
-        # The weights last: who finds them finds the rest.
+        # The weights last: a reader that finds them finds the rest.
         names = sorted((path.name for path in aside.iterdir() if path.is_file()), key=lambda name: name.endswith(".safetensors"))
         for name in names:
             sync(aside / name)
@@ -103,6 +103,6 @@ def _readme(about: Mapping[str, Any], how: Sequence[str]) -> str:
 
 @torch.no_grad()
 def fill(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Put weights into the parameters they are of."""
+    """Copy weights into their parameters."""
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.copy_(tensor)

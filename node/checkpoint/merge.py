@@ -1,8 +1,8 @@
-"""``shoal merge``: the weighted mean of several checkpoints, as Branch-Train-Merge (2208.03306) merges its experts.
+"""``shoal merge``: write the weighted mean of several checkpoints, as Branch-Train-Merge (2208.03306) merges its experts.
 
-Tensor by tensor, in float64, so that of a model of any size only one tensor of each checkpoint is in memory at a time. The result
-is a safetensors file under the model's own names. Floating-point tensors are averaged; counters, masks and the like are those of
-the first checkpoint.
+The mean is computed tensor by tensor in float64, so that only one tensor of each checkpoint is in memory at a time. The result is a
+safetensors file under the model's own names. Floating-point tensors are averaged; counters, masks and the like are taken from the
+first checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MergeError(ShoalError):
 
 @dataclass(frozen=True)
 class _Source:
-    """One checkpoint: the file of its tensors and, for each name in the model, the name in that file."""
+    """One checkpoint: its tensor file and, for each name in the model, the name in that file."""
 
     path: Path
     file: Path
@@ -42,7 +42,7 @@ class _Source:
 def merge(
     paths: Sequence[Path], out: Path, *, weights: Sequence[float] | None = None, slow: bool = False, force: bool = False
 ) -> dict[str, Any]:
-    """Write the weighted mean of the checkpoints to ``out``, whole or not at all; returns what was done.
+    """Write the weighted mean of the checkpoints to ``out``, whole or not at all; return a report.
 
     Args:
         paths: safetensors files, checkpoints (``step-...``), or nodes' folders, of which the newest checkpoint is taken.
@@ -52,7 +52,7 @@ def merge(
         force: replace ``out`` if it exists.
 
     Raises:
-        MergeError, CheckpointError: in one sentence, with the first difference in it; ``out`` is as it was.
+        MergeError, CheckpointError: the sentence names the first difference; ``out`` is as it was.
     """
     shares = _shares(weights, len(paths))
     if out.exists() and not force:
@@ -83,7 +83,7 @@ def merge(
 
 
 def parse_weights(text: str) -> list[float]:
-    """``1,2,0.5``. MergeError."""
+    """Return the numbers in a text such as ``1,2,0.5``. Raises MergeError."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -91,7 +91,7 @@ def parse_weights(text: str) -> list[float]:
 
 
 def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights over their sum."""
+    """Return the weights over their sum."""
     if count < 1:
         raise MergeError("There is nothing to merge: name at least one checkpoint.")
     given = [1.0] * count if weights is None else list(weights)
@@ -104,7 +104,7 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def _source(path: Path, slow: bool) -> _Source:
-    """Raises MergeError or CheckpointError."""
+    """Open one checkpoint. Raises MergeError or CheckpointError."""
     if path.is_file():
         if slow:
             raise MergeError(f"The file {str(path)!r} holds one set of weights: --slow is for the checkpoints of nodes.")
@@ -132,7 +132,7 @@ def _text(tensor: Any) -> str:
 
 
 def _kinds(source: _Source, file: Any) -> dict[str, Kind]:
-    """dtype and shape of each tensor by its name in the model; fills ``source.names`` where that is its name in the file too."""
+    """Return dtype and shape of each tensor by its name in the model; fill ``source.names`` if the file uses the same names."""
     if not source.names:
         source.names.update({name: name for name in file.keys()})  # noqa: SIM118 (no mapping)
     slices = {name: file.get_slice(inner) for name, inner in source.names.items()}
@@ -140,7 +140,7 @@ def _kinds(source: _Source, file: Any) -> dict[str, Kind]:
 
 
 def _check_same(first: Path, mine: dict[str, Kind], other: Path, theirs: dict[str, Kind]) -> None:
-    """MergeError, naming the first difference."""
+    """Raise MergeError, naming the first difference, if there is one."""
     for name in [*mine, *(name for name in theirs if name not in mine)]:
         if name not in mine or name not in theirs:
             has, lacks = (first, other) if name in mine else (other, first)
@@ -158,19 +158,19 @@ def _shown(kind: Kind) -> str:
 
 @torch.no_grad()
 def _mean(tensors: Iterator[Tensor], shares: Sequence[float]) -> Tensor:
-    """Of one tensor of each checkpoint, asked for one after another."""
+    """Return the mean of one tensor of each checkpoint, read one after another."""
     first = next(tensors)
     if not first.is_floating_point():
         return first
     total = torch.zeros(first.shape, dtype=torch.float64)
     for tensor, share in zip(chain([first], tensors), shares, strict=True):
-        if share > 0:  # what counts for nothing may be NaN
+        if share > 0:  # a tensor of weight 0 may be NaN
             total.add_(tensor.double(), alpha=share)
     return total.to(first.dtype)
 
 
 def _write(out: Path, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> int:
-    """Returns the bytes. MergeError."""
+    """Write the file and return its bytes. Raises MergeError."""
     try:
         temporary = out.with_name(f".{out.name}.{os.getpid()}")
         try:

@@ -1,7 +1,7 @@
-"""A download on disk that may be broken off: ``header`` and ``chunks`` in a folder of its own, beside what it will become.
+"""A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a folder of its own.
 
-Nothing notes which chunks are there. Who goes on hashes what lies in the file, so a chunk that was half written, or changed since,
-is fetched again.
+No record is kept of the chunks that are there. A resumed download hashes what is in the file, so a chunk that is half written or
+has changed is fetched again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HEADER, CHUNKS = "header", "chunks"
 
 
 class ResumableDownload:
-    """A ``swarm.download.Sink`` for the first ``wanted`` bytes of a snapshot (rounded up to whole chunks), in ``folder``.
+    """A `shoal.swarm.state.download.Sink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in ``folder``.
 
-    Raises OSError where the disk does.
+    Its methods raise OSError when the disk fails.
     """
 
     def __init__(self, folder: Path, header: StateHeader, digests: bytes, wanted: int) -> None:
@@ -51,18 +51,18 @@ class ResumableDownload:
 
     @property
     def have(self) -> set[int]:
-        """The chunks that are there, and right."""
+        """Chunks that are here and verified."""
         return self._have
 
     def write(self, chunk: int, data: memoryview) -> None:
-        """Put one into its place."""
+        """Write one chunk into its place."""
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], chunk * CHUNK + written)
         self._have.add(chunk)
 
     def payload(self) -> Tensor:
-        """What is there, uint8, as long as the file is: mapped, not read. Changes of it stay in memory."""
+        """Return the file's bytes (uint8), mapped rather than read. Changes stay in memory."""
         return torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class ResumableDownload:
 
 
 def begun(folder: Path) -> StateHeader | None:
-    """What was being downloaded into ``folder``; None if nothing was, or nobody can tell."""
+    """Return the header of the unfinished download in ``folder``; None if there is none, or it is unreadable."""
     try:
         with (folder / HEADER).open("rb") as file:
             return unpack(file.read(StateHeader.LIMIT + 1), StateHeader)
@@ -80,5 +80,5 @@ def begun(folder: Path) -> StateHeader | None:
 
 
 def clear(folder: Path) -> None:
-    """Away with it."""
+    """Delete the folder of an unfinished download."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,8 @@
-"""Checkpoints: nested Python state to a folder ``step-00001000`` of two files, and back, exactly.
+"""Checkpoints: nested Python state is saved exactly, to a folder such as ``step-00001000`` with two files, and loaded from it.
 
-``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and of the tensor file.
-Both are written in a temporary folder and synced to the disk, and only then does one rename make them the checkpoint:
-a process killed at any moment leaves the older checkpoints as they were. Nothing is pickled. That a run need not wait for the
-disk is the affair of node/saver.py.
+``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and of the tensor file. Both are
+written in a temporary folder and synced to the disk; then one rename makes them the checkpoint. So a process killed at any moment
+leaves the older checkpoints as they were. Nothing is pickled. `shoal.node.checkpoint.writer` saves without stopping the training.
 """
 
 from __future__ import annotations
@@ -34,41 +33,41 @@ MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
 SAVING = ".saving-"
 POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
-"""Moments of a save, in order, at each of which a process may die: the temporary folder is there; a block of the tensor file is
-written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if there is one, was moved aside;
-the new one has its name; old ones are gone."""
-# `.old-` marks a checkpoint that is just being replaced by another of the same step.
+"""Moments of a save, in order, at each of which a process may die: the temporary folder exists; a block of the tensor file is
+written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if any, was moved aside; the new
+one has its name; old ones are gone."""
+# `.old-` marks a checkpoint that is being replaced by another of the same step.
 _NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
 
 
 class CheckpointError(ShoalError):
-    """There is no checkpoint, or it is damaged, or it cannot be written."""
+    """A checkpoint is missing, damaged, or cannot be written."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Nested state taken apart: ``tree`` for JSON, and the tensors by the names that stand for them in it."""
+    """Nested state in two parts: ``tree`` for JSON, and the tensors by the names that stand for them in it."""
 
     tree: Any
     tensors: dict[str, Tensor]
 
 
 def pack(state: Any) -> Packed:
-    """Take ``state`` apart; the tensors are not copied. TypeError if a checkpoint cannot hold it."""
+    """Split ``state`` into a tree and tensors, which are not copied. Raises TypeError if a checkpoint cannot hold it."""
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors)
     return Packed(tree, tensors)
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Turn ``value`` into what JSON can hold; each tensor moves to ``tensors``, a one-key object stays in its place."""
+    """Turn ``value`` into JSON values; move each tensor to ``tensors`` and leave a one-key object in its place."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no others.
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, Tensor):
-        kind(value)  # a TypeError now rather than when it is written
+        kind(value)  # raises TypeError now rather than when it is written
         name = str(len(tensors))
         tensors[name] = value.detach()
         return {"tensor": name}
@@ -116,7 +115,7 @@ def sync(path: Path) -> None:
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:
-    """All whole checkpoints as (step, path), newest first."""
+    """Return all whole checkpoints as (step, path), newest first."""
     if not folder.is_dir():
         return []
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
@@ -125,31 +124,31 @@ def _found(folder: Path) -> list[tuple[int, Path]]:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in ``folder``, newest first; empty if there is none."""
+    """Return the steps of the checkpoints in ``folder``, newest first."""
     return [step for step, _ in _found(folder)]
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is."""
+    """Return the path of the checkpoint of ``step``."""
     return folder / f"step-{step:08d}"
 
 
 def check_writable(folder: Path) -> None:
-    """Make ``folder`` if need be and make sure that files can be written there. Raises CheckpointError."""
+    """Create ``folder`` if it is missing, and check that files can be written there. Raises CheckpointError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise CheckpointError(
-            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or its permissions."
+            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or change its permissions."
         ) from error
 
 
 @contextlib.contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """A folder inside ``folder`` that is gone afterwards unless it was renamed."""
-    for left in folder.glob(SAVING + "*"):  # of a process that was killed while it saved
+    """Yield a new folder inside ``folder``, which is deleted afterwards unless it was renamed."""
+    for left in folder.glob(SAVING + "*"):  # left by a process that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder))
     try:
@@ -159,7 +158,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 class _Hashed:
-    """A file that hashes what is written, so that it need not be read again."""
+    """File that hashes what is written, so that it need not be read again."""
 
     def __init__(self, file: BinaryIO, wrote: Callable[[], None]) -> None:
         self._file, self._wrote, self.digest = file, wrote, hashlib.sha256()
@@ -175,7 +174,7 @@ def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[
 
     ``state`` nests dicts, lists and tuples of None, bool, int, float, str and tensors (any dtype that safetensors
     knows, any device, any strides). Subclasses of dict come back as dict, tensors on the CPU without gradient.
-    It may also be ``Packed`` already. ``at`` is told each of the ``POINTS`` that is reached.
+    It may be `Packed` already. ``at`` is called with each of the `POINTS` that is reached.
 
     Raises:
         CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
@@ -222,11 +221,11 @@ def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[
 
 
 class _Damage(Exception):
-    """Which file is damaged, and how."""
+    """A file is damaged; the message names it and the damage."""
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What ``save`` wrote beside the tensors, after both files were found whole. Raises _Damage or OSError."""
+    """Check both files and return what `save` wrote beside the tensors. Raises _Damage or OSError."""
     file = path / STATE
     if file.stat().st_size > MAX_STATE_BYTES:
         raise _Damage(f"{str(file)!r} is too large")
@@ -256,7 +255,7 @@ def _load_one(path: Path) -> tuple[int, Any]:
 
 
 class TensorName(str):
-    """Stands for a tensor: its name in the tensor file."""
+    """Placeholder of a tensor: its name in the tensor file."""
 
     __slots__ = ()
 
@@ -267,7 +266,7 @@ class _Names(dict[str, Any]):
 
 
 def outline(path: Path) -> tuple[Path, Any]:
-    """The tensor file and the state, with a ``TensorName`` for each tensor, of the checkpoint ``path`` or the newest one in it.
+    """Return the tensor file and the state, with a `TensorName` for each tensor, of the checkpoint ``path`` or the newest in it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -287,7 +286,7 @@ def outline(path: Path) -> tuple[Path, Any]:
 
 
 def load(folder: Path) -> tuple[int, Any]:
-    """Return (step, state) of the newest checkpoint in ``folder``, or of that one if it is one: the whole state, or an error.
+    """Return (step, state) of the newest checkpoint in ``folder``, or of ``folder`` if it is a checkpoint itself.
 
     Raises:
         CheckpointError: there is none, or it is damaged; the sentence says how to fall back to an older one.

@@ -1,6 +1,6 @@
-"""Writing safetensors files by hand: tensor by tensor, so that neither a copy of everything nor Python's lock is held meanwhile.
+"""Writing safetensors files tensor by tensor, without a copy of everything and without holding Python's lock.
 
-The library's own writer wants all tensors at once. What is written here it reads.
+The library's own writer needs all tensors at once. It can read these files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 Kind = tuple[str, tuple[int, ...]]
-"""dtype as safetensors names it, and shape."""
+"""Dtype as safetensors names it, and shape."""
 
 BLOCK = 2**22  # bytes of one write
 _NAMES = {
@@ -26,27 +26,27 @@ _NAMES = {
 
 
 class Sink(Protocol):
-    """Where bytes go: a file opened for writing, or what also counts or hashes them."""
+    """A file opened for writing, or an object that also counts or hashes the bytes."""
 
     def write(self, data: Any, /) -> Any:
-        """Take all of ``data``."""
+        """Write all of ``data``."""
         ...
 
 
 def kind(tensor: Tensor) -> Kind:
-    """Of a tensor. TypeError if safetensors has no name for its type."""
+    """Return the kind of a tensor. Raises TypeError if safetensors has no name for its type."""
     if tensor.dtype not in _NAMES:
         raise TypeError(f"a safetensors file cannot hold {tensor.dtype}")
     return _NAMES[tensor.dtype], tuple(tensor.shape)
 
 
 def write_tensors(sink: Sink, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
-    """Write a whole safetensors file, in blocks of 4 MiB; returns its bytes.
+    """Write a whole safetensors file in blocks of 4 MiB; return its bytes.
 
-    ``tensor_of`` is asked for each name once, just before its tensor is written (any device, any strides).
+    ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).
 
     Raises:
-        SafetensorError: it returned a tensor of another size than ``kinds`` says.
+        SafetensorError: it returned a tensor of another size than ``kinds`` declares.
         OSError: of the sink.
     """
     sizes: dict[str, int] = {}
@@ -70,5 +70,5 @@ def write_tensors(sink: Sink, kinds: Mapping[str, Kind], tensor_of: Callable[[st
 
 
 def _width(dtype: str) -> int:
-    """Bytes of a value of that type: F32 has 4, F8_E4M3 has 1, BOOL has 1, C64 has 8."""
+    """Return the bytes of a value of that type: 4 for F32, 1 for F8_E4M3 and BOOL, 8 for C64."""
     return {"BOOL": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8

@@ -1,9 +1,9 @@
-"""Saving without stopping: a copy in memory between two steps, and a thread that writes it while training goes on.
+"""Saving checkpoints without stopping: the state is copied between two steps, and a thread writes it while training goes on.
 
-There is one copy and one writer, never two. A save that comes due while the one before is still being written is put off until
-that is done, and then saves the state as it is then: so a slow disk makes checkpoints rarer, and neither queues nor memory grow.
-(In-memory snapshots and lazy writing: DataStates-LLM, 2406.10707. Its copy in the background, during the next forward pass, is not
-followed: it saves little where slow weights and momentum are on the CPU anyway.)
+There is one copy and one writer. A save that comes due while the previous one is being written is postponed until that is done, and
+then saves the state of that moment: so a slow disk makes checkpoints rarer, and neither queues nor memory grow. (In-memory
+snapshots and lazy writing: DataStates-LLM, 2406.10707. Its copy in the background, during the next forward pass, is not used: it
+saves little where slow weights and momentum are on the CPU anyway.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _Shaped = tuple[torch.dtype, tuple[int, ...], bool]
 
 
 class Snapshots:
-    """Copies of nested state, in memory that is taken once and used again: fresh pages cost more than the copying.
+    """Copies of nested state in memory that is reused, because fresh pages cost more than the copying.
 
-    A tensor on a GPU is copied to pinned memory, all at once, and waited for.
+    Tensors on a GPU are copied to pinned memory together, and waited for once.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, state: Any) -> Packed:
-        """A consistent copy of ``state``, if nothing changes it meanwhile; the copy before is overwritten.
+        """Return a copy of ``state``, consistent if nothing changes it meanwhile. The previous copy is overwritten.
 
         Raises:
-            CheckpointError: there is no memory for it.
+            CheckpointError: memory does not suffice.
             TypeError: a checkpoint cannot hold ``state``.
         """
         packed = pack(state)
@@ -55,7 +55,7 @@ class Snapshots:
             ) from error
         for device in {tensor.device for tensor in packed.tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        for shaped, buffers in free.items():  # what was not needed this time will not be the next
+        for shaped, buffers in free.items():  # what was not needed now will not be needed next time
             unused = set(map(id, buffers))
             self._buffers[shaped] = [buffer for buffer in self._buffers[shaped] if id(buffer) not in unused]
         return Packed(packed.tree, copies)
@@ -72,23 +72,23 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are kept for the next copy."""
+        """Bytes of memory kept for the next copy."""
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one run; all calls come from its training thread.
+    """Writer of one run's checkpoints; all calls come from its training thread.
 
-    A save that fails costs nothing but the checkpoint: training goes on, the older ones stay, and ``say`` is told once, and once
-    more when saving works again.
+    A save that fails costs only the checkpoint: training goes on, the older ones stay, and ``notify`` is called once, and once more
+    when saving works again.
 
     Args:
-        folder: where the checkpoints go.
-        keep: how many are kept.
-        state: what to save; called between two steps. Its tensors are copied before it is called again.
-        say: told in one sentence each.
-        at: told of each of ``checkpoint.POINTS``, in the writing thread.
-        room: called with the bytes of a checkpoint before it is written, in that thread; CheckpointError if there is no room.
+        folder: folder of the checkpoints.
+        keep: number of checkpoints to keep.
+        state: returns the state to save; called between two steps. Its tensors are copied before it is called again.
+        notify: called with sentences for the user.
+        at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
+        room: called with the bytes of a checkpoint before it is written, in that thread; raises CheckpointError without room.
     """
 
     def __init__(
@@ -97,44 +97,44 @@ class CheckpointWriter:
         *,
         keep: int,
         state: Callable[[], Any],
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         at: Callable[[str], None] = lambda point: None,
         room: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        self._folder, self._keep, self._state, self._say, self._at = folder, keep, state, say, at
+        self._folder, self._keep, self._state, self._notify, self._at = folder, keep, state, notify, at
         self._room = room
         self._snapshots = Snapshots()
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._failing = False
         self.due = False
-        """Set it true to have the state saved at the next ``turn`` at which no other save is being written."""
+        """Whether to save the state at the next `turn` at which no other save is being written; set it from outside."""
 
     @property
     def busy(self) -> bool:
-        """A checkpoint is being written."""
+        """Whether a checkpoint is being written."""
         return self._writer is not None and self._writer.is_alive()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are kept for the copy."""
+        """Bytes of memory kept for the copy."""
         return self._snapshots.nbytes
 
     def turn(self, step: int) -> None:
-        """Between two steps: begin a save that is due, and say what became of the one before. Never waits for the disk."""
+        """Begin a save that is due, and report how the previous one ended; call it between two steps. Never waits for the disk."""
         if self.busy:
             return
-        self._settle()
+        self._report()
         if self.due:
             self.due = False
             self._begin(step)
 
     def last(self, step: int, patience_s: float = PATIENCE_S) -> str | None:
-        """Save the end of the run and wait, ``patience_s`` and 50 s for each GB; why that failed, in one sentence, or None."""
+        """Save the end of the run and wait ``patience_s`` and 50 s for each GB; return one sentence why that failed, or None."""
         end = time.monotonic() + patience_s
         self._wait(end)
         if not self.busy:
-            self._settle()
+            self._report()
             self._begin(step)
             self._wait(end + self.nbytes / SLOWEST)
         if self.busy:
@@ -143,7 +143,7 @@ class CheckpointWriter:
                 "checkpoints are as they were."
             )
         failure = self._failure
-        self._settle()
+        self._report()
         return None if failure is None else str(failure)
 
     def _wait(self, end: float) -> None:
@@ -155,7 +155,7 @@ class CheckpointWriter:
             packed = self._snapshots.take(self._state())
         except (CheckpointError, TypeError) as error:
             self._failure = _as_failure(error)
-            self._settle(done=True)
+            self._report(done=True)
             return
         # A daemon: a disk that hangs must not keep the process from ending.
         self._writer = threading.Thread(target=self._write, args=(step, packed), name="shoal-checkpoint", daemon=True)
@@ -168,20 +168,20 @@ class CheckpointWriter:
         except (CheckpointError, MemoryError, ValueError) as error:
             self._failure = _as_failure(error)
 
-    def _settle(self, done: bool = False) -> None:
-        """Say what became of the save that is over."""
+    def _report(self, done: bool = False) -> None:
+        """Report how the finished save ended."""
         if self._writer is None and not done:
             return
         self._writer, failure, self._failure = None, self._failure, None
         if failure is not None and not self._failing:
-            self._say(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
+            self._notify(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
         elif failure is None and self._failing:
-            self._say("Checkpoints can be saved again.")
+            self._notify("Checkpoints can be saved again.")
         self._failing = failure is not None
 
 
 def _as_failure(error: Exception) -> CheckpointError:
-    """What is no CheckpointError is of the task's making: a type that no file can hold, a state too large for memory."""
+    """Return the error as CheckpointError. Any other error is caused by the task: a type that no file holds, a state too large."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's optimizer keeps.")

@@ -1,4 +1,4 @@
-"""``shoal init``: copies a template, which lies in the package beside this file, into a new folder."""
+"""``shoal init``: copy a template of `shoal.node` into a new folder."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ TEMPLATES = {
     "finetune": "shoal demo --hooks task.py:Finetune --peers 2 --rounds 4 --every 5",
     "rl": "shoal demo --task rl --env task.py:Reverse --peers 2 --rounds 20",
 }
-"""Template -> the command that tries it; its README has the same one."""
+"""For each template the command that tries it; its README has the same one."""
 
 
 class ScaffoldError(ShoalError):
-    """The folder cannot be made from the template."""
+    """The folder cannot be created from the template."""
 
 
 def scaffold(folder: Path, template: str) -> list[str]:
-    """Make ``folder`` with the files of ``template``; their names. A folder that is not empty is left alone.
+    """Create ``folder`` with the files of ``template`` and return their names.
 
-    Raises ScaffoldError: the folder is not empty or cannot be written, or the template needs a package that is missing.
+    Raises:
+        ScaffoldError: the folder is not empty, and then unchanged, or cannot be written; or the template needs a missing package.
     """
     if template == "finetune" and importlib.util.find_spec("transformers") is None:
         raise ScaffoldError("The template finetune needs transformers, which is not installed: pip install 'shoal[rl]'.")
     source = resources.files("shoal.node") / "templates" / template
     contents = {name: (source / name).read_bytes() for name in FILES}
-    made: list[Path] = []
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ScaffoldError(f"The folder {str(folder)!r} is not empty: name a new one, or empty it.")
         for name, content in contents.items():
             with (folder / name).open("xb") as file:
-                made.append(folder / name)
+                written.append(folder / name)
                 file.write(content)
     except OSError as error:
-        for path in made:  # a part of a template is of no use
+        for path in written:  # a part of a template is of no use
             with contextlib.suppress(OSError):
                 path.unlink()
         raise ScaffoldError(f"Cannot write the folder {str(folder)!r} ({error.strerror}): choose another place.") from error

@@ -1,4 +1,4 @@
-"""``shoal seed``: a bootstrap and relay node from start to end, without torch."""
+"""``shoal seed``: run a bootstrap and relay node, without torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 def run_seed(
     identity: Path | None, *, listen: Sequence[str] = (), announce: Sequence[str] = (), relay: bool = False, as_json: bool = False
 ) -> None:
-    """Print the addresses, one a line, and serve until SIGINT or SIGTERM. StartupError or IdentityError."""
+    """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError or IdentityError."""
     key = Identity.load_or_create(identity or default_identity_path().with_name("seed.key"))
-    told: set[tuple[str, ...]] = set()
+    printed: set[tuple[str, ...]] = set()
 
     def ready(addresses: tuple[str, ...]) -> None:
         usable = tuple(address for address in addresses if address_problem(address) is None)
-        if usable not in told:  # a restarted daemon has the same ones
-            told.add(usable)
+        if usable not in printed:  # a restarted daemon has the same ones
+            printed.add(usable)
             shown = json.dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}) if as_json else "\n".join(usable)
             click.echo(shown)
 

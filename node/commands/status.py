@@ -1,4 +1,4 @@
-"""``shoal status``: look into a swarm without being a member."""
+"""``shoal status``: show a swarm without being a member."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
 
 
 def read_status(link: Link) -> dict[str, Any]:
-    """Who is in the swarm of ``link``. StartupError, NetworkError or MessageError."""
+    """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
     with visited(link) as (_, manifest, members):
         pass
     return overview(link.swarm, manifest, members, time.time())
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people: a table, and below it what is wrong, in sentences."""
+    """Return the report in words: a table, and below it the health report in sentences."""
     grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {report['peers']} peers"))
     for column in COLUMNS:
         grid.add_column(column, justify="right" if column in NUMBERS else "left")
@@ -48,11 +48,11 @@ def table(report: dict[str, Any]) -> str:
             member["reach"],
             f"{member['seen_s_ago']:.0f} s",
         ]
-        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
+        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name must not be markup
     console = Console(width=150)
     with console.capture() as capture:
         console.print(grid)
-    # One line each, however wide the terminal: sentences may be copied.
+    # One line each, whatever the terminal's width, so that sentences can be copied.
     return "\n".join([capture.get().rstrip(), *(clean(sentence) for sentence in report["findings"])])
 
 
@@ -61,7 +61,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _failed(member: dict[str, Any]) -> str:
-    """How many exchanges failed of how many, and in which way most of them."""
+    """Return how many exchanges failed of how many, and the most frequent kind of failure."""
     failures: dict[str, int] = member["failures"]
     if not member["exchanges"]:
         return "-"

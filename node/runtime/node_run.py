@@ -79,7 +79,7 @@ class NodeRun:
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
         keep, room = settings.node.keep_checkpoints, room_maker(self.folder, settings.node.disk)
-        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, say=display.message, room=room)
+        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=display.message, room=room)
 
     def run(self) -> Result:
         """The whole life of the node. ShoalError for what the user can mend; nothing is left running."""

@@ -1,4 +1,4 @@
-"""Text in memory, within a limit and in an order that all machines share; or a stream of it, where there are records."""
+"""Text in memory, within a limit and in an order that all machines share, or as a stream where there are records."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shoal.node.task import Shard
 
 __all__ = ["FEW_FILES", "DataError", "Document", "open_stream", "read_documents"]
 
-FEW_FILES = 100  # fewer files than this are cut into about so many pieces: else one file could not be shared out
+FEW_FILES = 100  # fewer files than this are cut into about so many pieces, so that one file can be shared out
 EVERYTHING = Shard(0, 1, 0)
 
 
 def open_stream(data: str, field: str, skipped: Skipped) -> Source | None:
-    """The stream of documents that ``data`` names: a dataset (``hf:...``), or files of which at least one holds records.
+    """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which at least one holds records.
 
-    None if it names plain text alone.
+    Returns None if all of it is plain text.
 
     Raises:
-        DataError: a path is missing, or a name is none.
+        DataError: a path is missing, or a name is malformed.
     """
     if data.strip().startswith(PREFIX):
         return HubDataset(data.strip(), field, skipped)
@@ -35,8 +35,8 @@ def open_stream(data: str, field: str, skipped: Skipped) -> Source | None:
 def read_documents(data: str, max_bytes: int, field: str = "text") -> list[Document]:
     """Read the text that ``data`` names (see ``TextTask``), at most ``max_bytes``, sorted by name.
 
-    Where there is more, the files with the lowest hashes of their names are taken, a fair sample that is the same
-    everywhere; of a stream, its first documents. Files that are not text (with a zero byte near their beginning) are left out.
+    If there is more, the files with the lowest hashes of their names are read, a fair sample that is the same everywhere; of a
+    stream, its first documents. Files that are not text (with a zero byte near their beginning) are left out.
 
     Raises:
         DataError: a path is missing or unreadable, or there is no text at all.

@@ -1,6 +1,6 @@
-"""Load the task that a user names: ``text``, ``module:Class`` or ``path/file.py:Class``.
+"""Loading the task that a user names: ``text``, ``module:Class`` or ``path/file.py:Class``.
 
-Only the command line and this node's own settings name a task; what comes from the swarm is never imported.
+Only the command line and this node's own settings name a task; nothing that the swarm names is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HookError(ShoalError):
 
 
 def _why(error: BaseException, path: Path | None = None) -> str:
-    """The exception in a few words, with the line of ``path`` it came from."""
+    """Return the exception in a few words, with the line of ``path`` that raised it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if path and f.filename == str(path)]
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}{': ' if first else ''}{first}" + (f", line {lines[-1]}" if lines else "")
@@ -73,7 +73,7 @@ def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
 
 
 def find_class(spec_text: str, what: str = "task", known: str = ", ".join((*BUILT_IN, "rl"))) -> type[Any]:
-    """The class that ``module:Class`` or ``path/file.py:Class`` names, a ``what`` to people. HookError."""
+    """Return the class that ``module:Class`` or ``path/file.py:Class`` names; messages call it a ``what``. Raises HookError."""
     where, colon, name = spec_text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise HookError(
@@ -96,11 +96,11 @@ def find_class(spec_text: str, what: str = "task", known: str = ", ".join((*BUIL
 
 
 def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -> None:
-    """Name the option that the constructor of ``cls`` does not take, or the one that it needs."""
+    """Raise HookError for an option that the constructor of ``cls`` does not take, or one that it needs."""
     try:
         parameters = list(inspect.signature(cls).parameters.values())
     except (TypeError, ValueError):
-        return  # a constructor that cannot be looked into: calling it will tell
+        return  # a constructor that cannot be inspected: the call will fail if it must
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in named]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -114,12 +114,12 @@ def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
-    """Return the task that ``spec`` names, made with ``options`` as keyword arguments.
+    """Return the task that ``spec`` names, constructed with ``options`` as keyword arguments.
 
-    A class that does not derive from ``Task`` is given the defaults of the methods that it lacks.
+    A class that does not derive from `Task` gets its defaults of the methods that it lacks.
 
     Raises:
-        HookError: with one sentence that says what is wrong with the name, the file, the class or the options.
+        HookError: the name, the file, the class or the options are wrong; the sentence says how.
     """
     options = dict(options or {})
     cls = BUILT_IN.get(spec) or find_class(spec)
@@ -127,10 +127,10 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
         try:
             cls = type(cls.__name__, (cls, Task), {"__module__": cls.__module__, "__doc__": cls.__doc__})
         except TypeError as error:
-            raise HookError(f"The class of {spec!r} cannot be a task ({error}): derive it from shoal.node.task.Task.") from error
+            raise HookError(f"The class of {spec!r} cannot be a task ({error}): derive it from shoal.Task.") from error
     for method in REQUIRED:
         if getattr(cls, method) is getattr(Task, method) or not callable(getattr(cls, method)):
-            raise HookError(f"The task {spec!r} has no method {method!r}: write it, as node/task.py describes.")
+            raise HookError(f"The task {spec!r} has no method {method!r}: write it, as shoal.Task describes.")
     _check_options(cls, options, spec)
     try:
         task: Task = cls(**options)

@@ -1,11 +1,11 @@
 """The built-in task ``text``: a language model on text, over bytes or another tokenizer's tokens.
 
-Without ``data`` the text is the sources of the Python standard library, so a demo needs no download. Plain text is held in
-memory: a document is a file (or a piece of one, where there are few files). One document in ten, chosen by the hash of its
-relative path, is held out: nobody trains on it. The others are dealt to the shards in the order of their hashes, so that shards
-hold different documents, and batches are windows from random places. Records and datasets are streamed (node/data/reader.py),
-each document once in an epoch; there the hash of a document's text says whether it is held out. Peers that hold the same files
-agree on all of this wherever the files lie.
+Without ``data`` the text is the sources of the Python standard library, so a demo needs no download. Plain text is held in memory:
+a document is a file (or a piece of one, if there are few files). One document in ten, chosen by the hash of its relative path, is
+held out: no node trains on it. The others are dealt to the shards in the order of their hashes, so that shards hold different
+documents, and batches are windows from random places. Records and datasets are streamed (`shoal.node.data.reader`), each document
+once in an epoch; there the hash of a document's text decides whether it is held out. Peers with the same files agree on all of
+this, whatever folder the files are in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.node.tasks.gpt import GPT, VOCABULARY
 HELD_OUT_ONE_IN = 10
 EVALUATION_BYTES = 32 * 1024  # on windows of the default context this keeps the sampling noise near 0.5 %
 EVALUATION_BATCH = 8 * 1024  # bytes at once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens
-STREAM_EVALUATION = 8 * EVALUATION_BYTES  # of a stream so much text that is held out is read
+STREAM_EVALUATION = 8 * EVALUATION_BYTES  # held-out bytes that are read of a stream
 ORDERS = ("", "random", "epochs")
 
 
@@ -40,17 +40,17 @@ def _digest(text: str) -> int:
 
 
 class TextTask(Task):
-    """GPT on text.
+    """Task that trains a GPT on text.
 
     Options:
         data: files or folders, separated by commas or the path separator, or a dataset as hf:NAME[/CONFIG][:SPLIT]; empty: the
             Python standard library. .jsonl, .jsonl.gz and .txt.gz are streams of documents, and so are datasets.
-        field: where a record has its text.
-        tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~. tokenizer_digest: all must have the same.
+        field: name of a record's text.
+        tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~. tokenizer_digest: the same on all nodes.
         order: random (windows from random places of what is in memory), or epochs (each document once); empty: epochs for streams.
-        shuffle: tokens of a stream that are gathered and shuffled at once.
-        layers, width, heads, context: the model. batch: windows a step. max_bytes: how much text is held in memory at most.
-        lr, warmup: AdamW's peak learning rate and the steps that lead up to it; a cosine then leads down to 10 %.
+        shuffle: tokens of a stream that are collected and shuffled together.
+        layers, width, heads, context: the model. batch: windows a step. max_bytes: most text held in memory.
+        lr, warmup: AdamW's peak learning rate and the steps up to it; a cosine then leads down to 10 %.
 
     Raises:
         DataError: an option is out of range, or (on first use of the data) the text is missing or too short.
@@ -101,21 +101,21 @@ class TextTask(Task):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What cuts the text. Raises DataError."""
+        """The tokenizer of the text. Raises DataError."""
         return load_tokenizer(self.tokenizer_name, self._expected)
 
     @cached_property
     def stream(self) -> Source | None:
-        """The documents one after another; None where the text is held in memory. Raises DataError."""
+        """Stream of the documents; None if the text is held in memory. Raises DataError."""
         return None if self.order == "random" else open_stream(self.data, self.field, self.skipped)
 
     @cached_property
     def documents(self) -> list[Document]:
-        """All documents that are held in memory, sorted by relative path. Raises DataError."""
+        """All documents in memory, sorted by relative path. Raises DataError."""
         return read_documents(self.data, self.max_bytes, self.field)
 
     def held_out(self) -> list[Document]:
-        """The documents that nobody trains on: of a stream, the first of them. Raises DataError."""
+        """Return the documents that no node trains on; of a stream, the first of them. Raises DataError."""
         if self.stream is None:
             return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN == 0]
         found, left, document = [], STREAM_EVALUATION, None
@@ -133,14 +133,14 @@ class TextTask(Task):
         return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN != 0]
 
     def shard_documents(self, shard: Shard) -> list[Document]:
-        """The documents in memory of one shard; those of two shards with equal ``of`` are disjoint."""
+        """Return the documents in memory of one shard; those of two shards with equal ``of`` are disjoint."""
         training = self._not_held_out()
-        # Dealing round by round, rather than by the hash alone, leaves no shard empty.
+        # Dealing in turn, rather than by the hash alone, leaves no shard empty.
         training.sort(key=lambda d: (_digest("shard " + d.name), d.name))
         return training[shard.index :: shard.of]
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
-        """All windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, else int32."""
+        """Return all windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, other tokens in int32."""
         pieces = [piece for document in documents for piece in self.tokenizer.encode(document.content)]
         tokens = torch.cat(pieces)[:-1] if pieces else torch.empty(0)  # nothing follows the last document's end
         if len(tokens) <= self.context:
@@ -156,11 +156,11 @@ class TextTask(Task):
         return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
-        """The tokenizer's digest, if it is not bytes."""
+        """Return the tokenizer's digest, if it is not bytes."""
         return {} if self.tokenizer_name == BYTES else {DIGEST: self.tokenizer.digest}
 
     def batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches (inputs, next tokens), each int64 (B, T): from random places of the shard's text, or in epochs."""
+        """Return batches (inputs, next tokens), each int64 (B, T): from random places of the shard's text, or in epochs."""
         source = self._training()
         if source is None:
             return self._random_batches(shard)
@@ -182,7 +182,7 @@ class TextTask(Task):
             yield batch[:, :-1], batch[:, 1:]
 
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per token, of bytes if nothing else is said."""
+        """Return the mean cross-entropy in nats per token (per byte, with the tokenizer bytes)."""
         inputs, targets = batch
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # (B * T, V) against (B * T,)
 
@@ -199,7 +199,7 @@ class TextTask(Task):
 
     @torch.no_grad()
     def evaluate(self, model: torch.nn.Module) -> float:
-        """Return nats per token on a fixed sample of the held-out documents, of about 32 k tokens."""
+        """Return nats per token on a fixed sample of about 32 k tokens of the held-out documents."""
         device = next(model.parameters()).device
         was_training = model.training
         model.eval()
@@ -212,7 +212,7 @@ class TextTask(Task):
         return total / len(self._evaluation)
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
-        """``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how often a record was skipped."""
+        """Return ``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how many records were skipped."""
         found: dict[str, int | float] = {"bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
         return found if self.stream is None else {**found, "skipped": self.skipped.count}
 
@@ -231,7 +231,7 @@ class TextTask(Task):
         return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
+        """Return a schedule of warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
         warmup = min(self.warmup, steps // 2) if steps else self.warmup
 
         def factor(step: int) -> float:

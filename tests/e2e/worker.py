@@ -191,7 +191,7 @@ class Worker:
             if number and reached == "block" and next(once, False):
                 self.die(number)
 
-        saver = CheckpointWriter(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, say=print, at=at)
+        saver = CheckpointWriter(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, notify=print, at=at)
         assert saver.last(step) is None
         self.say("saved", step=step)
 

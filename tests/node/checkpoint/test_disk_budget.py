@@ -45,7 +45,7 @@ def test_without_a_budget_nothing_goes(tmp_path):
 def test_a_run_over_its_budget_says_so_once_and_goes_on(tmp_path):
     said = []
     saver = CheckpointWriter(
-        tmp_path, keep=3, state=lambda: STATE, say=said.append, room=room_maker(tmp_path, budget(SPARE + 600_000))
+        tmp_path, keep=3, state=lambda: STATE, notify=said.append, room=room_maker(tmp_path, budget(SPARE + 600_000))
     )
     saver.due = True
     saver.turn(1)

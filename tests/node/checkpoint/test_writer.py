@@ -35,7 +35,7 @@ class Training:
     def __init__(self, folder, **options):
         self.step, self.asked, self.said = 0, 0, []
         self.weights = [torch.zeros(3, 4), torch.zeros(5, dtype=torch.bfloat16)]
-        self.saver = CheckpointWriter(folder, keep=3, state=self.state, say=self.said.append, **options)
+        self.saver = CheckpointWriter(folder, keep=3, state=self.state, notify=self.said.append, **options)
 
     def state(self):
         self.asked += 1
@@ -222,7 +222,7 @@ for order in sys.argv[2:]:
             seen.append(reached)
             if seen.count(point) == int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
-        saver = CheckpointWriter(folder, keep=3, state=lambda: state(6), say=print, at=at)
+        saver = CheckpointWriter(folder, keep=3, state=lambda: state(6), notify=print, at=at)
         saver.due = True
         saver.turn(int(step))
         saver.last(int(step))
