@@ -55,7 +55,9 @@ SELDOM = [
 @pytest.mark.parametrize(
     ("number", "role", "point", "expected"),
     [*OFTEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)],
-    ids=lambda value: value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(value),
+    ids=lambda value: (
+        value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(sorted(value))
+    ),
 )
 def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected):
     pair = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT)

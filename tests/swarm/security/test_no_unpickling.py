@@ -4,6 +4,7 @@ That the source holds no call that could is tests/test_house.py's affair; this i
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import io
 import os
@@ -50,9 +51,14 @@ heard: list[str] = []
 listening = threading.Event()
 
 
+def importing():
+    """Return whether it is Python that loads a module: it keeps them as marshalled code."""
+    return sys._getframe(2).f_code.co_filename == "<frozen importlib._bootstrap_external>"
+
+
 def listen(event, arguments):
     """CPython tells of every class that any unpickler looks up, the one in C too; a hook cannot be taken away again."""
-    if event in UNPICKLING and listening.is_set():
+    if event in UNPICKLING and listening.is_set() and not importing():
         heard.append(event)
 
 
@@ -138,7 +144,9 @@ async def throw(host, peer, protocol, data):
         return
     stream._writer.write(data)
     stream._writer.write_eof()
-    await stream.drained(2.0)
+    with contextlib.suppress(OSError, EOFError):
+        while await stream._reader.read(1 << 16):  # until the other side ends the stream: by then it has read what it wants
+            pass
     stream.close()
 
 
@@ -146,6 +154,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     host, topics = victim
     kinds, folder = bombs
     monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.SMALL_S", 0.5)
+    monkeypatch.setattr("shoal.swarm.state.server.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor._handlers)
     assert len(served) >= 10
     with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=20) as attacker:
@@ -155,9 +164,11 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
                 throws = [throw(attacker, host.peer_id, protocol, data) for bomb in kinds for data in wrapped(bomb)]
                 for start in range(0, len(throws), 8):
                     await asyncio.gather(*throws[start : start + 8])
+                    while host.resource_manager._busy:  # else those that follow would be refused unread
+                        await asyncio.sleep(0.005)
 
         attacker.call(at_streams(), 240)
-        until(lambda: not host.resource_manager._busy)
+        assert host.resource_manager.refused() == {}
 
         async def at_the_dht():
             protocol, peer = attacker._supervisor.running_dht().protocol, PeerID.from_base58(host.peer_id)
