@@ -1,1 +1,1 @@
-"""The network: identity, discovery, streams, and the exchange of weights between peers. Knows nothing of training loops."""
+"""The network: identity, discovery, streams, and the exchange of weights between peers. It does not depend on training loops."""

@@ -1,8 +1,8 @@
-"""The node's Ed25519 key: one file, from which follow the peer id and every signature.
+"""The Ed25519 key of a node: one file, which gives the peer id and every signature.
 
 The file is libp2p's own private-key record (``08 01 12 40``, 32 bytes of seed, 32 bytes of public key), so the daemon
-reads the same file that we sign with. The peer id of an Ed25519 key *is* the public key (``00 24 08 01 12 20`` and
-32 bytes, in base58), so whoever knows a peer id can check that peer's signatures without asking anyone for a key.
+and this node's signatures use the same file. The peer id of an Ed25519 key *is* the public key (``00 24 08 01 12 20`` and
+32 bytes, in base58), so a peer's signatures can be checked by its peer id alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ID_HEADER = bytes.fromhex("002408011220")
 KEY_SIZE = len(KEY_HEADER) + 64
 ID_LENGTH = 52  # base58 characters of every Ed25519 peer id
 SIGNATURE_SIZE = 64
-# The daemon signs its handshakes with the same key: our signatures start with words that no other protocol uses.
+# The daemon signs its handshakes with the same key, so signatures of messages start with words that no other protocol uses.
 SIGNATURE_PREFIX = b"shoal signature\x00"
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def b58encode(data: bytes) -> str:
-    """Base58 (Bitcoin's alphabet) of ``data``; each leading zero byte becomes a ``1``."""
+    """Encode ``data`` in base58 (Bitcoin's alphabet); each leading zero byte becomes a ``1``."""
     zeros = len(data) - len(data.lstrip(b"\x00"))
     number, digits = int.from_bytes(data, "big"), []
     while number:
@@ -39,7 +39,7 @@ def b58encode(data: bytes) -> str:
 
 
 def b58decode(text: str) -> bytes:
-    """The bytes behind base58 ``text``. Quadratic in the length, so bound it first. Raises ValueError."""
+    """Decode base58 ``text``. Quadratic in the length, so bound it first. Raises ValueError."""
     number = 0
     for char in text:
         number = number * 58 + ALPHABET.index(char)  # ValueError for a character outside the alphabet
@@ -48,7 +48,7 @@ def b58decode(text: str) -> bytes:
 
 
 def public_key_of(peer_id: object) -> bytes | None:
-    """The 32-byte public key inside an Ed25519 peer id, or None if that is not one. Never raises."""
+    """Return the 32-byte public key inside an Ed25519 peer id, or None if that is not one. Never raises."""
     if not isinstance(peer_id, str) or len(peer_id) != ID_LENGTH:
         return None
     try:
@@ -59,12 +59,12 @@ def public_key_of(peer_id: object) -> bytes | None:
 
 
 def is_peer_id(text: object) -> bool:
-    """Whether ``text`` is the base58 peer id of an Ed25519 key."""
+    """Return whether ``text`` is the base58 peer id of an Ed25519 key."""
     return public_key_of(text) is not None
 
 
 def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
-    """Whether ``signature`` was made by ``peer_id``'s key over ``data`` in ``context``. Hostile input gives False."""
+    """Return whether ``peer_id``'s key made ``signature`` over ``data`` in ``context``. Hostile input gives False."""
     key = public_key_of(peer_id)
     if key is None or not isinstance(signature, bytes) or len(signature) != SIGNATURE_SIZE:
         return False
@@ -76,7 +76,7 @@ def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
 
 
 def _signed(context: str, data: bytes) -> bytes:
-    """The bytes under a signature; the length before the context keeps (context, data) pairs apart."""
+    """Return the bytes to sign; the length before the context keeps (context, data) pairs apart."""
     name = context.encode()
     return SIGNATURE_PREFIX + len(name).to_bytes(2, "big") + name + data
 
@@ -95,17 +95,17 @@ class Identity:
 
     @classmethod
     def ephemeral(cls) -> Identity:
-        """A new key that lives in memory only."""
+        """Make a new key in memory only."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Identity:
-        """A new key in a new file. Raises IdentityError if the file exists or cannot be written."""
+        """Make a new key in a new file. Raises IdentityError if the file exists or cannot be written."""
         return cls.ephemeral().write_to(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Identity:
-        """The key in ``path``. Raises IdentityError if it is missing, damaged, or readable by group or others."""
+        """Load the key in ``path``. Raises IdentityError if it is missing, damaged, or readable by group or others."""
         path = Path(path)
         blob = _read(path)
         seed, public = blob[len(KEY_HEADER) : -32], blob[-32:]
@@ -120,13 +120,13 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
-        """The key in ``path``, made first if there is none. Raises IdentityError like ``load`` and ``create``."""
+        """Load the key in ``path``, making it first if there is none. Raises IdentityError like ``load`` and ``create``."""
         if not os.path.lexists(path):
             try:
                 return cls.create(path)
             except IdentityError:
                 if not os.path.exists(path):
-                    raise  # not lost to a node started at the same moment: it really cannot be written
+                    raise  # no other process made it at the same moment: it cannot be written
         return cls.load(path)
 
     def write_to(self, path: str | os.PathLike[str]) -> Identity:
@@ -156,7 +156,7 @@ class Identity:
         return Identity(self._key, path)
 
     def sign(self, context: str, data: bytes) -> bytes:
-        """The 64-byte signature over ``data``; a signature made in one context is worth nothing in another."""
+        """Return the 64-byte signature over ``data``; it is valid in this context only."""
         return self._key.sign(_signed(context, data))
 
 
@@ -165,7 +165,7 @@ def _why(error: Exception) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """At most one byte more than a key file holds, after the checks on kind and mode. Raises IdentityError."""
+    """Read at most one byte more than a key file has, after checking kind and mode. Raises IdentityError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO must not hang the node
     except FileNotFoundError as error:
@@ -196,7 +196,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _write_new(path: Path, blob: bytes) -> None:
-    """Write a file that did not exist, mode 0600 from its first instant, and force it to the disk."""
+    """Write a new file, mode 0600 from its first instant, and force it to the disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, blob) != len(blob):

@@ -42,7 +42,7 @@ from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
 from shoal.swarm.wire.group import GroupDecision, GroupReady
 from shoal.swarm.wire.member import ENVELOPE, Member, Message
 from shoal.swarm.wire.pair import Offer
-from shoal.swarm.wire.seed import SEED_PROTOCOL, TOLD
+from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 SEALED = {
@@ -55,7 +55,7 @@ def test_every_message_is_in_the_table_with_its_limit():
     rows = re.findall(r"^\| `([a-z-]+)` \| (\d+) \| (yes|no) \|", PAGE, re.M)
     documented = {kind: (int(limit), sealed == "yes") for kind, limit, sealed in rows}
     # What node/ makes of messages is no message of the swarm's, and there only if another test has imported it.
-    sent = [kind for kind in Message.__subclasses__() if kind.__module__.startswith("swarm.")]
+    sent = [kind for kind in Message.__subclasses__() if kind.__module__.startswith("shoal.swarm.")]
     assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in sent}
 
 
@@ -90,7 +90,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert MAX_ADDRESSES <= LINK_ADDRESSES
     assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
-    assert f"records of others, at most {TOLD} " in PAGE
+    assert f"records of others, at most {MAX_NAMED} " in PAGE
     assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
     assert "at most two snapshots, none two minutes after the last question" in PAGE
     assert "four chunks of both" in PAGE

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip import envelope as parcels
+from shoal.swarm.gossip import envelope
 from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE
@@ -27,18 +27,18 @@ class RecordFilter:
         self._swarm, self._clock = swarm, clock
         self._quotas = TokenBuckets(QUOTA, clock)
         self._issued: OrderedDict[str, float] = OrderedDict()
-        self._room = parcels.room_for(Status)
-        self.tally = Counters()
+        self._room = envelope.room_for(Status)
+        self.counters = Counters()
 
     def open(self, publisher: str, data: bytes) -> Status:
         """The status in ``data``. Raises MessageError, whose reason was counted."""
-        self.tally.add("received")
+        self.counters.add("received")
         try:
             status = self._open(publisher, data)
         except MessageError as error:
-            self.tally.reject(error.reason)
+            self.counters.reject(error.reason)
             raise
-        self.tally.add("accepted")
+        self.counters.add("accepted")
         return status
 
     def _open(self, publisher: str, data: bytes) -> Status:
@@ -46,8 +46,8 @@ class RecordFilter:
             raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
         if not self._quotas.take(publisher, 1, len(data)):
             raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
-        parcel = parcels.open_parcel(data, self._swarm, self._room)
-        opened = parcels.open_body(parcel.encoding, parcel.size, parcel.body, Status)
+        sent = envelope.open_envelope(data, self._swarm, self._room)
+        opened = envelope.open_body(sent.encoding, sent.size, sent.body, Status)
         status = opened.message
         assert isinstance(status, Status)
         if status.swarm != self._swarm:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from shoal.swarm.access.invitation import ASK, AdmittedBy, entry_of, expiry
 from shoal.swarm.errors import AdmissionError
 
-MAX_GUESTS = 4096  # peers of which is noted how they came in; who was heard of longest ago gives way
+MAX_PEERS = 4096  # peers of which is noted how they came in; who was heard of longest ago gives way
 LEFT = float("-inf")
 FRESH_S = 1.0
 SOON_S = 3600.0  # seconds before the own invitation expires at which that is told
@@ -148,7 +148,7 @@ class AccessPolicy:
                 self._first.pop(entry.id, None)
             guest.heard = heard if heard == LEFT else max(guest.heard, heard)
             self._guests.move_to_end(peer)
-            while len(self._guests) > MAX_GUESTS:
+            while len(self._guests) > MAX_PEERS:
                 self._forget(next(iter(self._guests)))
             ahead = self._ahead(peer, guest, now) if judge else ""
         return f"its invitation, for {entry.uses}, is used by peer {ahead} already: {ASK}." if ahead else ""

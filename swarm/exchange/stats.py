@@ -24,7 +24,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 
 if TYPE_CHECKING:
     from shoal.optim.exchange.base import RoundKey  # no import: whoever reads records, as a seed does, has no torch
-from shoal.swarm.wire.fields import BLAMED, FAILURES, Failure
+from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, Failure
 
 WINDOW = 64  # exchanges that are remembered: some minutes to hours of rounds, so that what was mended is soon forgotten
 RECENT = 8  # transfers whose median is told: with different partners, so that a slow link shows at its owner
@@ -91,5 +91,5 @@ class ExchangeStats:
             "exchange_s": median(seconds) if seconds else 0.0,
             "exchanges": len(events),
             "failures": tuple((kind, kinds[kind]) for kind in FAILURES if kind in kinds),
-            "blamed": tuple((peer, kind, count) for (peer, kind), count in blamed.most_common(BLAMED)),
+            "blamed": tuple((peer, kind, count) for (peer, kind), count in blamed.most_common(MAX_BLAMED)),
         }

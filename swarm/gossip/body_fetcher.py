@@ -1,4 +1,4 @@
-"""The records of one topic that are too large to be gossiped, and are fetched from whoever announced them."""
+"""Fetching of the records of one topic that are too large to be gossiped, from the peers that announced them."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from shoal.swarm.p2p.stream import short
 log = logging.getLogger(__name__)
 
 FETCHERS = 4  # bodies fetched at once
-MAX_WAITING = 64  # bodies waiting for that
-MAX_PER_PUBLISHER = 8  # of one publisher, waiting or being fetched: a slow one holds up no more
-MAX_HOLDERS = 4  # peers asked for one body
+MAX_WAITING = 64  # bodies that wait to be fetched
+MAX_PER_PUBLISHER = 8  # bodies of one publisher, waiting or being fetched: a slow one delays no more
+MAX_SOURCES = 4  # peers asked for one body
 FETCH_S = 15.0  # seconds for one body from one peer
-PAUSES = (0.5, 2.0)  # seconds before those who could not be reached are asked again: they serve so many at a time and no more
+PAUSES = (0.5, 2.0)  # seconds before unreachable peers are asked again: each serves a limited number at a time
 
 Fetched = Callable[[str, Encoding, int, bytes], Awaitable[None]]
 
 
 @dataclass
 class _Wanted:
-    notice: BodyAnnouncement
+    announcement: BodyAnnouncement
     publisher: str
-    holders: list[str]
+    sources: list[str]
 
 
 class BodyFetcher:
-    """``fetched`` gets each whole body, with its publisher; ``failed`` the reason why one was not had."""
+    """Fetch announced bodies. ``fetched`` gets each whole body, with its publisher; ``failed`` the reason for each other one."""
 
     def __init__(self, body_store: BodyStore, fetched: Fetched, failed: Callable[[str], None], fetch_s: float = FETCH_S) -> None:
-        self._shelf, self._fetched, self._failed, self._fetch_s = body_store, fetched, failed, fetch_s
+        self._body_store, self._fetched, self._failed, self._fetch_s = body_store, fetched, failed, fetch_s
         self._waiting: BoundedQueue[tuple[bytes, int, int, str]] = BoundedQueue(MAX_WAITING, MAX_WAITING)
         self._wanted: dict[tuple[bytes, int, int, str], _Wanted] = {}
         self._of: Counter[str] = Counter()  # publisher -> its bodies in _wanted
 
-    def want(self, publisher: str, notice: BodyAnnouncement) -> None:
-        """Fetch what ``notice`` announces, one after the other in the order of arrival. Never waits.
+    def want(self, publisher: str, announcement: BodyAnnouncement) -> None:
+        """Queue the body that ``announcement`` names, to be fetched in the order of arrival. Never waits.
 
-        Raises MessageError if that is under way already (reason ``replayed``: the announcer becomes one more peer to ask) or if
+        Raises MessageError if it is in progress already (reason ``replayed``: the announcer becomes one more peer to ask) or if
         too many of this publisher's are (``quota``).
         """
-        # All that the notice says: a wrong size from a stranger must not spoil the author's own notice.
-        key = (notice.sha256, notice.nbytes, notice.size, notice.encoding)
+        # All of its fields: a wrong size from a stranger must not spoil the author's own announcement.
+        key = (announcement.sha256, announcement.nbytes, announcement.size, announcement.encoding)
         known = self._wanted.get(key)
         if known is not None:
-            if notice.peer not in known.holders and len(known.holders) < MAX_HOLDERS:
-                known.holders.append(notice.peer)
-            raise MessageError("A notice was refused: what it announces is being fetched.", "replayed")
+            if announcement.peer not in known.sources and len(known.sources) < MAX_SOURCES:
+                known.sources.append(announcement.peer)
+            raise MessageError("An announcement was refused: its body is being fetched.", "replayed")
         if self._of[publisher] >= MAX_PER_PUBLISHER:
-            raise MessageError(f"A notice was refused: {MAX_PER_PUBLISHER} others of its publisher wait.", "quota")
+            raise MessageError(f"An announcement was refused: {MAX_PER_PUBLISHER} others of its publisher wait.", "quota")
         self._of[publisher] += 1
-        self._wanted[key] = _Wanted(notice, publisher, list(dict.fromkeys((notice.peer, publisher))))
+        self._wanted[key] = _Wanted(announcement, publisher, list(dict.fromkeys((announcement.peer, publisher))))
         for old in self._waiting.put(key, 1):
             self._done(old)
             self._failed("overflow")
@@ -78,29 +78,29 @@ class BodyFetcher:
             if body is None:
                 self._failed(reason)
             else:
-                await self._fetched(wanted.publisher, wanted.notice.encoding, wanted.notice.size, body)
+                await self._fetched(wanted.publisher, wanted.announcement.encoding, wanted.announcement.size, body)
 
     async def _from_any(self, wanted: _Wanted) -> tuple[bytes | None, str]:
-        reason, notice = "unavailable", wanted.notice
-        answered: set[str] = set()  # holders that need not be asked again
+        reason, announcement = "unavailable", wanted.announcement
+        answered: set[str] = set()  # sources that need not be asked again
         for pause in (0.0, *PAUSES):
-            if answered.issuperset(wanted.holders):
+            if answered.issuperset(wanted.sources):
                 break
             await asyncio.sleep(pause)
-            for holder in wanted.holders:  # may grow meanwhile
-                if holder in answered:
+            for source in wanted.sources:  # may grow meanwhile
+                if source in answered:
                     continue
                 try:
-                    return await self._shelf.fetch(holder, notice.sha256, notice.nbytes, self._fetch_s), ""
+                    return await self._body_store.fetch(source, announcement.sha256, announcement.nbytes, self._fetch_s), ""
                 except NetworkError as error:
-                    log.debug("a body was not had from peer %s: %s", short(holder), error)
+                    log.debug("a body was not fetched from peer %s: %s", short(source), error)
                 except MessageError as error:
-                    log.debug("peer %s did not hand out a body: %s", short(holder), error)
-                    answered.add(holder)
+                    log.debug("peer %s did not hand out a body: %s", short(source), error)
+                    answered.add(source)
                     reason = error.reason
                 except Exception:  # a bug must cost one record, not all that follow
-                    log.warning("fetching a body from peer %s failed", short(holder), exc_info=True)
-                    answered.add(holder)
+                    log.warning("fetching a body from peer %s failed", short(source), exc_info=True)
+                    answered.add(source)
                     reason = "failed"
         return None, reason
 

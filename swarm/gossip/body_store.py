@@ -1,4 +1,4 @@
-"""Bodies too large to be gossiped: handing out those of this node by stream, and fetching those of others."""
+"""Bodies too large to be gossiped: those of this node are served by stream, those of others fetched."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 BODY_PROTOCOL = "/shoal/body/1"
 MAX_BODIES = 64
-MAX_SHELF = 64 << 20  # bytes of all bodies together
+MAX_STORED = 64 << 20  # bytes of all bodies together
 CHUNK_S = 5.0  # seconds for one small message, or without a byte
 SERVE_S = 60.0  # seconds in which a body must be taken
 
 
 class BodyStore:
-    """What this node can hand out: the newest ``bodies`` bodies, at most ``nbytes`` bytes. Coroutines are for the host's loop.
+    """The bodies that this node serves: the newest ``bodies``, at most ``nbytes`` bytes. Coroutines are for the host's loop.
 
-    ``addresses``: where a peer is reached, as far as known. ``protocol``: each shelf of a host has its own. ``quota``: what one
-    peer is handed out in a minute; whoever asks for more is answered as if nothing were held. None: as much as it likes.
+    ``addresses``: returns the known addresses of a peer. ``protocol``: each store of a host has its own. ``quota``: the limit of
+    what one peer gets in a minute; further requests are answered as if nothing were held. None: no limit.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BodyStore:
         *,
         protocol: str = BODY_PROTOCOL,
         bodies: int = MAX_BODIES,
-        nbytes: int = MAX_SHELF,
+        nbytes: int = MAX_STORED,
         quota: RateLimit | None = None,
     ) -> None:
         self._host, self._swarm, self._addresses, self._protocol = host, swarm, addresses, protocol
@@ -51,7 +51,7 @@ class BodyStore:
         host.serve(protocol, self._answer)
 
     def put(self, body: bytes) -> bytes:
-        """Hand out ``body`` from now on; the oldest go for it. Its SHA-256. For any thread."""
+        """Serve ``body`` from now on, dropping the oldest if need be; return its SHA-256. For any thread."""
         digest = hashlib.sha256(body).digest()
         with self._lock:
             self._bodies[digest] = body
@@ -61,7 +61,7 @@ class BodyStore:
         return digest
 
     def get(self, sha256: bytes) -> bytes | None:
-        """The body with this digest, if it is on this shelf. For any thread."""
+        """Return the body with this digest, if it is held. For any thread."""
         with self._lock:
             return self._bodies.get(sha256)
 
@@ -69,9 +69,9 @@ class BodyStore:
         return sum(map(len, self._bodies.values()))
 
     async def fetch(self, peer: str, sha256: bytes, nbytes: int, timeout: float) -> bytes:
-        """The body with this digest and size from ``peer``, whole and checked, within ``timeout`` seconds.
+        """Fetch the body with this digest and size from ``peer``, whole and checked, within ``timeout`` seconds.
 
-        Raises NetworkError if the peer cannot be had or is too slow; MessageError if it holds no such body (reason
+        Raises NetworkError if the peer cannot be reached or is too slow; MessageError if it holds no such body (reason
         ``unavailable``) or sends another one (``digest``).
         """
 
@@ -82,7 +82,7 @@ class BodyStore:
         return await self._take(peer, sha256, check, timeout)
 
     async def fetch_up_to(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """As ``fetch``, of whatever size the peer says, but at most ``most`` bytes: more is refused (``oversized``) unseen."""
+        """Fetch a body of any size up to ``most`` bytes; a larger one is refused unread (``oversized``). Else as ``fetch``."""
 
         def check(size: int) -> None:
             if size > most:
@@ -109,7 +109,7 @@ class BodyStore:
         finally:
             stream.close()
         whole = bytes(body)
-        # Some hundred megabytes would hold up the loop, and with it every exchange, for as many milliseconds.
+        # Hashing some hundred megabytes here would block the loop, and so every exchange, for as many milliseconds.
         if await loop.run_in_executor(None, lambda: hashlib.sha256(whole).digest()) != sha256:
             raise MessageError("A body was refused: it is not the one that was announced.", "digest")
         return whole

@@ -1,4 +1,4 @@
-"""A queue between tasks that holds so many items and bytes and no more: what is oldest goes when it is full."""
+"""A queue between tasks with a bound on items and bytes; the oldest items are dropped when it is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """First in, first out, at most ``items`` items and ``nbytes`` bytes."""
+    """A first-in, first-out queue of at most ``items`` items and ``nbytes`` bytes."""
 
     def __init__(self, items: int, nbytes: int) -> None:
         self._items, self._nbytes = items, nbytes
@@ -26,7 +26,7 @@ class BoundedQueue(Generic[T]):
         return len(self._held)
 
     def put(self, item: T, nbytes: int) -> list[T]:
-        """Add an item of ``nbytes`` bytes; never waits. What had to go for it, oldest first. For any thread."""
+        """Add an item of ``nbytes`` bytes without waiting; return the dropped items, oldest first. For any thread."""
         dropped = []
         with self._lock:
             self._held.append((item, nbytes))
@@ -37,12 +37,12 @@ class BoundedQueue(Generic[T]):
                 dropped.append(old)
             loop, filled = self._loop, self._filled
         if loop is not None and filled is not None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody takes anything any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(filled.set)
         return dropped
 
     async def get(self) -> T:
-        """The oldest item, as soon as there is one. Always called on the same loop."""
+        """Remove and return the oldest item, as soon as there is one. Always called on the same loop."""
         while True:
             with self._lock:
                 if self._held:

@@ -1,4 +1,4 @@
-"""What a gossiped message looks like: a sealed record, compressed if that helps, in a parcel; or a notice of one too large for it.
+"""The form of gossiped messages: a sealed record in an envelope, compressed if that helps; or the announcement of a larger one.
 
 Nothing is decompressed before its size is known to be allowed, nor beyond the size that was announced.
 """
@@ -21,7 +21,7 @@ LEVEL = 6  # of zlib: text of 256 KiB takes some 10 ms
 
 
 class GossipEnvelope(Message):
-    """One gossiped message: ``body`` is a sealed record of ``size`` bytes, or what zlib makes of it."""
+    """One gossiped message: ``body`` is a sealed record of ``size`` bytes, or that compressed by zlib."""
 
     KIND, LIMIT = "parcel", MAX_MESSAGE
     swarm: SwarmId
@@ -31,7 +31,7 @@ class GossipEnvelope(Message):
 
 
 class BodyAnnouncement(Message):
-    """Announces a record too large to be gossiped. ``peer`` hands out the ``nbytes`` bytes of its body; ``size`` as in a parcel."""
+    """Announcement of a record too large to be gossiped: ``peer`` serves its body of ``nbytes`` bytes, ``size`` when expanded."""
 
     KIND, AUTHOR = "notice", "peer"
     swarm: SwarmId
@@ -43,7 +43,7 @@ class BodyAnnouncement(Message):
 
 
 class BodyRequest(Message):
-    """Asks for the body that a notice announced."""
+    """Request for an announced body."""
 
     KIND = "body-request"
     swarm: SwarmId
@@ -51,14 +51,14 @@ class BodyRequest(Message):
 
 
 class BodyReply(Message):
-    """How many bytes follow; 0 if the peer does not hold the body (any more)."""
+    """The number of bytes that follow; 0 if the peer does not hold the body (any more)."""
 
     KIND = "body-reply"
     nbytes: Annotated[int, Field(ge=0, le=2**32)]
 
 
 class Opened(NamedTuple):
-    """A record whose signature by ``author`` was found right. ``content`` identifies it however it was packed."""
+    """A record whose signature by ``author`` was verified. ``content`` identifies it however it was packed."""
 
     author: str
     message: Message
@@ -66,7 +66,7 @@ class Opened(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A sealed record as it travels; ``size`` before compression."""
+    """A sealed record, compressed or not; ``size``: uncompressed."""
 
     encoding: Encoding
     size: int
@@ -74,33 +74,33 @@ class Body(NamedTuple):
 
 
 def topic_of(swarm: str, kind: type[Message]) -> str:
-    """The name of the topic on which records of ``kind`` are gossiped in ``swarm``."""
+    """Return the name of the topic on which records of ``kind`` are gossiped in ``swarm``."""
     return f"shoal/{swarm}/{kind.KIND}/{kind.VERSION}"
 
 
 def content_of(author: str, message: Message) -> bytes:
-    """The SHA-256 by which a record is known again: of what was said by whom, not of the bytes it came in."""
+    """Return the SHA-256 that identifies a record: of author and content, not of the bytes in which it arrived."""
     return hashlib.sha256(author.encode() + b"\x00" + pack(message)).digest()
 
 
 def make_body(message: Message, identity: Identity) -> Body:
-    """``message`` sealed, and compressed if that makes it smaller. Raises MessageError if it exceeds its kind's limit."""
+    """Seal ``message``, and compress it if that makes it smaller. Raises MessageError if it exceeds its kind's limit."""
     sealed = seal(message, identity)
     small = zlib.compress(sealed, LEVEL)
     return Body("zlib", len(sealed), small) if len(small) < len(sealed) else Body("plain", len(sealed), sealed)
 
 
-def make_parcel(swarm: str, body: Body) -> bytes | None:
-    """The bytes to gossip, or None if they would be too many."""
+def make_envelope(swarm: str, body: Body) -> bytes | None:
+    """Return the bytes to gossip, or None if they would be too many."""
     if len(body.data) > MAX_MESSAGE - KIB // 2:
         return None
     return pack(GossipEnvelope(swarm=swarm, encoding=body.encoding, size=body.size, body=body.data))
 
 
-def make_notice(swarm: str, body: Body, identity: Identity) -> tuple[BodyAnnouncement, bytes]:
-    """The notice of a body that has to be fetched, and the bytes to gossip."""
+def make_announcement(swarm: str, body: Body, identity: Identity) -> tuple[BodyAnnouncement, bytes]:
+    """Return the announcement of a body that has to be fetched, and the bytes to gossip."""
     digest = hashlib.sha256(body.data).digest()
-    notice = BodyAnnouncement(
+    announcement = BodyAnnouncement(
         swarm=swarm,
         peer=identity.peer_id,
         encoding=body.encoding,
@@ -108,31 +108,31 @@ def make_notice(swarm: str, body: Body, identity: Identity) -> tuple[BodyAnnounc
         nbytes=len(body.data),
         sha256=digest,
     )
-    parcel = make_parcel(swarm, make_body(notice, identity))
-    assert parcel is not None  # a notice is small
-    return notice, parcel
+    data = make_envelope(swarm, make_body(announcement, identity))
+    assert data is not None  # an announcement is small
+    return announcement, data
 
 
-def open_parcel(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
-    """The parcel in ``data``, whose record claims at most ``limit`` bytes. Cheap: nothing is decompressed or verified yet.
+def open_envelope(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
+    """Open the envelope in ``data``, whose record claims at most ``limit`` bytes; nothing is decompressed or verified yet.
 
     Raises MessageError and nothing else.
     """
-    parcel = unpack(data, GossipEnvelope)
-    if parcel.swarm != swarm:
-        raise MessageError("A parcel of another swarm was refused.", "foreign-swarm")
-    check_size(parcel.size, len(parcel.body), limit)
-    return parcel
+    envelope = unpack(data, GossipEnvelope)
+    if envelope.swarm != swarm:
+        raise MessageError("A message of another swarm was refused.", "foreign-swarm")
+    check_size(envelope.size, len(envelope.body), limit)
+    return envelope
 
 
 def check_size(size: int, nbytes: int, limit: int) -> None:
-    """Whether a record that claims ``size`` bytes, ``nbytes`` as it travels, is worth the memory. MessageError if not."""
+    """Raise MessageError if a record that claims ``size`` bytes, ``nbytes`` compressed, exceeds ``limit``."""
     if max(size, nbytes) > limit:
         raise MessageError(f"A record of {max(size, nbytes)} bytes was refused: at most {limit} are allowed.", "oversized")
 
 
 def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
-    """The sealed record, of exactly ``size`` bytes. Raises MessageError, having made at most ``size`` + 1 bytes."""
+    """Return the sealed record, of exactly ``size`` bytes. Raises MessageError after making at most ``size`` + 1 bytes."""
     if encoding == "plain":
         if len(data) == size:
             return data
@@ -153,7 +153,7 @@ def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
 
 
 def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Opened:
-    """The record in a body, which must be one of ``kinds``. Takes some ms: for a worker thread.
+    """Open the record in a body, which must be one of ``kinds``. Takes some ms: for a worker thread.
 
     Raises MessageError and nothing else.
     """
@@ -162,5 +162,5 @@ def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Op
 
 
 def room_for(kind: type[Message]) -> int:
-    """Bytes that a sealed record of ``kind`` has at most."""
+    """Return the largest number of bytes of a sealed record of ``kind``."""
     return max(kind.LIMIT, BodyAnnouncement.LIMIT) + ENVELOPE

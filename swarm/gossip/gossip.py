@@ -1,27 +1,27 @@
-"""Small signed records for everybody: each is published once on its kind's topic and reaches all peers that joined the topic.
+"""Publish/subscribe of small signed records: each is published once on its kind's topic and reaches all peers that joined it.
 
-GossipSub (in the daemon) spreads the messages and knows who published each. On top of that a record carries the signature of its
-author, so that it can be passed on, kept, and judged; what arrives is held against the publisher's quota, then opened in a worker
-thread, and handed to the topic's handler once. A record above 256 KiB is announced by a notice, and fetched by stream.
+GossipSub (in the daemon) spreads the messages and authenticates their publishers. A record also carries the signature of its
+author, so that it can be passed on, kept, and judged. A message that arrives is charged to its publisher's quota, opened in a
+worker thread, and handed to the topic's handler once. A record above 256 KiB is announced, and fetched by stream.
 
-Whatever arrives, a record costs at most itself: it is counted in the topic's tally, as accepted or under the reason for which
-it was rejected, and nothing else happens.
+A bad record has no other effect than a count: each is counted as accepted or under the reason for which it was rejected.
 
     reason          because
-    oversized       it, or what it claims to be, is larger than allowed
+    oversized       it is, or claims to be, larger than allowed
     truncated, nested, malformed, version, kind
-                    it does not decode (swarm/messages.py)
+                    it does not decode (`shoal.swarm.wire.envelope`)
     bomb            it decompresses to more than it claims
     forged          the signature is not its author's
     foreign-swarm   it belongs to another swarm
     quota           its publisher sent too much
-    replayed        it was there before
+    replayed        it arrived before
     overflow        newer ones came faster than they could be opened or fetched
-    digest          what was fetched is not what was announced
-    unavailable     nobody handed out what was announced
-    unwelcome       this node does not meet its publisher or its author (swarm/door.py)
+    digest          the fetched body is not the announced one
+    unavailable     no peer served the announced body
+    unwelcome       the access policy excludes its publisher or its author
 
-and those with which the handler refuses it, such as ``banned`` (swarm/rollouts.py): its author is barred for a while.
+and those with which the handler refuses it, such as ``banned`` (`shoal.swarm.topics.rollout_pool`): its author is barred for a
+while.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from blake3 import blake3
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip import envelope as parcels
+from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.body_fetcher import FETCH_S, BodyFetcher
-from shoal.swarm.gossip.body_store import MAX_SHELF, BodyStore
+from shoal.swarm.gossip.body_store import MAX_STORED, BodyStore
 from shoal.swarm.gossip.bounded_queue import BoundedQueue
 from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, Encoding, GossipEnvelope, Opened, topic_of
 from shoal.swarm.gossip.lru_set import LRUSet
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 32_768  # messages, and records in them, that are known again
+REMEMBERED = 32_768  # messages, and records in them, that are recognised when they come again
 INBOX = (256, 32 << 20)  # messages and bytes that wait to be opened, unless a topic says otherwise
 OUTBOX = (256, 32 << 20)  # messages and bytes that wait to be published
 AGAIN = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds before each further attempt to subscribe; the last repeats
@@ -63,11 +63,11 @@ Handler = Callable[[str, M], None]
 
 
 class Gossip:
-    """The topics of ``swarm`` that this node takes part in. For any thread.
+    """The topics of ``swarm`` in which this node takes part. For any thread.
 
-    ``addresses``: where a peer is reached, as far as known (the directory knows), for records that have to be fetched.
-    ``fetch_s``: seconds for one of those from one peer. ``door``: whose records are taken. ``look``: called when a
-    stranger publishes. ``shelf``: bytes of own records too large for gossip that are kept to be fetched.
+    ``addresses``: returns the known addresses of a peer (from the directory), for records that have to be fetched.
+    ``fetch_s``: seconds for one of those from one peer. ``access_policy``: whose records are taken. ``look``: called when a
+    stranger publishes. ``body_store``: bytes of own records too large for gossip that are kept to be fetched.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Gossip:
         fetch_s: float = FETCH_S,
         access_policy: AccessPolicy | None = None,
         look: Callable[[], None] = lambda: None,
-        body_store: int = MAX_SHELF,
+        body_store: int = MAX_STORED,
     ) -> None:
         self.access_policy, self.look = access_policy or AccessPolicy(), look
         self.host, self.identity, self.swarm, self.fetch_s = host, identity, swarm, fetch_s
@@ -93,39 +93,39 @@ class Gossip:
         """Take part in the topic of ``kind`` from now on.
 
         ``handler(author, record)`` runs on the host's loop, once for each record of others; it must not wait. It refuses a
-        record by MessageError, whose reason is counted. None: this node only publishes and its daemon passes on; what comes is
-        dropped unopened. ``quota`` bounds each publisher; ``inbox`` the messages, and their bytes, that wait to be opened: what
-        comes beyond it costs the oldest of them.
+        record by MessageError, whose reason is counted. None: this node only publishes and its daemon passes on; arriving
+        messages are dropped unopened. ``quota`` bounds each publisher; ``inbox`` the messages, and their bytes, that wait to
+        be opened: if there are more, the oldest are dropped.
         """
         topic = Topic(self, kind, handler, quota or RateLimit(), inbox)
         self._topics.append(topic)
         return topic
 
     def refused(self) -> dict[str, int]:
-        """Reason -> records that were rejected so far, on all topics."""
+        """Return reason -> number of records rejected so far, on all topics."""
         found: Counter[str] = Counter()
         for topic in list(self._topics):
-            found.update(topic.tally.rejected())
+            found.update(topic.counters.rejected())
         return dict(found)
 
     def close(self) -> None:
-        """Leave all topics; what was not published yet is lost."""
+        """Leave all topics; records not published yet are lost."""
         for topic in self._topics:
             topic.close()
 
 
 class Topic(Generic[M]):
-    """One kind of record; see `Gossip.join`. ``tally`` counts ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
+    """One kind of record; see `Gossip.join`. ``counters``: ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
 
     def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M] | None, quota: RateLimit, inbox: tuple[int, int]) -> None:
         self.name = topic_of(gossip.swarm, kind)
-        self.tally = Counters()
+        self.counters = Counters()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
         self._kind, self._handler = kind, handler
         self._access_policy, self._look = gossip.access_policy, gossip.look
-        self._room = parcels.room_for(kind)
-        self._shelf = gossip.body_store
-        self._fetching = BodyFetcher(gossip.body_store, self._fetched, self.tally.reject, gossip.fetch_s)
+        self._room = envelope.room_for(kind)
+        self._body_store = gossip.body_store
+        self._fetcher = BodyFetcher(gossip.body_store, self._fetched, self.counters.reject, gossip.fetch_s)
         self._quotas = TokenBuckets(quota)
         self._seen = LRUSet(REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
@@ -134,17 +134,17 @@ class Topic(Generic[M]):
         self._running: Future[None] = self._host.submit(self._run())
 
     def publish(self, message: M) -> None:
-        """Give ``message`` to everybody who joined the topic, soon; never waits for the network.
+        """Queue ``message`` for all peers that joined the topic; never waits for the network.
 
-        Raises MessageError if it is too large, or if somebody else is its author. While the daemon restarts messages wait, at most
+        Raises MessageError if it is too large, or if another peer is its author. While the daemon restarts messages wait, at most
         256 of them and 32 MiB; the oldest are dropped and counted as ``unsent``.
         """
         if message.AUTHOR is not None and getattr(message, message.AUTHOR) != self._identity.peer_id:
             raise MessageError(f"This node cannot publish a {message.KIND} of another {message.AUTHOR}.", "forged")
-        self.tally.add("unsent", len(self._outbox.put(message, len(pack(message)))))
+        self.counters.add("unsent", len(self._outbox.put(message, len(pack(message)))))
 
     def listeners(self, timeout: float = 5.0) -> tuple[str, ...]:
-        """The connected peers that take part in the topic. Raises NetworkError. Not for the host's own thread."""
+        """Return the connected peers that take part in the topic. Raises NetworkError. Not for the host's own thread."""
         return self._host.call(self._host.pubsub.listeners(self.name), timeout)
 
     def close(self) -> None:
@@ -154,13 +154,13 @@ class Topic(Generic[M]):
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        await asyncio.gather(*map(self._steadily, (self._listen, self._open, self._send, self._fetching.run)))
+        await asyncio.gather(*map(self._steadily, (self._listen, self._open, self._send, self._fetcher.run)))
 
     async def _steadily(self, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await work()
-            except Exception:  # a bug must not make this node deaf
+            except Exception:  # a bug must not stop the topic
                 log.warning("%s failed; trying again", self.name, exc_info=True)
                 await asyncio.sleep(AGAIN[-1])
 
@@ -180,7 +180,7 @@ class Topic(Generic[M]):
                 while True:
                     publisher, data = await subscription.next()
                     if publisher != self._identity.peer_id:
-                        self.tally.add("received")
+                        self.counters.add("received")
                         if self._handler is not None:
                             self._guarded(self._take, publisher, data)
             except NetworkError as error:
@@ -190,24 +190,24 @@ class Topic(Generic[M]):
                 subscription.close()
 
     def _take(self, publisher: str, data: bytes) -> None:
-        """The cheap half of the checks."""
-        self._welcome(publisher)
+        """Make the cheap checks and queue the message for the others."""
+        self._check_access(publisher)
         if len(data) > MAX_MESSAGE:
             raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
-        # GossipSub itself forgets after two minutes. Who then sends another's messages on again must not use up his quota.
+        # GossipSub itself forgets after two minutes. A peer that then replays another's messages must not use up that one's quota.
         digest = blake3(data).digest()
         if (publisher, digest) in self._seen:
-            raise MessageError("A message was refused: it was there before.", "replayed")
+            raise MessageError("A message was refused: it arrived before.", "replayed")
         self._charge(publisher, 1, len(data))
         self._seen.add((publisher, digest))
-        parcel = parcels.open_parcel(data, self._swarm, self._room)
-        self._charge(publisher, 0, max(0, parcel.size - len(data)))
-        self.tally.reject("overflow", len(self._inbox.put((publisher, parcel), len(data))))
+        opened = envelope.open_envelope(data, self._swarm, self._room)
+        self._charge(publisher, 0, max(0, opened.size - len(data)))
+        self.counters.reject("overflow", len(self._inbox.put((publisher, opened), len(data))))
 
-    def _welcome(self, peer: str) -> None:
+    def _check_access(self, peer: str) -> None:
         if not self._access_policy.admits(peer):
-            self._look()  # it may be a newcomer, whose record was not read yet
-            raise MessageError("A message was refused: this node does not meet its publisher or author.", "unwelcome")
+            self._look()  # it may have just joined, and its record was not read yet
+            raise MessageError("A message was refused: the access policy excludes its publisher or author.", "unwelcome")
 
     def _charge(self, publisher: str, messages: int, nbytes: int) -> None:
         if not self._quotas.take(publisher, messages, nbytes):
@@ -215,8 +215,8 @@ class Topic(Generic[M]):
 
     async def _open(self) -> None:
         while True:
-            publisher, parcel = await self._inbox.get()
-            opened = await self._opened(parcel.encoding, parcel.size, parcel.body, self._kind, BodyAnnouncement)
+            publisher, sent = await self._inbox.get()
+            opened = await self._opened(sent.encoding, sent.size, sent.body, self._kind, BodyAnnouncement)
             if opened is not None:
                 self._guarded(self._deliver, publisher, opened)
 
@@ -226,8 +226,8 @@ class Topic(Generic[M]):
             self._guarded(self._deliver, publisher, opened)
 
     async def _opened(self, encoding: Encoding, size: int, body: bytes, *kinds: type[Message]) -> Opened | None:
-        """The record in a body, opened in a worker thread; None if it was rejected."""
-        work = functools.partial(parcels.open_body, encoding, size, body, *kinds)
+        """Open the record in a body in a worker thread; return None if it is rejected."""
+        work = functools.partial(envelope.open_body, encoding, size, body, *kinds)
         try:
             return await asyncio.get_running_loop().run_in_executor(None, work)
         except MessageError as error:
@@ -238,26 +238,26 @@ class Topic(Generic[M]):
 
     def _deliver(self, publisher: str, opened: Opened) -> None:
         if opened.author == self._identity.peer_id or opened.content in self._seen:
-            raise MessageError("A record was refused: it was there before.", "replayed")
+            raise MessageError("A record was refused: it arrived before.", "replayed")
         if isinstance(opened.message, BodyAnnouncement):
             self._announced(publisher, opened.message)
             self._seen.add(opened.content)  # only now: one publisher's quota must not keep the next one's copy out
             return
-        self._welcome(opened.author)
+        self._check_access(opened.author)
         self._seen.add(opened.content)
         if self._handler is not None:
             self._handler(opened.author, cast(M, opened.message))
-        self.tally.add("accepted")
+        self.counters.add("accepted")
 
-    def _announced(self, publisher: str, notice: BodyAnnouncement) -> None:
-        if notice.swarm != self._swarm:
-            raise MessageError("A notice of another swarm was refused.", "foreign-swarm")
-        parcels.check_size(notice.size, notice.nbytes, self._room)
-        self._charge(publisher, 0, max(notice.size, notice.nbytes))
-        self._fetching.want(publisher, notice)
+    def _announced(self, publisher: str, announcement: BodyAnnouncement) -> None:
+        if announcement.swarm != self._swarm:
+            raise MessageError("An announcement of another swarm was refused.", "foreign-swarm")
+        envelope.check_size(announcement.size, announcement.nbytes, self._room)
+        self._charge(publisher, 0, max(announcement.size, announcement.nbytes))
+        self._fetcher.want(publisher, announcement)
 
     def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
-        """Do ``step``; what it raises costs this one record."""
+        """Run ``step``; an exception rejects this one record."""
         try:
             step(*arguments)
         except MessageError as error:
@@ -267,32 +267,32 @@ class Topic(Generic[M]):
 
     def _reject(self, error: MessageError) -> None:
         log.debug("%s: %s", self.name, error)
-        self.tally.reject(error.reason)
+        self.counters.reject(error.reason)
 
     def _failed(self) -> None:
         log.warning("handling a record of %s failed", self.name, exc_info=True)
-        self.tally.reject("failed")
+        self.counters.reject("failed")
 
     async def _send(self) -> None:
         while True:
             message = await self._outbox.get()
             try:
                 await self._publish(message)
-                self.tally.add("sent")
+                self.counters.add("sent")
             except NetworkError as error:
                 log.info("a %s was not published: %s", self._kind.KIND, error)
-                self.tally.add("unsent")
+                self.counters.add("unsent")
             except Exception:
                 log.warning("publishing a %s failed", self._kind.KIND, exc_info=True)
-                self.tally.add("unsent")
+                self.counters.add("unsent")
 
     async def _publish(self, message: M) -> None:
         loop = asyncio.get_running_loop()
-        body: Body = await loop.run_in_executor(None, parcels.make_body, message, self._identity)
-        data = parcels.make_parcel(self._swarm, body)
+        body: Body = await loop.run_in_executor(None, envelope.make_body, message, self._identity)
+        data = envelope.make_envelope(self._swarm, body)
         if data is None:
-            self._shelf.put(body.data)
-            _, data = parcels.make_notice(self._swarm, body, self._identity)
+            self._body_store.put(body.data)
+            _, data = envelope.make_announcement(self._swarm, body, self._identity)
         for attempt in range(ATTEMPTS):
             await self._up.wait()
             try:

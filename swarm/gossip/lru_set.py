@@ -1,4 +1,4 @@
-"""A bounded memory of what was there before."""
+"""A set of bounded size."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Hashable
 
 
 class LRUSet:
-    """The newest ``limit`` things; older ones are forgotten. Not for several threads at once."""
+    """A set of the newest ``limit`` items; older ones are forgotten. Not for several threads at once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._things: OrderedDict[Hashable, None] = OrderedDict()
+        self._items: OrderedDict[Hashable, None] = OrderedDict()
 
-    def __contains__(self, thing: Hashable) -> bool:
-        return thing in self._things
+    def __contains__(self, item: Hashable) -> bool:
+        return item in self._items
 
-    def add(self, thing: Hashable) -> bool:
-        """Remember ``thing``; False if it was known."""
-        if thing in self._things:
+    def add(self, item: Hashable) -> bool:
+        """Add ``item``; return False if it was there."""
+        if item in self._items:
             return False
-        self._things[thing] = None
-        if len(self._things) > self._limit:
-            self._things.popitem(last=False)
+        self._items[item] = None
+        if len(self._items) > self._limit:
+            self._items.popitem(last=False)
         return True

@@ -13,7 +13,7 @@ from shoal.swarm.access.invitation import admission
 from shoal.swarm.access.link import Link, address_problem
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
-from shoal.swarm.gossip.body_store import MAX_SHELF
+from shoal.swarm.gossip.body_store import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
@@ -64,7 +64,7 @@ class NetworkOptions:
     """Most megabits a second that this node sends; 0: unlimited."""
     models_per_hour: float = 60.0
     """Most data that one peer may download from this node in an hour, in multiples of the model's size."""
-    body_store: int = MAX_SHELF
+    body_store: int = MAX_STORED
     """Bytes of this node's gossiped records that are kept for others to fetch."""
 
 

@@ -13,7 +13,7 @@ from shoal.swarm.errors import StartupError
 def check_free(listen: Sequence[str]) -> None:
     """Raise StartupError for the first of the listen addresses that cannot be bound.
 
-    The daemon itself would not notice: it shares its port with any other p2pd of the same user (SO_REUSEPORT), and satisfied
+    The daemon itself would not notice: it shares its port with any other p2pd of the same user (SO_REUSEPORT), and is satisfied
     when one of several addresses works.
     """
     for address in listen:

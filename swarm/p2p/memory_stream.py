@@ -1,7 +1,7 @@
-"""A stream that never leaves this process: two ends, each with the transport that asyncio's readers, writers and protocols expect.
+"""Streams within this process: two connected transports, as asyncio's readers, writers and protocols expect them.
 
-A node that leads its own group talks to itself over one; the simulator's hosts talk over those whose `MemoryLink` takes its time.
-What asyncio's socket transports do, an `MemoryTransport` does: flow control both ways, buffered protocols, end of file, a reset.
+A node that leads its own group talks to itself over one; the simulator's hosts use links that take time. A `MemoryTransport` has
+the features of asyncio's socket transports: flow control both ways, buffered protocols, end of file, reset.
 """
 
 from __future__ import annotations
@@ -13,77 +13,77 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-PIECE = 1 << 16  # bytes that travel together
+CHUNK = 1 << 16  # bytes that travel together
 WINDOW = 1 << 18  # bytes on their way or not read yet, at most: as many as the buffers of a socket hold
-NOTHING = contextvars.Context()  # in which no callback belongs to anybody
+NOTHING = contextvars.Context()  # for callbacks that belong to no node
 
 
 class MemoryLink:
-    """One direction of a pipe. This one takes no time."""
+    """One direction of a stream; it takes no time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
-        """Call ``deliver`` when so many bytes have arrived; always in the order of the calls. An end of file has 0 bytes."""
+        """Call ``deliver`` when ``nbytes`` bytes have arrived; in the order of the calls. An end of file has 0 bytes."""
         self._loop.call_soon(deliver, context=NOTHING)
 
 
 class MemoryTransport(_FlowControlMixin):
-    """One end of a pipe. ``owner``: the context of the callbacks into its protocol."""
+    """One end of a stream. ``link`` carries what it sends; ``owner``: the context of the callbacks into its protocol."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, road: MemoryLink, owner: contextvars.Context) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, link: MemoryLink, owner: contextvars.Context) -> None:
         super().__init__(None, loop)
-        self._loop, self._road, self._owner = loop, road, owner
+        self._loop, self._link, self._owner = loop, link, owner
         self._protocol: Any = None
         self.other: MemoryTransport
         self._queue: deque[bytes] = deque()
         self._queued = self._away = 0
         self._inbox: deque[bytes | None] = deque()
-        """What has arrived and was not read yet; None: the other side has ended."""
+        """Data that has arrived and was not read yet; None: the other side has ended."""
         self._feeding = self._reading_paused = self._closing = self._lost = False
-        self._other_gone = False
+        self._peer_closed = False
 
-    # -- what a transport does -------------------------------------------------------------------------------------------
+    # -- asyncio's interface of a transport ------------------------------------------------------------------------------
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """Whoever reads here."""
+        """Return the protocol that reads here."""
         return cast(asyncio.BaseProtocol, self._protocol)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Let it read from now on."""
+        """Let ``protocol`` read from now on."""
         self._protocol = protocol
 
     def is_closing(self) -> bool:
-        """Whether this end was closed, or broke."""
+        """Return whether this end was closed, or broke."""
         return self._closing
 
     def is_reading(self) -> bool:
-        """Whether what arrives is handed on."""
+        """Return whether arriving data is handed to the protocol."""
         return not self._reading_paused and not self._closing
 
     def pause_reading(self) -> None:
-        """Keep what arrives."""
+        """Hold arriving data back."""
         self._reading_paused = True
 
     def resume_reading(self) -> None:
-        """Hand it on again."""
+        """Hand arriving data to the protocol again."""
         self._reading_paused = False
         self._feed_soon()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that have not left."""
+        """Return the number of bytes that were not sent yet."""
         return self._queued
 
     def can_write_eof(self) -> bool:
-        """Both directions end together."""
+        """Return False: both directions end together."""
         return False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send a copy of ``data``."""
         if self._closing or not data:
             return
-        if self._other_gone:  # nobody reads there any more
+        if self._peer_closed:
             self._break(BrokenPipeError("the other side has closed"))
             return
         self._queue.append(bytes(data))
@@ -100,22 +100,22 @@ class MemoryTransport(_FlowControlMixin):
                 self._loop.call_soon(self._lose, None)
 
     def abort(self) -> None:
-        """MemoryTransport at once."""
+        """End at once; what is buffered is lost."""
         self._break(None)
 
-    # -- what happens to it ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------------
 
     def vanish(self) -> None:
-        """Its process is dead: nothing is called here any more, and the other side reads an end of file."""
+        """Act as if this process had died: call nothing here any more, and let the other side read an end of file."""
         self._closing = True
         if not self._lost:
             self._lost = True
             self._queue.clear()
             self._inbox.clear()
-            self._road.carry(0, self.other._arrive_end)
+            self._link.carry(0, self.other._arrive_end)
 
     def sever(self, error: Exception | None) -> None:
-        """The link broke; called in nobody's context."""
+        """Break the link. To be called in the context `NOTHING`."""
         self._loop.call_soon(self._break, error, context=self._owner)
 
     def _break(self, error: Exception | None) -> None:
@@ -131,21 +131,21 @@ class MemoryTransport(_FlowControlMixin):
         if self._lost:
             return
         self._lost = True
-        self._road.carry(0, self.other._arrive_end)
+        self._link.carry(0, self.other._arrive_end)
         self._protocol.connection_lost(error)
 
     def _pump(self) -> None:
         while self._queue and self._away < WINDOW:
             data = self._queue.popleft()
-            piece, rest = data[:PIECE], data[PIECE:]
+            chunk, rest = data[:CHUNK], data[CHUNK:]
             if rest:
                 self._queue.appendleft(rest)
-            self._queued -= len(piece)
-            self._away += len(piece)
-            self._road.carry(len(piece), lambda piece=piece: self.other._arrive(piece))  # type: ignore[misc]
+            self._queued -= len(chunk)
+            self._away += len(chunk)
+            self._link.carry(len(chunk), lambda chunk=chunk: self.other._arrive(chunk))  # type: ignore[misc]
 
     def _taken(self, nbytes: int) -> None:
-        """The other side has read so many bytes: there is room again. In nobody's context: a kernel does this."""
+        """Make room for the bytes that the other side has read. In the context `NOTHING`, for a kernel does this."""
         self._away -= nbytes
         if not self._lost:
             self._pump()
@@ -159,16 +159,16 @@ class MemoryTransport(_FlowControlMixin):
         else:
             self._maybe_resume_protocol()  # type: ignore[attr-defined]
 
-    def _arrive(self, piece: bytes) -> None:
+    def _arrive(self, chunk: bytes) -> None:
         if self._closing:
-            self.other._taken(len(piece))
+            self.other._taken(len(chunk))
             return
-        self._inbox.append(piece)
+        self._inbox.append(chunk)
         self._feed_soon()
 
     def _arrive_end(self) -> None:
-        self._other_gone = True
-        if self._queue:  # it will not be read any more
+        self._peer_closed = True
+        if self._queue:  # it will not be read
             self.sever(BrokenPipeError("the other side has closed"))
         elif not self._closing:
             self._inbox.append(None)
@@ -182,29 +182,29 @@ class MemoryTransport(_FlowControlMixin):
     def _feed(self) -> None:
         self._feeding = False
         while self._inbox and not self._reading_paused and not self._closing:
-            piece = self._inbox.popleft()
-            if piece is None:
+            chunk = self._inbox.popleft()
+            if chunk is None:
                 if not self._protocol.eof_received():
                     self.close()
                 return
-            used = len(piece)
+            used = len(chunk)
             if isinstance(self._protocol, asyncio.BufferedProtocol):
                 room = cast(memoryview, self._protocol.get_buffer(-1))
-                used = min(len(room), len(piece))
-                room[:used] = piece[:used]
-                if used < len(piece):
-                    self._inbox.appendleft(piece[used:])
+                used = min(len(room), len(chunk))
+                room[:used] = chunk[:used]
+                if used < len(chunk):
+                    self._inbox.appendleft(chunk[used:])
                 self._protocol.buffer_updated(used)
             else:
-                self._protocol.data_received(piece)
+                self._protocol.data_received(chunk)
             self._loop.call_soon(self.other._taken, used, context=NOTHING)
 
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def opened(end: MemoryTransport, loop: asyncio.AbstractEventLoop) -> Ends:
-    """A reader and a writer on one end."""
+def streams_of(end: MemoryTransport, loop: asyncio.AbstractEventLoop) -> Ends:
+    """Return a reader and a writer on one end."""
     reader = asyncio.StreamReader(loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     end.set_protocol(protocol)
@@ -212,10 +212,10 @@ def opened(end: MemoryTransport, loop: asyncio.AbstractEventLoop) -> Ends:
     return reader, asyncio.StreamWriter(end, protocol, reader, loop)
 
 
-def pipe() -> tuple[Ends, Ends]:
-    """Both ends of a pipe on the running loop, for its caller's context."""
+def stream_pair() -> tuple[Ends, Ends]:
+    """Return both ends of a stream on the running loop; callbacks have the caller's context."""
     loop = asyncio.get_running_loop()
     here = contextvars.copy_context()
     one, two = MemoryTransport(loop, MemoryLink(loop), here), MemoryTransport(loop, MemoryLink(loop), here)
     one.other, two.other = two, one
-    return opened(one, loop), opened(two, loop)
+    return streams_of(one, loop), streams_of(two, loop)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MINUTE, HOUR = 60.0, 3600.0
-PIECE_S = 0.1  # seconds of the upload budget that are sent at once
+CHUNK_S = 0.1  # seconds of the upload budget that are sent at once
 BURST_S = 0.25  # seconds of it that may be saved up
 
 
 @dataclass(frozen=True)
 class RateLimit:
-    """What one sender may send in ``period`` seconds, all at once if it likes; and how many senders are kept account of."""
+    """Messages and bytes that one sender may send in ``period`` seconds, in one burst or not; and the number of senders."""
 
     messages: int = 1200
     nbytes: int = 64 << 20
@@ -32,20 +32,20 @@ class _Account:
 
 
 class TokenBuckets:
-    """The accounts of all senders. Not for several threads at once.
+    """Two token buckets for each of a bounded number of senders. Not for several threads at once.
 
-    A sender whose account is full again (it sent nothing for long enough) may be forgotten for a new one. As long as there is
-    none such, new senders are refused: whoever makes up peer ids can keep strangers out, but not those who are here, and the
-    whole never exceeds ``senders`` times the quota.
+    A sender whose buckets are full again (it sent nothing for long enough) may be forgotten for a new one. While there is none
+    such, new senders are refused: a peer that makes up peer ids can keep new senders out but not the present ones, and the
+    total never exceeds ``senders`` times the limit.
     """
 
-    def __init__(self, quota: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
-        self._quota = quota
+    def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
         self._clock = clock
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the one that was used longest ago first
 
     def take(self, sender: str, messages: int, nbytes: int) -> bool:
-        """Charge ``sender``; False, and nothing is charged, if it has not that much left."""
+        """Charge ``sender`` and return True; or return False, charging nothing, if it has not that much left."""
         now = self._clock()
         account = self._account(sender, now)
         if account is None:
@@ -58,7 +58,7 @@ class TokenBuckets:
         return True
 
     def charge(self, sender: str, nbytes: int) -> None:
-        """Charge ``sender`` for what it was given already; if that is more than it has left, it owes the rest."""
+        """Charge ``sender`` for bytes that it was given already; its account may become overdrawn."""
         account = self._account(sender, self._clock())
         if account is not None:
             account.nbytes -= nbytes
@@ -66,32 +66,32 @@ class TokenBuckets:
     def _account(self, sender: str, now: float) -> _Account | None:
         account = self._accounts.get(sender)
         if account is None:
-            if len(self._accounts) >= self._quota.senders and not self._forget(now):
+            if len(self._accounts) >= self._limit.senders and not self._forget(now):
                 return None
-            account = self._accounts[sender] = _Account(self._quota.messages, self._quota.nbytes, now)
+            account = self._accounts[sender] = _Account(self._limit.messages, self._limit.nbytes, now)
         self._refill(account, now)
         return account
 
     def _forget(self, now: float) -> bool:
         sender, oldest = next(iter(self._accounts.items()))
         self._refill(oldest, now)
-        if oldest.messages < self._quota.messages or oldest.nbytes < self._quota.nbytes:
+        if oldest.messages < self._limit.messages or oldest.nbytes < self._limit.nbytes:
             return False
         del self._accounts[sender]
         return True
 
     def _refill(self, account: _Account, now: float) -> None:
-        share = max(now - account.since, 0.0) / self._quota.period
-        account.messages = min(account.messages + share * self._quota.messages, self._quota.messages)
-        account.nbytes = min(account.nbytes + share * self._quota.nbytes, self._quota.nbytes)
+        share = max(now - account.since, 0.0) / self._limit.period
+        account.messages = min(account.messages + share * self._limit.messages, self._limit.messages)
+        account.nbytes = min(account.nbytes + share * self._limit.nbytes, self._limit.nbytes)
         account.since = now
 
 
 class BandwidthLimiter:
-    """``rate`` bytes in a second (above 0). What must not wait is spent, and owed; what can waits until nothing is owed.
+    """A budget of ``rate`` bytes a second (above 0). Urgent sends may overdraw it; other sends wait until it is positive.
 
-    On one loop only. Over any stretch of time no more than ``rate`` times it, a quarter of a second's burst, and one piece of each
-    stream that sends is let through, besides what is spent without waiting.
+    On one loop only. Over any time t it lets through no more than ``rate`` * t bytes, a quarter of a second's burst, and one chunk
+    of each stream that sends, besides urgent sends.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,24 +100,24 @@ class BandwidthLimiter:
         self._rate, self._clock = rate, clock
         self._left, self._since = rate * BURST_S, clock()
         self._lock: asyncio.Lock | None = None
-        self.piece = max(int(rate * PIECE_S), 1)
+        self.chunk = max(int(rate * CHUNK_S), 1)
         """Bytes that are sent at once."""
 
     def spend(self, nbytes: int) -> None:
-        """Bytes that are sent now."""
+        """Charge ``nbytes`` bytes that are sent now."""
         self._refill()
         self._left -= nbytes
 
     async def wait(self) -> None:
-        """Until nothing is owed. Who waits longer goes first."""
+        """Wait until the budget is not overdrawn. Callers go on in the order in which they came."""
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
-            while (owed := self.owed()) > 0:
-                await asyncio.sleep(max(owed / self._rate, 0.001))
+            while (deficit := self.deficit()) > 0:
+                await asyncio.sleep(max(deficit / self._rate, 0.001))
 
-    def owed(self) -> float:
-        """Bytes by which the budget is overdrawn; 0 or less if it is not."""
+    def deficit(self) -> float:
+        """Return the bytes by which the budget is overdrawn; 0 or less if it is not."""
         self._refill()
         return -self._left
 
@@ -128,7 +128,7 @@ class BandwidthLimiter:
 
 
 class Counters:
-    """What came and went on one topic. A rejected message has a reason; ``received`` are all that others published."""
+    """Counts of events and, by reason, of rejections. One thread adds to them, others read them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -141,16 +141,16 @@ class Counters:
             self._events[event] += count
 
     def reject(self, reason: str, count: int = 1) -> None:
-        """Count a rejected message."""
+        """Count a rejection."""
         with self._lock:
             self._rejected[reason] += count
 
     def events(self) -> dict[str, int]:
-        """Event -> how often, now."""
+        """Return event -> count."""
         with self._lock:
             return dict(self._events)
 
     def rejected(self) -> dict[str, int]:
-        """Reason -> how many messages, now."""
+        """Return reason -> number of rejections."""
         with self._lock:
             return dict(self._rejected)

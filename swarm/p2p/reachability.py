@@ -1,14 +1,14 @@
-"""Asking a peer what it sees of us: from which address we come, what its clock says, and whether our port can be reached.
+"""Asking a peer for this node's address as it sees it, the time on its clock, and whether a port here can be reached.
 
-    asks                                     answers (a node or a seed)
+    asks                                     answers (a node or a bootstrap node)
       | dial-request (port, token) ----------> |
       | <------------ dial-seen (address, now) |   at once, so that half the round trip bounds the error of the clock
       | <---------------- token over plain TCP |   it connects to that port of *that address* and reads what it finds
       | <---------------- dial-reply (outcome) |
 
-Nobody can be made to dial a third party: only the address that the asker's own direct connection comes from is dialled, no port
-below 1024, a few times a minute, and nothing is sent there. What is found at a private address but the asker's own token is not
-told apart, so that nobody learns about a network in which he is not.
+No peer can be made to dial a third party: only the address of the asker's own direct connection is dialled, no port below 1024,
+a few times a minute, and nothing is sent there. At a private address every outcome but the asker's own token is reported as
+``unreached``, so that nobody learns about a foreign network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Outcome = Literal["reached", "unreached", "refused", "silent", "other", "unseen"
 
 
 class DialRequest(Message):
-    """Asks what is seen of the sender; ``port``: also whether its TCP port hands out ``token``."""
+    """Question for the sender's address; with ``port``: also whether its TCP port hands out ``token``."""
 
     KIND = "dial-request"
     port: Annotated[int, Field(ge=LOWEST_PORT, le=65_535)] | None = None
@@ -49,7 +49,7 @@ class DialRequest(Message):
 
 
 class DialSeen(Message):
-    """The IP address that the asker's connection comes from, empty if it is relayed; ``now`` in Unix seconds, here."""
+    """The IP address that the asker's connection comes from, empty if it is relayed; ``now``: the answering clock, Unix seconds."""
 
     KIND = "dial-seen"
     address: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f.:]*$")]
@@ -57,7 +57,7 @@ class DialSeen(Message):
 
 
 class DialReply(Message):
-    """How dialling back ended."""
+    """The outcome of dialling back."""
 
     KIND = "dial-reply"
     outcome: Outcome
@@ -65,7 +65,7 @@ class DialReply(Message):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a peer sees of us: our ``address`` (empty: none), and its clock minus ours in seconds, give or take ``error``."""
+    """A peer's view of this node: its ``address`` (empty: unknown), and the peer's clock minus its own, in seconds +- ``error``."""
 
     peer: str
     address: str
@@ -74,7 +74,7 @@ class Seen:
 
 
 class ReachabilityProbe:
-    """Answers those who ask; ``clock`` is in Unix seconds. Use it on one loop."""
+    """The answering side; ``clock`` is in Unix seconds. Use it on one loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -82,7 +82,7 @@ class ReachabilityProbe:
         self._all = TokenBuckets(RateLimit(messages=ALL, nbytes=ALL, senders=1))
 
     async def answer(self, stream: Stream) -> None:
-        """Serve one stream of `DIAL_PROTOCOL`. NetworkError or MessageError."""
+        """Serve one stream of `DIAL_PROTOCOL`. Raises NetworkError or MessageError."""
         request = unpack(await stream.receive(DialRequest.LIMIT, SMALL_S), DialRequest)
         await stream.send(pack(DialSeen(address=stream.origin, now=self._clock())), SMALL_S)
         if request.port is not None:
@@ -94,12 +94,12 @@ class ReachabilityProbe:
             return "unseen"
         if not (self._each.take(address, 1, 1) and self._all.take("", 1, 1)):
             return "busy"
-        outcome = await _look(address, port, token)
+        outcome = await _dial(address, port, token)
         public = ipaddress.ip_address(address).is_global
         return outcome if public or outcome == "reached" else "unreached"
 
 
-async def _look(address: str, port: int, token: bytes) -> Outcome:
+async def _dial(address: str, port: int, token: bytes) -> Outcome:
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_S)
     except ConnectionRefusedError:
@@ -116,7 +116,7 @@ async def _look(address: str, port: int, token: bytes) -> Outcome:
 
 
 async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tuple[Seen, Outcome | None]:
-    """What the peer at the other end sees of us, and, asked about a ``port``, how dialling back ended.
+    """Ask the peer at the other end for its view of this node and, given a ``port``, for the outcome of dialling back.
 
     Raises NetworkError or MessageError; takes about 20 seconds at most.
     """
@@ -134,7 +134,7 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tu
 
 @contextlib.asynccontextmanager
 async def listen_for_dial_back(port: int = 0) -> AsyncIterator[tuple[int, bytes]]:
-    """Hand a token to whoever connects to ``port`` (0: any) on any address of this machine; gives port and token. OSError."""
+    """Hand a token to each connection to ``port`` (0: any) of this machine; yield port and token. Raises OSError."""
     token = secrets.token_bytes(16)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -146,7 +146,7 @@ async def listen_for_dial_back(port: int = 0) -> AsyncIterator[tuple[int, bytes]
     server = await asyncio.start_server(answer, "0.0.0.0", port)
     obtained = int(server.sockets[0].getsockname()[1])
     servers = [server]
-    with contextlib.suppress(OSError):  # a machine without IPv6 is not reached by it
+    with contextlib.suppress(OSError):  # a machine without IPv6
         servers.append(await asyncio.start_server(answer, "::", obtained))
     try:
         yield obtained, token

@@ -1,15 +1,14 @@
-"""What a node lets other peers make it do: whom it answers at all, and how often, at the same time, and with how many bytes.
+"""Limits on the work that peers cause here: which peers are answered, how often, how many at a time, and with how many bytes.
 
-A stream that is refused is ended before anything of it is read, and counted under its reason:
+A refused stream is ended before anything of it is read, and counted under its reason:
 
     denied       the node's user does not want to meet the peer
     uninvited    the swarm is by invitation only, and the peer has shown none
-    crowded      too many streams are being served: of all peers, of this one, or of those who are no members
-    rate         the peer opened too many streams in a minute, or all together did
-    spent        what one peer is handed out of this protocol in an hour is used up
+    crowded      too many streams are being served: of all peers, of this one, or of those that are no members
+    rate         the peer opened too many streams in a minute, or all peers together did
+    spent        the bytes that this protocol hands out to one peer in an hour are used up
 
-The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds what it
-holds open.
+The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds the number of connections.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL})
 
 MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
 MAX_HANDLERS_PER_PEER = 16
-MAX_STRANGERS = 64  # of those, streams of peers that are no members: they cannot keep the members out
+MAX_STRANGERS = 64  # of those, streams of peers that are no members, so that they cannot keep the members out
 REASONS = ("denied", "uninvited", "crowded", "rate", "spent")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What peers may ask for in a minute, all at once if they like."""
+    """Limits of requests in a minute, in one burst or not."""
 
     streams: int = 6000
     """Streams that one peer may open."""
@@ -47,9 +46,9 @@ class Rates:
 
 
 class ResourceManager:
-    """Asked about every stream that a peer opens, and every call to the DHT node. On the host's loop; ``tally`` for any thread.
+    """The judge of every stream that a peer opens, and of every call to the DHT node. On the host's loop.
 
-    ``door``: whom this node meets; it is changed once the swarm's manifest is known. ``known``: whether a peer is a member.
+    ``access_policy`` is replaced once the swarm's manifest is known. ``known``: returns whether a peer is a member.
     """
 
     def __init__(
@@ -57,28 +56,28 @@ class ResourceManager:
     ) -> None:
         self.access_policy = access_policy or AccessPolicy()
         self.known: Callable[[str], bool] = lambda peer: True
-        self.tally = Counters()
+        self._counters = Counters()
         rates = rates or Rates()
         self._clock = clock
         self._streams = TokenBuckets(RateLimit(messages=rates.streams, senders=4096), clock)
         self._all = TokenBuckets(RateLimit(messages=rates.streams_of_all, senders=1), clock)
         self._calls = TokenBuckets(RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock)
-        self._meters: dict[str, TokenBuckets] = {}
+        self._hourly: dict[str, TokenBuckets] = {}
         self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
         self._strangers: Counter[str] = Counter()  # the same of peers that were no members when they came
 
     def meter(self, protocol: str, nbytes: int) -> None:
-        """From now on ``protocol`` hands out about ``nbytes`` bytes to one peer in an hour: no stream begins once they are spent.
+        """Limit ``protocol`` to about ``nbytes`` bytes for one peer in an hour: no stream begins once they are spent.
 
-        What is under way is not cut off, so up to ``MAX_HANDLERS_PER_PEER`` answers more may go out.
+        Answers in progress are not cut off, so up to ``MAX_HANDLERS_PER_PEER`` more may go out.
         """
-        self._meters[protocol] = TokenBuckets(RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
+        self._hourly[protocol] = TokenBuckets(RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
 
     def acquire(self, peer: str, protocol: str) -> str:
-        """Why the stream is refused; nothing if it is served, and then `closes` must be called at its end."""
+        """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
         reason = self._refusal(peer, protocol)
         if reason:
-            self.tally.reject(reason)
+            self._counters.reject(reason)
             return reason
         self._busy[peer] += 1
         if peer in self._strangers or not self.known(peer):
@@ -86,27 +85,27 @@ class ResourceManager:
         return ""
 
     def release(self, peer: str, protocol: str, sent: int) -> None:
-        """The stream is over; ``sent`` bytes went out on it."""
+        """Note the end of a stream on which ``sent`` bytes went out."""
         for counts in (self._busy, self._strangers):
             if peer in counts:
                 counts[peer] -= 1
                 if counts[peer] <= 0:
                     del counts[peer]
-        if protocol in self._meters:
-            self._meters[protocol].charge(peer, sent)
+        if protocol in self._hourly:
+            self._hourly[protocol].charge(peer, sent)
 
     def refused(self) -> dict[str, int]:
-        """Reason -> streams and calls that were refused so far, without those that never happened; for any thread."""
-        return self.tally.rejected()
+        """Return reason -> number of streams and calls refused so far, if above 0; for any thread."""
+        return self._counters.rejected()
 
     def calls(self, peer: str, nbytes: int) -> str:
-        """Why a call of ``nbytes`` bytes to the DHT node is refused, or nothing.
+        """Return why a call of ``nbytes`` bytes to the DHT node is refused, or nothing.
 
-        Records in the DHT need no invitation, for each is signed, and read with the door in mind (`swarm.directory`).
+        DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory` applies the access policy to it.
         """
         reason = "denied" if self.access_policy.denies(peer) else "" if self._calls.take(peer, 1, nbytes) else "rate"
         if reason:
-            self.tally.reject(reason)
+            self._counters.reject(reason)
         return reason
 
     def _refusal(self, peer: str, protocol: str) -> str:
@@ -120,5 +119,5 @@ class ResourceManager:
             return "crowded"
         if not self._streams.take(peer, 1, 0) or not self._all.take("", 1, 0):
             return "rate"
-        meter = self._meters.get(protocol)
-        return "spent" if meter is not None and not meter.take(peer, 1, 1) else ""
+        hourly = self._hourly.get(protocol)
+        return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""

@@ -1,4 +1,4 @@
-"""A node's side of a seed: asking it who is in the swarm, and telling it that one is there oneself."""
+"""The client of bootstrap nodes (`shoal seed`): ask one for members of the swarm, and report this node to it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ANSWER_S = 5.0  # seconds for each message
 
 
 async def ask(stream: Stream, swarm: str, record: bytes | None = None) -> list[Member]:
-    """Members of ``swarm`` that the seed at the other end names, signatures checked; ``record``: the own sealed `Member`.
+    """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``: this node's sealed `Member`.
 
-    Raises NetworkError or MessageError. That a member is still there, nobody vouches for.
+    A member named may be gone. Raises NetworkError or MessageError.
     """
     await stream.send(pack(SeedRequest(swarm=swarm, record=record)), ANSWER_S)
     reply = unpack(await stream.receive(SeedReply.LIMIT, ANSWER_S), SeedReply)
     if reply.reason:
-        log.warning("seed %s does not note this node: %s", short(stream.peer_id), reply.reason)
+        log.warning("bootstrap node %s does not note this node: %s", short(stream.peer_id), reply.reason)
     found = []
     for sealed in reply.members:
         try:
             _, member = unseal(sealed, Member)
         except MessageError as error:
-            log.debug("seed %s named somebody falsely: %s", short(stream.peer_id), error)
+            log.debug("bootstrap node %s sent a wrong record: %s", short(stream.peer_id), error)
             continue
         if member.swarm == swarm:
             found.append(member)
@@ -37,5 +37,5 @@ async def ask(stream: Stream, swarm: str, record: bytes | None = None) -> list[M
 
 
 def addresses_of(members: Sequence[Member]) -> list[str]:
-    """Full multiaddrs of ``members``, each ending with the peer whose record it is in."""
+    """Return the full multiaddrs in the records of ``members``, without those of other peers."""
     return [a for member in members for a in member.addresses if a.endswith(f"/p2p/{member.peer}")]

@@ -1,4 +1,4 @@
-"""A byte stream to one peer: small framed messages, and bulk tensors both ways at once with no copy in between.
+"""A byte stream to one peer: small framed messages, and bulk tensors both ways at once without a copy.
 
 The transport is the local socket of the daemon, which carries the bytes encrypted to the peer. A daemon that dies, here or
 there, ends the stream with a clean EOF, so EOF before the last expected byte is always a failure and never a short message.
@@ -21,9 +21,9 @@ _T = TypeVar("_T")
 
 
 class TrafficMeter:
-    """Bytes that went over the streams of one host, payload and our framing; written by its loop, readable from any thread.
+    """Counts of the bytes on one host's streams, payload and framing; written by its loop, readable from any thread.
 
-    ``upload``: what is sent has to keep to it.
+    ``upload``: the budget that sends have to keep to.
     """
 
     __slots__ = ("received", "sent", "upload")
@@ -35,12 +35,12 @@ class TrafficMeter:
 
 
 def short(peer_id: str) -> str:
-    """The end of a peer id, enough to recognise it in a sentence (all ids begin alike)."""
+    """Return the end of a peer id, enough to recognise it in a sentence (all ids begin alike)."""
     return "…" + peer_id[-8:]
 
 
 class Stream:
-    """One stream to ``peer_id``, whom libp2p has authenticated. Use it on the host's loop only.
+    """One stream to ``peer_id``, which libp2p has authenticated. Use it on the host's loop only.
 
     Every method raises NetworkError when the stream ends or the time is up.
     """
@@ -50,7 +50,7 @@ class Stream:
     ) -> None:
         self.peer_id = peer_id
         self.origin = origin
-        """The IP address from which the peer opened it; empty if it came through a relay, or we opened it."""
+        """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
         self._reader = reader
         self._writer = writer
         self._traffic = traffic
@@ -67,14 +67,14 @@ class Stream:
         await self._within(self._writer.drain(), timeout, "did not take a message")
 
     def _count(self, nbytes: int) -> None:
-        """``nbytes`` were handed to the socket. Small messages never wait for the upload budget, but use it up."""
+        """Count bytes that were handed to the socket. Small messages never wait for the upload budget, but use it up."""
         self.sent += nbytes
         self._traffic.sent += nbytes
         if self._traffic.upload is not None:
             self._traffic.upload.spend(nbytes)
 
     async def receive(self, limit: int, timeout: float) -> bytes:
-        """The next message, at most ``limit`` bytes, within ``timeout`` seconds.
+        """Receive the next message, at most ``limit`` bytes, within ``timeout`` seconds.
 
         A timeout loses nothing: the call may be repeated. Raises MessageError, and ends the stream, when the peer announces
         more than ``limit``.
@@ -107,8 +107,8 @@ class Stream:
     ) -> None:
         """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
 
-        Both are contiguous and their sizes were agreed before. Bytes go straight into ``incoming``; never one beyond it is
-        read, so that messages work again afterwards. ``on_progress`` gets the bytes received so far, on the loop.
+        Both are contiguous and their sizes were agreed before. Bytes go straight into ``incoming``, and none
+        beyond it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so far, on the loop.
 
         Raises NetworkError when nothing moved in either direction for ``chunk_timeout`` seconds, at ``deadline``
         (an instant of ``time.monotonic()``), or when the stream ends early; the stream is then closed and ``incoming``
@@ -117,7 +117,7 @@ class Stream:
         if self._announced is not None:
             raise ValueError("a message is half received: receive it before the swap")
         loop = asyncio.get_running_loop()
-        # The protocol that is replaced must not be waiting for the socket, for it will not hear of it.
+        # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
         bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
         sender = loop.create_task(bulk.send(outgoing.cast("B")))
@@ -191,7 +191,7 @@ class Stream:
 
 
 class _Bulk(asyncio.BufferedProtocol):
-    """Takes the place of the stream's protocol while a bulk transfer runs."""
+    """The protocol of the transport while a bulk transfer runs, in place of the stream's."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class _Bulk(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     def moved(self) -> int:
-        """Bytes received, plus bytes that the socket took."""
+        """Return the bytes received plus those that the socket took."""
         return self._received + self._sent - int(self._transport.get_write_buffer_size())
 
     async def send(self, outgoing: memoryview) -> None:
@@ -237,16 +237,16 @@ class _Bulk(asyncio.BufferedProtocol):
         upload, start = self._traffic.upload, 0
         while start < len(outgoing):
             await self._can_write()
-            # Under a budget in small pieces: the other side gives up when nothing comes for some seconds.
-            size = CHUNK if upload is None else min(CHUNK, upload.piece)
-            piece = outgoing[start : start + size]
+            # In small chunks under a budget: the other side gives up when nothing arrives for some seconds.
+            size = CHUNK if upload is None else min(CHUNK, upload.chunk)
+            chunk = outgoing[start : start + size]
             if upload is not None:
                 await upload.wait()
                 await self._can_write()
-            self._transport.write(piece)
-            start += len(piece)
-            self._sent += len(piece)
-            self._count(len(piece))
+            self._transport.write(chunk)
+            start += len(chunk)
+            self._sent += len(chunk)
+            self._count(len(chunk))
         self._transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
         await self._can_write()
 
@@ -259,7 +259,7 @@ class _Bulk(asyncio.BufferedProtocol):
         """Give the transport back to the stream."""
         self._transport.pause_reading()
         if self.arrived.done() and not self.arrived.cancelled():
-            self.arrived.exception()  # seen: asyncio need not complain about it
+            self.arrived.exception()  # retrieved, so asyncio does not log it
         if not self._writable.is_set():
             self._transport.abort()  # it failed: the usual protocol does not expect a paused transport
         self._transport.set_write_buffer_limits()
@@ -278,7 +278,7 @@ class _Bulk(asyncio.BufferedProtocol):
         try:
             if nbytes and self._on_progress is not None:
                 self._on_progress(self._received)
-        except Exception as error:  # the caller's: it belongs to him, not to the loop
+        except Exception as error:  # the caller's, so it is raised there and not in the loop
             self._transport.pause_reading()
             self.arrived.set_exception(error)
             return

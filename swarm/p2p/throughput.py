@@ -1,4 +1,4 @@
-"""How fast bytes travel between this node and a peer: both send the same few MB at once, as in an exchange."""
+"""A measurement of the throughput to a peer: both sides send the same few MB at once, as in an exchange."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ EACH, ALL = 4, 16  # tests a minute with one address, and in all
 
 
 class SpeedRequest(Message):
-    """Asks for ``nbytes`` zeros, and will send as many."""
+    """Request for ``nbytes`` zeros; the sender will send as many."""
 
     KIND = "speed-request"
     nbytes: Annotated[int, Field(ge=1, le=MAX_BYTES)]
 
 
 class SpeedReply(Message):
-    """The bytes follow, unless there is a reason why not."""
+    """Answer to a request: the bytes follow, unless there is a reason why not."""
 
     KIND, LIMIT = "speed-reply", 2048
     reason: Reason = ""
 
 
 class SpeedDone(Message):
-    """All of the asker's bytes are here."""
+    """Message that all bytes of the asker have arrived."""
 
     KIND = "speed-done"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes a second from the peer and to it; ``whole`` False: time was up before all had arrived, so ``up`` is a bound."""
+    """Bytes a second from the peer and to it; ``whole`` False: time was up before all arrived, so ``up`` is a bound."""
 
     down: float
     up: float
@@ -51,17 +51,17 @@ class Speed:
 
 
 class ThroughputProbe:
-    """Answers those who ask, few at a time. Use it on one loop."""
+    """The answering side, for few at a time. Use it on one loop."""
 
     def __init__(self) -> None:
         self._each = TokenBuckets(RateLimit(messages=EACH, nbytes=EACH * MAX_BYTES, senders=256))
         self._all = TokenBuckets(RateLimit(messages=ALL, nbytes=ALL * MAX_BYTES, senders=1))
 
     async def answer(self, stream: Stream) -> None:
-        """Serve one stream of `SPEED_PROTOCOL`. NetworkError or MessageError."""
+        """Serve one stream of `SPEED_PROTOCOL`. Raises NetworkError or MessageError."""
         request = unpack(await stream.receive(SpeedRequest.LIMIT, SMALL_S), SpeedRequest)
         reason = ""
-        if not stream.origin:  # the relay's bytes are not ours to spend
+        if not stream.origin:  # it would use up the relay's bandwidth
             reason = "the connection goes through a relay"
         elif not (self._each.take(stream.origin, 1, request.nbytes) and self._all.take("", 1, request.nbytes)):
             reason = "it was asked too often, so try again in a minute"
@@ -83,7 +83,7 @@ async def _swap(stream: Stream, nbytes: int, into: bytearray, moved: list[tuple[
 
 
 async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Speed:
-    """Move ``nbytes`` each way at once. NetworkError (nothing came, or the peer will not) or MessageError; some 25 s at most."""
+    """Move ``nbytes`` each way at once, within some 25 s. Raises NetworkError (nothing came, or a refusal) or MessageError."""
     await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
     reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
     if reply.reason:

@@ -1,7 +1,7 @@
-"""What a seed remembers: for each swarm, who was there lately. In memory only, and bounded, for anybody may ask for a place.
+"""The recent members of each swarm, as a bootstrap node keeps them: in memory only, and bounded, for any peer may register.
 
-A seed serves any swarm and so cannot judge who belongs to it. It need not: it notes a record only for the peer that hands it in,
-whom libp2p has authenticated, and whoever asks checks the signatures and meets the swarm itself.
+A bootstrap node serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that
+hands it in, which libp2p has authenticated, and the peers that ask check the signatures and contact the swarm themselves.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Callable
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import Member, unseal
-from shoal.swarm.wire.seed import TOLD, SeedReply, SeedRequest
+from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
 
 MAX_SWARMS = 128
-MAX_MEMBERS = 32  # of a swarm; who was heard longest ago gives way. With 5 KiB each, all of it is below 25 MB.
+MAX_MEMBERS = 32  # of a swarm; the one heard of longest ago is dropped. With 5 KiB each, all of it is below 25 MB.
 MAX_PLACES = 4  # swarms in which one peer is noted
 TTL = 120.0  # seconds after which a silent member is forgotten
 GONE = ("leaving", "done")
 
 
 class SeedRegistry:
-    """Answers requests; not for several threads. ``clock`` in seconds."""
+    """A register of members that answers requests; not for several threads. ``clock`` in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None) -> None:
         self._clock = clock
@@ -36,20 +36,20 @@ class SeedRegistry:
         self._places: Counter[str] = Counter()
 
     def answer(self, peer: str, request: SeedRequest) -> SeedReply:
-        """The reply to ``peer``, after noting its record if it brought one."""
+        """Reply to ``peer``, after noting its record if it brought one."""
         self._forget_silent()
         reason = "" if request.record is None else self._note(peer, request.swarm, request.record)
         members = self._swarms.get(request.swarm, OrderedDict())
         others = [record for other, (_, record) in members.items() if other != peer]
-        return SeedReply(members=tuple(self._chance.sample(others, min(TOLD, len(others)))), reason=reason)
+        return SeedReply(members=tuple(self._chance.sample(others, min(MAX_NAMED, len(others)))), reason=reason)
 
     def count(self) -> tuple[int, int]:
-        """How many swarms and members are noted."""
+        """Return the numbers of swarms and of members noted."""
         self._forget_silent()
         return len(self._swarms), sum(map(len, self._swarms.values()))
 
     def _note(self, peer: str, swarm: str, record: bytes) -> str:
-        """Note a record; why not, if not."""
+        """Note a record; return why not, if it is refused."""
         try:
             _, member = unseal(record, Member)
         except MessageError as error:
@@ -86,5 +86,5 @@ class SeedRegistry:
         for swarm, members in list(self._swarms.items()):
             for peer, (heard, _) in list(members.items()):
                 if heard >= oldest:
-                    break  # the order is that of hearing
+                    break  # members are in the order in which they were heard of
                 self._forget(swarm, peer)

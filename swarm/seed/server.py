@@ -1,5 +1,5 @@
-"""A seed: a node that trains nothing and is always there. It tells members of any swarm of each other, and forwards for those
-whom nobody can reach. No torch: it runs where 100 MB are free.
+"""A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and is a relay for those that
+nobody can reach. No torch: it runs where 100 MB are free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon
 
 
 class Seed:
-    """Call `run`; ``on_ready`` gets the addresses under which the seed is reached, each time it starts."""
+    """A bootstrap node; call `run`. ``on_ready`` gets the addresses under which it is reached, each time its daemon starts."""
 
     def __init__(
         self,
@@ -41,18 +41,18 @@ class Seed:
         relay: bool = True,
         on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
     ) -> None:
-        self.book = SeedRegistry()
+        self.registry = SeedRegistry()
         self._identity = identity
         self._listen = tuple(listen)
         self._announce = tuple(announce)
         self._relay = relay
         self._on_ready = on_ready
         self._busy: Counter[str] = Counter()
-        self._dial_back = ReachabilityProbe()
+        self._reachability = ReachabilityProbe()
         self._traffic = TrafficMeter()
 
     async def run(self) -> None:
-        """Serve until cancelled. A daemon that ends is started again. StartupError if it does not start the first time."""
+        """Serve until cancelled; a daemon that ends is started again. Raises StartupError if it does not start the first time."""
         check_free(self._listen)
         if self._announce:
             self._listen = obtain_ports(self._listen)
@@ -75,7 +75,7 @@ class Seed:
                 log.warning("the network daemon is not back yet, trying again: %s", error)
 
     async def _launch(self) -> Daemon:
-        """Start a daemon that peers may take for sure to be reachable. Raises StartupError or NetworkError."""
+        """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""
         daemon = await Daemon.launch(
             self._identity,
             listen=self._listen,
@@ -86,7 +86,7 @@ class Seed:
         )
         try:
             await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
-            await daemon.serve(DIAL_PROTOCOL, self._handler(self._look_back))
+            await daemon.serve(DIAL_PROTOCOL, self._handler(self._dial_back))
             addresses = tuple(address for address in await daemon.addresses() if "/p2p-circuit" not in address)
         except BaseException as error:
             await daemon.shutdown()
@@ -104,16 +104,16 @@ class Seed:
         return incoming
 
     async def _answer(self, stream: Stream) -> None:
-        async def tell() -> None:
+        async def reply() -> None:
             request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
-            await stream.send(pack(self.book.answer(stream.peer_id, request)), SMALL_S)
+            await stream.send(pack(self.registry.answer(stream.peer_id, request)), SMALL_S)
 
-        await self._in_turn(stream, tell())
+        await self._limited(stream, reply())
 
-    async def _look_back(self, stream: Stream) -> None:
-        await self._in_turn(stream, self._dial_back.answer(stream))
+    async def _dial_back(self, stream: Stream) -> None:
+        await self._limited(stream, self._reachability.answer(stream))
 
-    async def _in_turn(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+    async def _limited(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         peer = stream.peer_id
         if self._busy.total() >= MAX_STREAMS or self._busy[peer] >= MAX_STREAMS_PER_PEER:
             work.close()

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.memory_stream import NOTHING, MemoryLink, MemoryTransport, opened
+from shoal.swarm.p2p.memory_stream import NOTHING, MemoryLink, MemoryTransport, streams_of
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.sim.clock import Process, Stuck, VirtualLoop
@@ -336,12 +336,12 @@ class SimHost:
         if other.process.state == "dead" or handler is None:
             raise NetworkError("nobody is there.")
         mine, theirs = network.wire(self, other)
-        stream = network.stream(peer_id, *opened(mine, network.loop), self.traffic)
+        stream = network.stream(peer_id, *streams_of(mine, network.loop), self.traffic)
         other.process.context.copy().run(other._incoming, self.peer_id, theirs, handler)
         return stream
 
     def _incoming(self, peer_id: str, end: MemoryTransport, handler: Callable[[Stream], Awaitable[None]]) -> None:
-        stream = self.network.stream(peer_id, *opened(end, self.network.loop), self.traffic)
+        stream = self.network.stream(peer_id, *streams_of(end, self.network.loop), self.traffic)
         self.network.loop.create_task(self._answer(handler, stream))
 
     async def _answer(self, handler: Callable[[Stream], Awaitable[None]], stream: Stream) -> None:

@@ -81,7 +81,7 @@ class Attestations:
     @property
     def counts(self) -> dict[str, Any]:
         """How many records were ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason (swarm/gossip.py)."""
-        events, rejected = self.topic.tally.events(), self.topic.tally.rejected()
+        events, rejected = self.topic.counters.events(), self.topic.counters.rejected()
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
         return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
 

@@ -152,7 +152,7 @@ class RolloutPool:
         ``expired`` or were ``displaced`` before they were drained, or ``banned`` with their author; and were ``rejected``, by
         reason.
         """
-        events, rejected = self.topic.tally.events(), self.topic.tally.rejected()
+        events, rejected = self.topic.counters.events(), self.topic.counters.rejected()
         with self._lock:
             here = {"held": len(self._held), "expired": self._expired, "displaced": self._displaced, "banned": self._banned}
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}

@@ -1,4 +1,4 @@
-"""The digest of a payload that is hashed while it travels."""
+"""The digest of a payload that is hashed while it is transferred."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class HashList:
     """SHA-256 over the BLAKE3 digests of the payload's 1 MiB chunks.
 
     Plain SHA-256 of every byte, at both ends, costs more time than encrypting and moving the bytes does on a small machine
-    (bench/exchange.py); BLAKE3 is several times faster, and a list of its digests binds the payload just as well.
+    (`make bench`); BLAKE3 is several times faster, and a list of its digests binds the payload just as well.
     """
 
     def __init__(self, payload: memoryview) -> None:
@@ -22,7 +22,7 @@ class HashList:
         self._list = hashlib.sha256()
 
     def advance(self, available: int) -> None:
-        """Hash what is complete: the first ``available`` bytes of the payload are final."""
+        """Hash the complete chunks: the first ``available`` bytes of the payload are final."""
         end = len(self._payload)
         while self._hashed < end and available >= min(self._hashed + CHUNK, end):
             chunk = self._payload[self._hashed : min(self._hashed + CHUNK, end)]
@@ -30,14 +30,14 @@ class HashList:
             self._hashed += len(chunk)
 
     def digest(self) -> bytes:
-        """The 32 bytes; ValueError while the payload is incomplete."""
+        """Return the 32 bytes. Raises ValueError while the payload is incomplete."""
         if self._hashed != len(self._payload):
             raise ValueError(f"only {self._hashed} of {len(self._payload)} bytes were hashed")
         return self._list.digest()
 
 
 def digest(payload: memoryview) -> bytes:
-    """The digest of a payload that is already complete."""
+    """Return the digest of a complete payload."""
     hashes = HashList(payload)
     hashes.advance(len(payload))
     return hashes.digest()

@@ -1,9 +1,9 @@
-"""How a message is packed, signed and opened again; what each holds is in swarm/messages.py and swarm/group_messages.py.
+"""Packing, signing and opening of messages, whose schemas are in the other modules of this package.
 
-A message is msgpack of ``[kind, version, fields]``. What comes from a peer is refused with a MessageError that names
-the difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before
-its size is known to be small, and containers are bounded one by one and in number, so that no message can make this
-node allocate more than a small multiple of its own length.
+A message is msgpack of ``[kind, version, fields]``. A wrong one from a peer is refused with a MessageError that names the
+difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before its size is
+known to be small, and containers are bounded one by one and in number, so that no message can make this node allocate more
+than a small multiple of the message's length.
 """
 
 from __future__ import annotations
@@ -18,17 +18,25 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity, verify
 
 KIB = 1024
-MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops what is above 1 MiB, without a word
+MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error
 ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 
 # Containers in one message: no schema needs more, and every one that is announced costs memory.
 _ARRAY_LENGTH, _MAP_LENGTH, _ARRAYS, _MAPS = 16, 64, 64, 8
+MAX_DEPTH = 8  # containers inside each other: no schema has more than four
+MAX_ITEMS = 4096  # items that a diagnosis looks at: it must cost a hostile sender more than this node
 _HEAD = 96  # bytes that surely hold the kind and version
 _DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException)
 
+# The first byte of an item -> bytes of the length that follows it, then (strings, binaries) that many bytes, or (containers) items;
+# or bytes of the value.
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+
 
 class Message(BaseModel):
-    """What all messages share. ``LIMIT`` is in packed bytes; ``AUTHOR`` names the field that must be the signer."""
+    """The base of all messages. ``LIMIT`` is in packed bytes; ``AUTHOR`` names the field that must be the signer."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     KIND: ClassVar[str]
@@ -41,7 +49,7 @@ M = TypeVar("M", bound=Message)
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of ``message``. Raises MessageError if they exceed its kind's LIMIT."""
+    """Pack ``message``. Raises MessageError if the bytes exceed its kind's LIMIT."""
     data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
     if len(data) > message.LIMIT:
         raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.", "oversized")
@@ -49,19 +57,19 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes, *types: type[M]) -> M:
-    """The message in ``data``, which must be one of ``types``. Raises MessageError and nothing else."""
+    """Open the message in ``data``, which must be one of ``types``. Raises MessageError and nothing else."""
     return _fields(data, _kind(data, types))
 
 
 def seal(message: Message, identity: Identity) -> bytes:
-    """``message`` signed: msgpack of ``[peer id, packed message, signature]``. Raises MessageError if too large."""
+    """Sign ``message``: msgpack of ``[peer id, packed message, signature]``. Raises MessageError if it is too large."""
     payload = pack(message)
     sealed: bytes = msgpack.packb([identity.peer_id, payload, identity.sign(_context(type(message)), payload)])
     return sealed
 
 
 def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
-    """The signer's peer id and the message, both verified. Raises MessageError and nothing else."""
+    """Open a sealed message; return its signer's peer id and the message. Raises MessageError and nothing else."""
     _check_size(data, max(kind.LIMIT for kind in types) + ENVELOPE)
     envelope = _decode(data, "signed message")
     if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
@@ -77,8 +85,9 @@ def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
 
 
 def peek(data: bytes, limit: int) -> dict[Any, Any]:
-    """The fields of a sealed message of at most ``limit`` bytes, bounded but neither verified nor validated: for whoever knows the
-    bytes by their hash. Raises MessageError and nothing else.
+    """Return the fields of a sealed message of at most ``limit`` bytes, bounded but neither verified nor validated.
+
+    For data whose hash is known to be right. Raises MessageError and nothing else.
     """
     _check_size(data, limit + ENVELOPE)
     envelope = _decode(data, "signed message")
@@ -103,7 +112,7 @@ def _check_size(data: bytes, limit: int) -> None:
 
 
 def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
-    """Which of ``types`` this is, from its first bytes alone. Raises MessageError on another kind, version or size."""
+    """Find the one of ``types`` that this is by its first bytes. Raises MessageError on another kind, version or size."""
     _check_size(data, max(kind.LIMIT for kind in types))
     unpacker = msgpack.Unpacker(use_list=False, max_array_len=3, max_map_len=0, max_ext_len=0)
     unpacker.feed(data[:_HEAD])
@@ -132,14 +141,14 @@ def _fields(data: bytes, kind: type[M]) -> M:
         return kind.model_validate(content[2])
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Names and texts in it may be the peer's: cut, and no control codes.
+        # Names and texts in it may come from the peer: cut them, without control codes.
         field = ascii(".".join(map(str, first["loc"])) or "fields")[:80]
         reason = "oversized" if first["type"].endswith("too_long") else diagnose(data)
         raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}", reason) from None
 
 
 def _decode(data: bytes, what: str) -> Any:
-    """``data`` as tuples, dicts and scalars, with bounds on every container. Raises MessageError."""
+    """Decode ``data`` to tuples, dicts and scalars, with bounds on every container. Raises MessageError."""
     try:
         return msgpack.unpackb(
             data,
@@ -156,7 +165,7 @@ def _decode(data: bytes, what: str) -> Any:
 
 
 def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``build``, callable ``limit`` times: bounds the number of containers in a message, empty ones included."""
+    """Make ``build`` callable ``limit`` times, which bounds the number of containers in a message, empty ones included."""
     count = 0
 
     def hook(content: Any) -> Any:
@@ -170,31 +179,15 @@ def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict, refusing a key given twice: two readers might otherwise see two messages under one signature."""
+    """Make a dict, refusing a key given twice: two readers might otherwise see two messages under one signature."""
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a key is given twice")
     return content
 
 
-MAX_DEPTH = 8  # containers inside each other: no schema of ours has more than four
-
-
-MAX_ITEMS = 4096  # looked at, then the diagnosis is left at that: it must cost a hostile sender more than us
-
-
-# First byte -> bytes of the length that follows it, then (strings, binaries) that many bytes, or (containers) items.
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-
-
-_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-
-
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-
-
 def diagnose(data: bytes) -> Literal["truncated", "nested", "malformed"]:
-    """What is wrong with ``data``, which did not decode as msgpack within our limits.
+    """Classify the fault of ``data``, which did not decode as msgpack within the limits.
 
     Walks over the items without building any; never raises, and stops after `MAX_ITEMS` of them.
     """
@@ -203,7 +196,7 @@ def diagnose(data: bytes) -> Literal["truncated", "nested", "malformed"]:
         while open_items and not open_items[-1]:
             open_items.pop()
         if not open_items:
-            return "malformed"  # whole in itself, so what was wrong is something else
+            return "malformed"  # it is whole, so the fault is another
         if len(open_items) > MAX_DEPTH + 1:
             return "nested"
         if at >= len(data):

@@ -1,22 +1,25 @@
-"""The types of messages' fields, each with its bounds."""
+"""The types of the fields of messages, each with its bounds."""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from shoal.swarm.identity import is_peer_id
-
-if TYPE_CHECKING:
-    pass  # no import: whoever reads records, as a seed does, has no torch
 
 MAX_TENSORS = 65_536
 MAX_DIMS = 131_072  # of all tensors together
 MAX_RANK = 8
 MAX_COUNT = 2**53  # steps, rounds: exact in every language's numbers
 MAX_BYTES = 2**40
+MAX_EXTRA = 8  # tensors for each parameter that a rule may share
+MAX_BLAMED = 4  # (peer, failure) pairs in a record: the most frequent ones
+SKETCH = 4  # numbers in a sketch of the slow weights
+
+Failure = Literal["unreachable", "timeout", "refused", "broken", "damaged", "suspicious"]
+FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 
 def _printable(text: str) -> str:
@@ -32,14 +35,14 @@ def _peer_id(text: str) -> str:
 
 
 def _sentence(text: object) -> object:
-    """A reason is for people: cut and cleaned at either end rather than a cause of further errors."""
+    """Cut and clean a reason, at either end: it is for people and should cause no further errors."""
     if not isinstance(text, str):
         return text
     return "".join(char if char.isprintable() else " " for char in text[:512])
 
 
 def _shapes(value: object) -> object:
-    """Shapes as the wire has them (per tensor: rank as u8, sizes as little-endian u32) or as tuples of int."""
+    """Read shapes, packed (per tensor: rank as u8, sizes as little-endian u32) or as tuples of int. Raises ValueError."""
     shapes: list[tuple[int, ...]] = []
     if isinstance(value, bytes):
         at = 0
@@ -64,7 +67,7 @@ def _shapes(value: object) -> object:
 
 
 def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
-    """Shapes as the wire has them."""
+    """Pack shapes: per tensor its rank as u8 and its sizes as little-endian u32."""
     return b"".join(struct.pack(f"<B{len(shape)}I", len(shape), *shape) for shape in shapes)
 
 
@@ -79,24 +82,9 @@ Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-# Sums and products of such weights stay finite in float32. 0: takes part, and does not count.
+# Sums and products of such weights stay finite in float32. 0: takes part but is not counted.
 Weight = Annotated[float, Field(ge=0, le=1e30)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 # One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.
 Shapes = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_shapes), PlainSerializer(pack_shapes)]
-
-
-Failure = Literal["unreachable", "timeout", "refused", "broken", "damaged", "suspicious"]
-
-
-FAILURES: tuple[Failure, ...] = get_args(Failure)
-
-
-BLAMED = 4  # (peer, kind) told: those met most often
-
-
-SKETCH = 4  # numbers that a sketch of the slow weights is made of
-
-
-MAX_EXTRA = 8  # tensors for each parameter that a rule may share

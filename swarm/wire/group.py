@@ -1,4 +1,4 @@
-"""Every message of a group exchange: its fields and its bounds. They travel in the order in which they stand here."""
+"""The messages of a group exchange, in the order in which they are sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
 from shoal.swarm.wire.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token, Weight
 
-MAX_GROUP = 64  # members: their places are the bits of one number
+MAX_GROUP = 64  # members, each a bit of one number
 MAX_PATIENCE = 3600.0  # seconds
 
 Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
@@ -17,7 +17,7 @@ Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
 
 
 class GroupReady(Message):
-    """Signed: what the sender brings to a round, for its leader and then for its whole group; ``patience`` in seconds."""
+    """Signed description of the sender's contribution to a round, for its leader and then its group; ``patience`` in seconds."""
 
     KIND, VERSION = "group-ready", 2
     swarm: SwarmId
@@ -36,7 +36,7 @@ class GroupReady(Message):
 class GroupReceipt(Message):
     """The leader's answer to a ready message.
 
-    ``passed``: go to ``round``. ``elsewhere``: this node itself waits at another leader, at ``addresses``; said also later.
+    ``passed``: go to ``round``. ``elsewhere``: the sender itself waits at another leader, at ``addresses``; may also follow later.
     """
 
     KIND, LIMIT = "group-receipt", 4 * KIB
@@ -48,13 +48,13 @@ class GroupReceipt(Message):
 
 
 class GroupAlive(Message):
-    """Sent by either side that has nothing else to say, so that silence means a stopped process or a dead link."""
+    """Heartbeat of either side while it has nothing else to send, so that silence means a stopped process or a dead link."""
 
     KIND = "group-alive"
 
 
 class GroupFormed(Message):
-    """The leader tells a member its group: the signed ready messages of all, each after its length as two bytes.
+    """The leader's message to a member of its group: the signed ready messages of all, each after its length as two bytes.
 
     ``alone``: nobody else was ready. A second one calls the first attempt off and asks for another.
     """
@@ -67,7 +67,7 @@ class GroupFormed(Message):
 
 
 class GroupLost(Message):
-    """The leader tells who has died since the group was formed: nobody need wait for what they have not sent."""
+    """The leader's list of members that died since the group was formed, so that nobody waits for their data."""
 
     KIND = "group-lost"
     nonce: Nonce
@@ -75,14 +75,14 @@ class GroupLost(Message):
 
 
 class GroupHello(Message):
-    """Opens the stream between two members, over which their payloads travel."""
+    """Opening of the stream between two members over which they exchange payloads."""
 
     KIND = "group-hello"
     nonce: Nonce
 
 
 class GroupReport(Message):
-    """A member tells the leader whose contributions it holds whole; after an all-reduce: everybody's or nobody's."""
+    """A member's report of the contributions that it holds whole; after an all-reduce: all or none."""
 
     KIND = "group-report"
     nonce: Nonce
@@ -90,7 +90,7 @@ class GroupReport(Message):
 
 
 class GroupDecision(Message):
-    """Signed by the leader: whose contributions make the mean. None of them: the exchange is off."""
+    """Signed decision of the leader: the members whose contributions make the mean. None: the exchange is off."""
 
     KIND = "group-decision"
     swarm: SwarmId
@@ -99,14 +99,14 @@ class GroupDecision(Message):
 
 
 class GroupQuestion(Message):
-    """Asks the leader or another member for the decision, after the line to the leader broke."""
+    """Question to the leader or another member for the decision, after the channel to the leader broke."""
 
     KIND = "group-question"
     nonce: Nonce
 
 
 class GroupReply(Message):
-    """The sealed decision, from the leader or from whoever heard it; None if the replying side does not have it."""
+    """The sealed decision, from the leader or a member that received it; None if the replying side does not have it."""
 
     KIND, LIMIT = "group-reply", 2 * KIB
     decision: Annotated[bytes, Field(max_length=KIB + ENVELOPE)] | None

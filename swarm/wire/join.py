@@ -1,4 +1,4 @@
-"""Messages of a newcomer: asking for the manifest, and being let in."""
+"""Messages of a joining node: the request for the manifest, and admission."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.wire.envelope import KIB, Message
-from shoal.swarm.wire.fields import (
-    Reason,
-    SwarmId,
-)
+from shoal.swarm.wire.fields import Reason, SwarmId
 
 
 class ManifestRequest(Message):
-    """Asks a peer for the signed manifest of its swarm."""
+    """Request for the signed manifest of the peer's swarm."""
 
     KIND = "manifest-request"
     swarm: SwarmId
 
 
 class ManifestReply(Message):
-    """The sealed manifest, or None and the reason why not."""
+    """The sealed manifest, or None and the reason."""
 
     KIND, LIMIT = "manifest-reply", 64 * KIB
     manifest: Annotated[bytes, Field(max_length=60 * KIB)] | None
@@ -30,7 +27,7 @@ class ManifestReply(Message):
 
 
 class AdmissionReply(Message):
-    """The packed `invitation.Admission` of the one who was shown the caller's; or why the caller is not let in."""
+    """The packed `shoal.swarm.access.invitation.Admission` of the answering node; or the reason why the caller is refused."""
 
     KIND, LIMIT = "admission-reply", 4 * KIB
     admission: Annotated[bytes, Field(max_length=KIB)] = b""

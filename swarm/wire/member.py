@@ -1,7 +1,4 @@
-"""Every message of the exchange between two peers, of the directory and of a newcomer: its fields and its bounds.
-
-Those of a group are in swarm/group_messages.py, the types of the fields in swarm/fields.py, packing and signing in swarm/wire.py.
-"""
+"""The record of a member in the directory. The messages of pairs, joining and state can be imported from here as well."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.fields import (
-    BLAMED,
     FAILURES,
+    MAX_BLAMED,
     MAX_COUNT,
     SKETCH,
     Address,
@@ -29,7 +26,6 @@ from shoal.swarm.wire.join import AdmissionReply, ManifestReply, ManifestRequest
 from shoal.swarm.wire.pair import Abort, Answer, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 from shoal.swarm.wire.state import ChunkReply, ChunkRequest, StateHeader, StateRequest
 
-# Whoever handles messages takes all of it from here.
 __all__ = [
     "ENVELOPE",
     "KIB",
@@ -61,18 +57,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-MAX_MISSING = 4  # names of members that are missing
+MAX_MISSING = 4  # names of missing members in a record
 
 
 class Member(Message):
     """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 
-    How its exchanges went (swarm/health.py): ``exchange_s``, seconds that moving the bytes of one took of late, and ``wait_s``,
-    that training stood still for a round; ``failures`` among its last ``exchanges``, by kind, and with whom it met most of them
-    (``blamed``). ``missing``: how many of ``missing_of`` members it lost sight of at about the same moment, and some of their names
-    (swarm/absence.py). ``sketch``: the round and fragment that it finished last, and what its slow weights then come to
-    (swarm/drift.py), where the method keeps them the same on all peers.
-    ``admission``: its packed `swarm.invitation.Admission`, in a swarm that is by invitation only.
+    Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which training stood still in a round;
+    ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``). ``missing``: number of the
+    ``missing_of`` members that it lost sight of at about the same moment, and some of their names. ``sketch``: the round and
+    fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
+    ``admission``: its packed `shoal.swarm.access.invitation.Admission`, in a swarm that is by invitation only.
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
@@ -95,7 +90,7 @@ class Member(Message):
     wait_s: Seconds = 0.0
     exchanges: Count = 0
     failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
-    blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=BLAMED)] = ()
+    blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()
     missing: Count = 0
     missing_of: Count = 0
     missing_within_s: Seconds = 0.0

@@ -1,4 +1,4 @@
-"""Nonces: what makes two messages that say the same differ. The one source of chance in the protocols of an exchange."""
+"""Nonces, which make equal messages differ: the only random numbers in the protocols of an exchange."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _source: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secre
 
 
 def fresh_nonce() -> bytes:
-    """Sixteen bytes that nobody can foresee."""
+    """Return sixteen random bytes that nobody can predict."""
     return _source.get()(SIZE)
 
 
 def nonces_from(source: Callable[[int], bytes]) -> None:
-    """In this context, and in tasks begun in it, take them from ``source(bytes)``: for a simulation, which repeats itself."""
+    """Take nonces from ``source(bytes)`` in this context and its tasks, for a simulation that can be repeated."""
     _source.set(source)

@@ -1,26 +1,15 @@
-"""Messages of an exchange between two peers."""
+"""The messages of an exchange between two peers."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from shoal.swarm.wire.envelope import KIB, Message
-from shoal.swarm.wire.fields import (
-    Bytes,
-    Count,
-    Digest,
-    Nonce,
-    Reason,
-    Sha256,
-    Shapes,
-    SwarmId,
-    Token,
-    Weight,
-)
+from shoal.swarm.wire.fields import Bytes, Count, Digest, Nonce, Reason, Sha256, Shapes, SwarmId, Token, Weight
 
 
 class Offer(Message):
-    """Opens an exchange: what the sender is about to send, ``nbytes`` encoded bytes with digest ``sha256``."""
+    """Offer of an exchange: a description of the payload, ``nbytes`` encoded bytes with digest ``sha256``."""
 
     KIND, VERSION, LIMIT = "offer", 2, 1024 * KIB
     swarm: SwarmId
@@ -46,7 +35,7 @@ class Answer(Message):
 
 
 class Ready(Message):
-    """The sender holds the whole verified contribution of its partner."""
+    """Message that the sender holds the whole verified contribution of its partner."""
 
     KIND = "ready"
     nonce: Nonce
@@ -54,14 +43,14 @@ class Ready(Message):
 
 
 class Commit(Message):
-    """The exchange is decided: both sides apply it."""
+    """Decision to apply the exchange on both sides."""
 
     KIND = "commit"
     nonce: Nonce
 
 
 class Abort(Message):
-    """The exchange is off: neither side applies it."""
+    """Decision that neither side applies the exchange."""
 
     KIND, LIMIT = "abort", 4 * KIB
     nonce: Nonce
@@ -69,14 +58,14 @@ class Abort(Message):
 
 
 class OutcomeRequest(Message):
-    """Asks how an exchange ended, after a confirm was lost."""
+    """Question for the outcome of an exchange, after a confirmation was lost."""
 
     KIND = "outcome-request"
     nonce: Nonce
 
 
 class OutcomeReply(Message):
-    """How the exchange ended on the replying side."""
+    """The outcome of the exchange on the replying side."""
 
     KIND = "outcome-reply"
     outcome: Literal["committed", "aborted", "unknown"]

@@ -1,4 +1,4 @@
-"""What members of a swarm and a seed say to each other."""
+"""The messages between members of a swarm and a bootstrap node (`shoal seed`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoal.swarm.wire.fields import Reason, SwarmId
 from shoal.swarm.wire.member import Member
 
 SEED_PROTOCOL = "/shoal/seed/1"
-TOLD = 8  # members that a seed names at once
+MAX_NAMED = 8  # members that a bootstrap node names at once
 
 Record = Annotated[bytes, Field(max_length=Member.LIMIT + ENVELOPE)]
 
 
 class SeedRequest(Message):
-    """Asks a seed for members of a swarm; ``record``: the sender's own sealed `Member`, by which others may find it there."""
+    """Request for members of a swarm; ``record``: the sender's own sealed `Member`, by which others may find it."""
 
     KIND, LIMIT = "seed-request", 8 * KIB
     swarm: SwarmId
@@ -25,8 +25,8 @@ class SeedRequest(Message):
 
 
 class SeedReply(Message):
-    """Sealed `Member` records of others; ``reason`` says why the sender's own was not noted, if it was not."""
+    """Sealed `Member` records of others; ``reason``: why the sender's own was not noted, if it was not."""
 
     KIND, LIMIT = "seed-reply", 48 * KIB
-    members: Annotated[tuple[Record, ...], Field(max_length=TOLD)] = ()
+    members: Annotated[tuple[Record, ...], Field(max_length=MAX_NAMED)] = ()
     reason: Reason = ""

@@ -1,4 +1,4 @@
-"""Messages by which a snapshot of the weights is asked for and handed out."""
+"""The messages that request and deliver a snapshot of the weights."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.wire.envelope import KIB, Message
-from shoal.swarm.wire.fields import (
-    MAX_EXTRA,
-    Bytes,
-    Count,
-    Digest,
-    Reason,
-    Sha256,
-    Shapes,
-    SwarmId,
-    Token,
-)
+from shoal.swarm.wire.fields import MAX_EXTRA, Bytes, Count, Digest, Reason, Sha256, Shapes, SwarmId, Token
 
 
 class StateRequest(Message):
-    """Asks for a snapshot of a peer's slow weights, to start from them; ``astray``: or because the sender's own have drifted away.
+    """Request for a snapshot of a peer's slow weights, to start from them; ``astray``: because the sender's own have diverged.
 
-    ``since``: of this round or a later one. ``round``: that of the sender's own weights if they have drifted.
+    ``since``: of this round or a later one. ``round``: that of the sender's own weights if they have diverged.
     """
 
     KIND, VERSION = "state-request", 3
@@ -35,11 +25,11 @@ class StateRequest(Message):
 
 
 class StateHeader(Message):
-    """A snapshot of ``nbytes`` bytes: the slow weights, of ``shapes``, and then the rule's shared state. Its SHA-256 is its id.
+    """Header of a snapshot: ``nbytes`` bytes of slow weights, of ``shapes``, and the rule's shared state. Its SHA-256 is its id.
 
     ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the shared state, in order, its name
-    and the SHA-256 of its shapes as the wire has them. ``applied``: for each fragment, as a little-endian u64, one more than the
-    round whose outcome is in it. Nothing in it differs between peers that hold the same.
+    and the SHA-256 of its packed shapes. ``applied``: for each fragment, as a little-endian u64, one more than the round whose
+    outcome is in it. The header is the same on all peers that hold the same snapshot.
     """
 
     KIND, VERSION, LIMIT = "state-header", 3, 1024 * KIB
@@ -53,7 +43,7 @@ class StateHeader(Message):
 
 
 class ChunkRequest(Message):
-    """Asks for a piece of the snapshot with that id: chunk number ``chunk``, or (None) the list of the digests of all chunks."""
+    """Request for chunk number ``chunk`` of the snapshot with that id, or (None) for the list of the digests of all chunks."""
 
     KIND = "piece-request"
     swarm: SwarmId
@@ -62,7 +52,7 @@ class ChunkRequest(Message):
 
 
 class ChunkReply(Message):
-    """How many bytes follow; 0: they are not held, and why."""
+    """The number of bytes that follow; 0: the chunk is not held, for ``reason``."""
 
     KIND, LIMIT = "piece-reply", 4 * KIB
     nbytes: Bytes

@@ -33,7 +33,7 @@ from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import Group, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
-from shoal.swarm.p2p.memory_stream import pipe
+from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
@@ -184,7 +184,7 @@ class GroupMember:
         if leader != self._context.me:
             return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. What goes over this line is no traffic.
-        mine, theirs = pipe()
+        mine, theirs = stream_pair()
         serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
         self._local.add(serving)
         serving.add_done_callback(self._local.discard)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shoal.node.watch.events import Heard
-from shoal.swarm.gossip.envelope import make_body, make_parcel
+from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.topics.status import TAIL, RoundStatus, Status
@@ -44,7 +44,7 @@ class Author:
         return Heard(time=at, peer=self.peer, status=self.status(*rounds, **{"issued": at, **changes}))
 
     def bytes(self, **changes):
-        return make_parcel(SWARM, make_body(self.status(**changes), self.identity))
+        return make_envelope(SWARM, make_body(self.status(**changes), self.identity))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.node.watch.record_filter import OLD_S, QUOTA, RecordFilter
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import Body, make_body, make_parcel
+from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.node.watch.conftest import NOW, SWARM, Author
@@ -20,15 +20,15 @@ def gate():
 def refused(gate, data, publisher="somebody"):
     with pytest.raises(MessageError) as caught:
         gate.open(publisher, data)
-    assert gate.tally.rejected()[caught.value.reason] >= 1
+    assert gate.counters.rejected()[caught.value.reason] >= 1
     return caught.value.reason
 
 
 def test_a_status_is_opened(gate, authors):
     anna, bert, _ = authors
     status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("alone", 2),))
-    assert gate.open("anybody", make_parcel(SWARM, make_body(status, anna.identity))) == status
-    assert gate.tally.events() == {"received": 1, "accepted": 1}
+    assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
+    assert gate.counters.events() == {"received": 1, "accepted": 1}
 
 
 def test_malformed_messages_cost_a_count_each(gate, authors):
@@ -40,21 +40,21 @@ def test_malformed_messages_cost_a_count_each(gate, authors):
     assert refused(gate, bytes(MAX_MESSAGE + 1)) == "oversized"
     assert refused(gate, b"\x91" * 500) == "nested"
     sealed = seal(anna.status(), anna.identity)
-    assert refused(gate, make_parcel(SWARM, Body("plain", len(sealed), sealed[:-1] + bytes([sealed[-1] ^ 1])))) == "forged"
-    assert refused(gate, make_parcel(SWARM, Body("zlib", len(sealed), sealed))) == "malformed"
-    assert refused(gate, make_parcel(SWARM, Body("plain", 1 << 30, sealed))) == "oversized"
-    assert refused(gate, make_parcel(swarm_id(b"other"), make_body(anna.status(), anna.identity))) == "foreign-swarm"
-    assert refused(gate, make_parcel(SWARM, make_body(anna.status(), bert.identity))) == "forged"  # bert speaks for anna
+    assert refused(gate, make_envelope(SWARM, Body("plain", len(sealed), sealed[:-1] + bytes([sealed[-1] ^ 1])))) == "forged"
+    assert refused(gate, make_envelope(SWARM, Body("zlib", len(sealed), sealed))) == "malformed"
+    assert refused(gate, make_envelope(SWARM, Body("plain", 1 << 30, sealed))) == "oversized"
+    assert refused(gate, make_envelope(swarm_id(b"other"), make_body(anna.status(), anna.identity))) == "foreign-swarm"
+    assert refused(gate, make_envelope(SWARM, make_body(anna.status(), bert.identity))) == "forged"  # bert speaks for anna
     foreign = anna.status(swarm=swarm_id(b"other"))
-    assert refused(gate, make_parcel(SWARM, make_body(foreign, anna.identity))) == "foreign-swarm"
+    assert refused(gate, make_envelope(SWARM, make_body(foreign, anna.identity))) == "foreign-swarm"
     assert gate.open("somebody", good) == anna.status()
-    assert gate.tally.events()["received"] == sum(gate.tally.rejected().values()) + 1
+    assert gate.counters.events()["received"] == sum(gate.counters.rejected().values()) + 1
 
 
 def test_a_bomb_is_not_expanded(gate, authors):
     body = make_body(authors[0].status(name="a" * 64), authors[0].identity)
     assert body.encoding == "zlib"
-    assert refused(gate, make_parcel(SWARM, Body("zlib", body.size - 1, body.data))) == "bomb"
+    assert refused(gate, make_envelope(SWARM, Body("zlib", body.size - 1, body.data))) == "bomb"
 
 
 def test_only_what_is_newer_counts(gate, authors):
@@ -87,4 +87,4 @@ def test_the_largest_status_fits():
         rollouts_own=2**53, rollouts_foreign=2**53, claims=2**53, checked=2**53, invalid=2**53,
     )  # fmt: skip
     assert len(pack(status)) < status.LIMIT
-    assert RecordFilter(SWARM, clock=lambda: NOW).open("x", make_parcel(SWARM, make_body(status, author.identity))) == status
+    assert RecordFilter(SWARM, clock=lambda: NOW).open("x", make_envelope(SWARM, make_body(status, author.identity))) == status

@@ -187,7 +187,7 @@ def test_who_is_invited_is_out_when_the_invitation_expires_and_is_told_before():
 
 
 def test_what_is_noted_of_guests_is_bounded(monkeypatch):
-    monkeypatch.setattr("shoal.swarm.access.policy.MAX_GUESTS", 3)
+    monkeypatch.setattr("shoal.swarm.access.policy.MAX_PEERS", 3)
     at = access_policy()
     for _ in range(5):
         who = Identity.ephemeral()

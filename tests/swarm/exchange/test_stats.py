@@ -15,7 +15,7 @@ from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.exchange.stats import RECENT, WINDOW, ExchangeStats, kind_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.fields import BLAMED, FAILURES, Failure
+from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, Failure
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -54,7 +54,7 @@ def test_what_is_long_over_is_forgotten_and_the_report_is_bounded():
     stats = ExchangeStats()
     for round in range(20):
         stats.failed(key(round), f"peer {round}", FAILURES[round % 6])
-    assert len(stats.report()["blamed"]) == BLAMED
+    assert len(stats.report()["blamed"]) == MAX_BLAMED
     for round in range(WINDOW):
         stats.done(key(100 + round), float(round))
     report = stats.report()

@@ -1,4 +1,4 @@
-"""Parcels: round trips, compression with its limits, and whatever a stranger may send instead, each with its own reason."""
+"""Gossip envelopes: round trips, compression with its limits, and every wrong message with its own reason."""
 
 import os
 import time
@@ -17,11 +17,11 @@ from shoal.swarm.gossip.envelope import (
     GossipEnvelope,
     content_of,
     expand,
+    make_announcement,
     make_body,
-    make_notice,
-    make_parcel,
+    make_envelope,
     open_body,
-    open_parcel,
+    open_envelope,
     room_for,
 )
 from shoal.swarm.identity import Identity
@@ -47,11 +47,11 @@ def rollout(**changes):
 
 def opened(data):
     """The whole decoder, as it is applied to what comes from the network."""
-    parcel = open_parcel(data, SWARM, ROOM)
-    return open_body(parcel.encoding, parcel.size, parcel.body, Rollout, BodyAnnouncement)
+    envelope = open_envelope(data, SWARM, ROOM)
+    return open_body(envelope.encoding, envelope.size, envelope.body, Rollout, BodyAnnouncement)
 
 
-def parcel(body, **changes):
+def enveloped(body, **changes):
     return pack(GossipEnvelope(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
 
 
@@ -76,7 +76,7 @@ def reason_of(data):
 
 def test_round_trip():
     record = rollout()
-    found = opened(make_parcel(SWARM, make_body(record, ME)))
+    found = opened(make_envelope(SWARM, make_body(record, ME)))
     assert (found.author, found.message, found.content) == (ME.peer_id, record, content_of(ME.peer_id, record))
 
 
@@ -94,17 +94,17 @@ def test_what_does_not_fit_is_announced():
     record = rollout(completions=texts, finish=("stop",) * 20)
     body = make_body(record, ME)
     assert len(body.data) > MAX_MESSAGE
-    assert make_parcel(SWARM, body) is None
-    notice, data = make_notice(SWARM, body, ME)
-    assert opened(data).message == notice
-    assert open_body(notice.encoding, notice.size, body.data, Rollout).message == record
+    assert make_envelope(SWARM, body) is None
+    announcement, data = make_announcement(SWARM, body, ME)
+    assert opened(data).message == announcement
+    assert open_body(announcement.encoding, announcement.size, body.data, Rollout).message == record
     assert len(data) < 1024
 
 
-def test_the_largest_parcel_is_gossiped():
+def test_the_largest_envelope_is_gossiped():
     body = Body("plain", 9, bytes(MAX_MESSAGE - 512))
-    assert len(make_parcel(SWARM, body)) <= MAX_MESSAGE
-    assert make_parcel(SWARM, Body("plain", 9, bytes(MAX_MESSAGE - 511))) is None
+    assert len(make_envelope(SWARM, body)) <= MAX_MESSAGE
+    assert make_envelope(SWARM, Body("plain", 9, bytes(MAX_MESSAGE - 511))) is None
 
 
 def test_content_is_what_was_said_not_how_it_was_packed():
@@ -113,7 +113,7 @@ def test_content_is_what_was_said_not_how_it_was_packed():
     # The same three parts, the signature under a longer header: other bytes, the same record.
     other = usual[: -(64 + 2)] + b"\xc5\x00\x40" + usual[-64:]
     assert usual != other
-    assert opened(parcel(plain(usual))).content == opened(parcel(plain(other))).content
+    assert opened(enveloped(plain(usual))).content == opened(enveloped(plain(other))).content
 
 
 NESTED = rollout().model_dump() | {"finish": []}
@@ -122,31 +122,31 @@ for _ in range(40):
 
 HOSTILE = {
     "empty": (b"", "truncated"),
-    "cut parcel": (parcel(make_body(rollout(), ME))[:-5], "truncated"),
-    "cut record": (parcel(plain(seal(rollout(), ME)[:-5])), "truncated"),
-    "cut payload": (parcel(plain(sealed_bytes(pack(rollout())[:-5]))), "truncated"),
-    "cut zlib": (parcel(Body("zlib", 4000, zlib.compress(bytes(4000))[:-6])), "truncated"),
-    "shorter than it says": (parcel(plain(seal(rollout(), ME)), size=9999), "truncated"),
-    "too long a message": (parcel(Body("plain", 9, bytes(MAX_MESSAGE - 512))) + bytes(512), "oversized"),
-    "claims too much": (parcel(make_body(rollout(), ME), size=ROOM + 1), "oversized"),
-    "too long a text": (parcel(plain(sealed_bytes(msgpack.packb(
+    "cut envelope": (enveloped(make_body(rollout(), ME))[:-5], "truncated"),
+    "cut record": (enveloped(plain(seal(rollout(), ME)[:-5])), "truncated"),
+    "cut payload": (enveloped(plain(sealed_bytes(pack(rollout())[:-5]))), "truncated"),
+    "cut zlib": (enveloped(Body("zlib", 4000, zlib.compress(bytes(4000))[:-6])), "truncated"),
+    "shorter than it says": (enveloped(plain(seal(rollout(), ME)), size=9999), "truncated"),
+    "too long a message": (enveloped(Body("plain", 9, bytes(MAX_MESSAGE - 512))) + bytes(512), "oversized"),
+    "claims too much": (enveloped(make_body(rollout(), ME), size=ROOM + 1), "oversized"),
+    "too long a text": (enveloped(plain(sealed_bytes(msgpack.packb(
         ["rollout", 1, rollout().model_dump() | {"completions": b"\x01\x80\x00\x00" + bytes(32_769)}])))), "oversized"),
     "nested": (b"\x91" * 200_000, "nested"),
     "nested maps": (b"\x81\xa1a" * 60_000, "nested"),
-    "nested record": (parcel(plain(b"\x91" * 200_000)), "nested"),
-    "nested payload": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 1, NESTED])))), "nested"),
-    "version of the parcel": (msgpack.packb(["parcel", 2, {}]), "version"),
-    "version of the record": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 2, {}]), version=2))), "version"),
-    "another kind": (parcel(plain(sealed_bytes(msgpack.packb(["member", 1, {}]), "member"))), "kind"),
-    "no parcel": (seal(rollout(), ME), "malformed"),
-    "forged": (parcel(plain(flipped(seal(rollout(), ME)))), "forged"),
-    "another's": (parcel(plain(seal(rollout(), Identity.ephemeral()))), "forged"),
-    "another swarm": (parcel(make_body(rollout(), ME), swarm=swarm_id(b"other")), "foreign-swarm"),
-    "bomb": (parcel(Body("zlib", 1000, zlib.compress(bytes(100 << 20), 9))), "bomb"),
-    "no zlib": (parcel(Body("zlib", 4, b"junk")), "malformed"),
-    "longer than it says": (parcel(plain(seal(rollout(), ME)), size=9), "malformed"),
-    "a rest after zlib": (parcel(Body("zlib", 9, zlib.compress(bytes(9)) + b"rest")), "malformed"),
-    "missing field": (parcel(plain(sealed_bytes(msgpack.packb(["rollout", 1, {}])))), "malformed"),
+    "nested record": (enveloped(plain(b"\x91" * 200_000)), "nested"),
+    "nested payload": (enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 1, NESTED])))), "nested"),
+    "version of the envelope": (msgpack.packb(["parcel", 2, {}]), "version"),
+    "version of the record": (enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 2, {}]), version=2))), "version"),
+    "another kind": (enveloped(plain(sealed_bytes(msgpack.packb(["member", 1, {}]), "member"))), "kind"),
+    "no envelope": (seal(rollout(), ME), "malformed"),
+    "forged": (enveloped(plain(flipped(seal(rollout(), ME)))), "forged"),
+    "another's": (enveloped(plain(seal(rollout(), Identity.ephemeral()))), "forged"),
+    "another swarm": (enveloped(make_body(rollout(), ME), swarm=swarm_id(b"other")), "foreign-swarm"),
+    "bomb": (enveloped(Body("zlib", 1000, zlib.compress(bytes(100 << 20), 9))), "bomb"),
+    "no zlib": (enveloped(Body("zlib", 4, b"junk")), "malformed"),
+    "longer than it says": (enveloped(plain(seal(rollout(), ME)), size=9), "malformed"),
+    "a rest after zlib": (enveloped(Body("zlib", 9, zlib.compress(bytes(9)) + b"rest")), "malformed"),
+    "missing field": (enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 1, {}])))), "malformed"),
 }  # fmt: skip
 
 
@@ -176,8 +176,8 @@ def test_a_diagnosis_ends_soon():
         assert diagnose(whole) == "malformed"
 
 
-GOOD = parcel(make_body(rollout(), ME))
-PLAIN = parcel(plain(seal(rollout(), ME)))
+GOOD = enveloped(make_body(rollout(), ME))
+PLAIN = enveloped(plain(seal(rollout(), ME)))
 PAYLOAD = pack(rollout(tokens=(b"\x01\x00\x00\x00", b""), logps=(bytes(4), b""), tokenizer="0" * 64))
 leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=40)
 values = st.recursive(leaves, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=8), x, max_size=4), max_leaves=5)
@@ -196,7 +196,7 @@ def damaged(draw, whole):
 
 def signed(payload):
     """So that the signature does not shield what lies behind it."""
-    return parcel(plain(sealed_bytes(payload)))
+    return enveloped(plain(sealed_bytes(payload)))
 
 
 changed = st.dictionaries(st.sampled_from(sorted(Rollout.model_fields)), values, min_size=1, max_size=3)
@@ -207,8 +207,8 @@ anything = st.one_of(
     damaged(PAYLOAD).map(signed),
     values.map(lambda value: signed(msgpack.packb(value))),
     changed.map(lambda fields: signed(msgpack.packb(["rollout", 1, rollout().model_dump() | fields]))),
-    st.binary(max_size=100).map(lambda body: parcel(Body("zlib", 100, body))),
-    damaged(zlib.compress(seal(rollout(), ME))).map(lambda body: parcel(Body("zlib", 1000, body))),
+    st.binary(max_size=100).map(lambda body: enveloped(Body("zlib", 100, body))),
+    damaged(zlib.compress(seal(rollout(), ME))).map(lambda body: enveloped(Body("zlib", 1000, body))),
 )
 
 

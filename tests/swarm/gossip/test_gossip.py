@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_body, make_notice, make_parcel
+from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement, make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
@@ -57,11 +57,11 @@ class Node:
 
     @property
     def rejected(self):
-        return self.topic.tally.rejected()
+        return self.topic.counters.rejected()
 
     @property
     def received(self):
-        return self.topic.tally.events().get("received", 0)
+        return self.topic.counters.events().get("received", 0)
 
     def close(self):
         self.gossip.close()
@@ -113,14 +113,14 @@ def test_everybody_receives_what_the_others_publish_once(four):
         foreign = [item for item in published if item[0] != node.identity.peer_id]
         until(lambda node=node, foreign=foreign: len(node.got) == len(foreign))
         assert in_order(node.got) == in_order(foreign)
-        until(lambda node=node: node.topic.tally.events() == {"sent": 6, "unsent": 0, "received": 18, "accepted": 18})
+        until(lambda node=node: node.topic.counters.events() == {"sent": 6, "unsent": 0, "received": 18, "accepted": 18})
         assert not any(node.rejected.values())
 
 
 def test_a_record_that_is_published_again_is_taken_once(four):
     first, second, *others = four
     record = first.record()
-    data = make_parcel(SWARM, make_body(record, first.identity))
+    data = make_envelope(SWARM, make_body(record, first.identity))
     first.publish_raw(data)
     until(lambda: second.got)
     first.publish_raw(data)
@@ -188,7 +188,7 @@ def test_repeating_a_message_does_not_use_up_its_publishers_quota():
     second = Node(first.host.addresses(), quota=RateLimit(messages=2))
     try:
         meet([first, second])
-        data = make_parcel(SWARM, make_body(first.record(), first.identity))
+        data = make_envelope(SWARM, make_body(first.record(), first.identity))
         for _ in range(5):
             first.publish_raw(data)
         first.topic.publish(first.record())
@@ -217,7 +217,7 @@ def test_quota_counts_what_a_body_decompresses_to():
 def test_a_body_that_is_not_the_announced_one_costs_one_record(two):
     first, second = two
     body = make_body(first.large(), first.identity)
-    _, data = make_notice(SWARM, body, first.identity)
+    _, data = make_announcement(SWARM, body, first.identity)
     other = bytearray(body.data)
     other[100] ^= 1
     first.gossip.body_store._bodies[hashlib.sha256(body.data).digest()] = bytes(other)
@@ -232,7 +232,7 @@ def test_a_body_that_is_not_the_announced_one_costs_one_record(two):
 def test_a_body_of_another_size_is_refused(two):
     first, second = two
     body = make_body(first.large(), first.identity)
-    _, data = make_notice(SWARM, body, first.identity)
+    _, data = make_announcement(SWARM, body, first.identity)
     first.gossip.body_store._bodies[hashlib.sha256(body.data).digest()] = body.data + b"more"
     first.publish_raw(data)
     until(lambda: second.rejected.get("digest") == 1)
@@ -241,7 +241,7 @@ def test_a_body_of_another_size_is_refused(two):
 def test_a_body_whose_author_is_gone_costs_one_record(four):
     gone, publisher, reader, _ = four
     body = make_body(gone.large(), gone.identity)
-    _, data = make_notice(SWARM, body, gone.identity)
+    _, data = make_announcement(SWARM, body, gone.identity)
     gone.close()
     publisher.publish_raw(data)  # passed on by one who does not hold the body
     until(lambda: reader.rejected.get("unavailable") == 1, 30)
@@ -254,7 +254,7 @@ def test_a_body_is_taken_from_whoever_announced_it(four):
     author, announcer, reader, _ = four
     record = author.large()
     body = make_body(record, author.identity)
-    _, data = make_notice(SWARM, body, announcer.identity)
+    _, data = make_announcement(SWARM, body, announcer.identity)
     announcer.gossip.body_store.put(body.data)
     announcer.publish_raw(data)
     until(lambda: reader.got == [(author.identity.peer_id, record)])
@@ -262,7 +262,7 @@ def test_a_body_is_taken_from_whoever_announced_it(four):
 
 def test_a_body_that_claims_too_much_is_not_fetched(two):
     first, second = two
-    _, data = make_notice(SWARM, Body("zlib", 5 << 20, b"small"), first.identity)
+    _, data = make_announcement(SWARM, Body("zlib", 5 << 20, b"small"), first.identity)
     first.publish_raw(data)
     until(lambda: second.rejected.get("oversized") == 1)
 
@@ -277,7 +277,7 @@ def test_a_message_above_the_limit_is_refused(two):
     writer.close()
 
 
-def test_a_parcel_of_another_swarm_is_refused(two):
+def test_an_envelope_of_another_swarm_is_refused(two):
     first, second = two
     body = make_body(first.record(), first.identity)
     first.publish_raw(pack(GossipEnvelope(swarm=swarm_id(b"x"), encoding=body.encoding, size=body.size, body=body.data)))
@@ -301,7 +301,7 @@ def test_a_handler_that_fails_costs_one_record():
         for index in range(4):
             first.topic.publish(first.record(index=index))
         until(lambda: sorted(taken) == [0, 3])
-        until(lambda: second.topic.tally.events() == {"received": 4, "accepted": 2})
+        until(lambda: second.topic.counters.events() == {"received": 4, "accepted": 2})
         assert {k: v for k, v in second.rejected.items() if v} == {"failed": 1, "ugly": 1}
     finally:
         first.close()
@@ -324,7 +324,7 @@ def test_a_closed_topic_is_silent(two):
     second.gossip.close()
     until(lambda: second.topic._running.done())
     first.topic.publish(first.record())
-    until(lambda: first.topic.tally.events().get("sent") == 1)
+    until(lambda: first.topic.counters.events().get("sent") == 1)
     assert not second.got
     second.host.close()
     with pytest.raises(NetworkError):

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import body_fetcher as fetching_module
-from shoal.swarm.gossip.body_fetcher import FETCHERS, MAX_HOLDERS, MAX_PER_PUBLISHER, MAX_WAITING, BodyFetcher
+from shoal.swarm.gossip.body_fetcher import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher
 from shoal.swarm.gossip.body_store import BodyStore
 from shoal.swarm.gossip.bounded_queue import BoundedQueue
 from shoal.swarm.gossip.envelope import BodyAnnouncement
@@ -97,7 +97,7 @@ def test_seen_forgets_the_oldest():
     assert "b" not in seen
 
 
-def test_a_shelf_is_bounded(network):
+def test_a_body_store_is_bounded(network):
     body_store = BodyStore(network.host(), SWARM, bodies=2, nbytes=10)
     for body in (b"one", b"two", b"three"):
         body_store.put(body)
@@ -108,7 +108,7 @@ def test_a_shelf_is_bounded(network):
     assert not body_store._bodies
 
 
-def test_a_shelf_hands_out_whole_bodies_of_its_swarm_only(network):
+def test_a_body_store_hands_out_whole_bodies_of_its_swarm_only(network):
     giver, taker = network.host(), network.host()
     body_store, other = BodyStore(giver, SWARM), BodyStore(taker, SWARM)
     stranger = BodyStore(network.host(), swarm_id(b"other"))
@@ -147,7 +147,7 @@ class FakeShelf:
         return answer
 
 
-def notice(peer, number=0, size=9):
+def announcement(peer, number=0, size=9):
     digest = number.to_bytes(32, "big")
     return BodyAnnouncement(swarm=SWARM, peer=peer, encoding="plain", size=size, nbytes=size, sha256=digest)
 
@@ -175,18 +175,18 @@ class Fetch:
 def test_every_announcer_is_asked_until_one_has_it():
     async def run():
         fetch = Fetch(p0=NetworkError("gone."), p1=MessageError("Another body.", "digest"), p2=b"body")
-        fetch.fetching.want(PEERS[0], notice(PEERS[0]))
+        fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
         for peer in PEERS[1:]:
             with pytest.raises(MessageError) as caught:
-                fetch.fetching.want(peer, notice(peer))
+                fetch.fetching.want(peer, announcement(peer))
             assert caught.value.reason == "replayed"
-        fetch.fetching.want(PEERS[1], notice(PEERS[1], size=8))  # what another claims of the same digest stands apart
+        fetch.fetching.want(PEERS[1], announcement(PEERS[1], size=8))  # what another claims of the same digest stands apart
         await fetch.busy()
         fetch.body_store.gate.set()
         assert {await fetch.outcome(), await fetch.outcome()} == {(PEERS[0], b"body"), "digest"}
         assert sorted(fetch.body_store.asked) == sorted([PEERS[0], PEERS[1], PEERS[2], PEERS[1]])
-        assert len(fetch.body_store.asked) <= MAX_HOLDERS + 1
-        fetch.fetching.want(PEERS[2], notice(PEERS[2]))  # done with, so it may be asked for again
+        assert len(fetch.body_store.asked) <= MAX_SOURCES + 1
+        fetch.fetching.want(PEERS[2], announcement(PEERS[2]))  # done with, so it may be asked for again
         assert await fetch.outcome() == (PEERS[2], b"body")
         fetch.running.cancel()
 
@@ -200,9 +200,9 @@ def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypa
         busy = NetworkError("busy.")
         fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
         fetch.body_store.gate.set()
-        fetch.fetching.want(PEERS[0], notice(PEERS[0]))
+        fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
         assert await fetch.outcome() == (PEERS[0], b"body")
-        fetch.fetching.want(PEERS[2], notice(PEERS[1], 1))
+        fetch.fetching.want(PEERS[2], announcement(PEERS[1], 1))
         assert await fetch.outcome() == "unavailable"
         assert fetch.body_store.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
         fetch.running.cancel()
@@ -214,15 +214,15 @@ def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
     async def run():
         fetch = Fetch()
         for number in range(MAX_PER_PUBLISHER):
-            fetch.fetching.want(PEERS[0], notice(PEERS[0], number))
+            fetch.fetching.want(PEERS[0], announcement(PEERS[0], number))
         with pytest.raises(MessageError) as caught:
-            fetch.fetching.want(PEERS[0], notice(PEERS[0], 99))
+            fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
         assert caught.value.reason == "quota"
         await fetch.busy()
         assert len(fetch.body_store.asked) == FETCHERS
         fetch.body_store.gate.set()
         assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
-        fetch.fetching.want(PEERS[0], notice(PEERS[0], 99))
+        fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
         assert await fetch.outcome() == "unavailable"
         fetch.running.cancel()
 
@@ -233,7 +233,7 @@ def test_too_many_announcements_cost_the_oldest_ones():
     async def run():
         fetch = Fetch()
         for number in range(MAX_WAITING + 2):
-            fetch.fetching.want(f"publisher {number}", notice(PEERS[0], number))
+            fetch.fetching.want(f"publisher {number}", announcement(PEERS[0], number))
         assert [await fetch.outcome() for _ in range(2)] == ["overflow"] * 2
         assert fetch.outcomes.empty()
         fetch.body_store.gate.set()

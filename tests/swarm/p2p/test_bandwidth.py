@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.swarm.p2p import rate_limit
-from shoal.swarm.p2p.rate_limit import BURST_S, PIECE_S, BandwidthLimiter
+from shoal.swarm.p2p.rate_limit import BURST_S, CHUNK_S, BandwidthLimiter
 
 
 class Clock:
@@ -26,21 +26,21 @@ class Clock:
 def test_no_more_than_the_budget_goes_out(monkeypatch, senders):
     clock = Clock(monkeypatch)
     rate, total = 1000.0, 20_000
-    pace = BandwidthLimiter(rate, clock)
+    limiter = BandwidthLimiter(rate, clock)
     sent = []
 
     async def send(nbytes):
-        for _ in range(nbytes // pace.piece):
-            await pace.wait()
-            pace.spend(pace.piece)
-            sent.append((clock.now, pace.piece))
+        for _ in range(nbytes // limiter.chunk):
+            await limiter.wait()
+            limiter.spend(limiter.chunk)
+            sent.append((clock.now, limiter.chunk))
 
     async def run():
         await asyncio.gather(*(send(total // senders) for _ in range(senders)))
 
     asyncio.run(run())
     assert sum(size for _, size in sent) == total
-    allowed = rate * BURST_S + senders * rate * PIECE_S
+    allowed = rate * BURST_S + senders * rate * CHUNK_S
     gone = 0
     for when, size in sent:
         gone += size
@@ -50,10 +50,10 @@ def test_no_more_than_the_budget_goes_out(monkeypatch, senders):
 
 def test_what_does_not_wait_is_owed(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = BandwidthLimiter(100.0, clock)
-    pace.spend(1025)
-    assert pace.owed() == pytest.approx(1000.0)
-    asyncio.run(pace.wait())
+    limiter = BandwidthLimiter(100.0, clock)
+    limiter.spend(1025)
+    assert limiter.deficit() == pytest.approx(1000.0)
+    asyncio.run(limiter.wait())
     assert clock.now == pytest.approx(10.0)
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.p2p.memory_stream import WINDOW, pipe
+from shoal.swarm.p2p.memory_stream import WINDOW, stream_pair
 from shoal.swarm.p2p.stream import Stream, TrafficMeter
 
 
@@ -14,7 +14,7 @@ def run(work):
 
 
 def streams():
-    return [Stream(name, *ends, TrafficMeter()) for name, ends in zip(("a", "b"), pipe(), strict=True)]
+    return [Stream(name, *ends, TrafficMeter()) for name, ends in zip(("a", "b"), stream_pair(), strict=True)]
 
 
 def test_messages_in_order_both_ways():
@@ -53,7 +53,7 @@ def test_a_swap_and_messages_around_it(sizes):
 
 def test_who_does_not_read_stops_the_writer():
     async def work():
-        (unread, writer), (reader, other) = pipe()
+        (unread, writer), (reader, other) = stream_pair()
         writer.write(bytes(4 * WINDOW))
         draining = asyncio.ensure_future(writer.drain())
         for _ in range(100):
@@ -83,7 +83,7 @@ def test_a_close_sends_what_is_buffered_and_then_the_end():
 
 def test_an_abort_loses_what_is_buffered():
     async def work():
-        (unread, writer), (reader, other) = pipe()
+        (unread, writer), (reader, other) = stream_pair()
         writer.write(bytes(4 * WINDOW))
         writer.transport.abort()
         assert len(await reader.read()) <= WINDOW

@@ -26,7 +26,7 @@ from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
-from shoal.swarm.gossip.envelope import Body, make_parcel
+from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest.manifest import open_manifest, swarm_id
 from shoal.swarm.membership.dht_record import MemberValidator, key_of
@@ -324,12 +324,12 @@ class Topics(Court):
         until(lambda: self.pubsub.queue is not None)
 
     def judge(self, sealed, sender):
-        before = self.topic.tally.rejected()
-        ended = sum(before.values()) + self.topic.tally.events().get("accepted", 0)
-        data = make_parcel(SWARM, Body("plain", len(sealed), sealed))
+        before = self.topic.counters.rejected()
+        ended = sum(before.values()) + self.topic.counters.events().get("accepted", 0)
+        data = make_envelope(SWARM, Body("plain", len(sealed), sealed))
         self.network.loop.call_soon_threadsafe(self.pubsub.queue.put_nowait, (sender.peer_id, data))
-        until(lambda: sum(self.topic.tally.rejected().values()) + self.topic.tally.events().get("accepted", 0) == ended + 1)
-        return next((reason for reason, count in self.topic.tally.rejected().items() if count != before.get(reason, 0)), "")
+        until(lambda: sum(self.topic.counters.rejected().values()) + self.topic.counters.events().get("accepted", 0) == ended + 1)
+        return next((reason for reason, count in self.topic.counters.rejected().items() if count != before.get(reason, 0)), "")
 
 
 class Pools(Topics):
@@ -370,7 +370,7 @@ class Gates(Court):
         self.gate = RecordFilter(SWARM)
 
     def judge(self, sealed, sender):
-        return reason_of(self.gate.open, sender.peer_id, make_parcel(SWARM, Body("plain", len(sealed), sealed)))
+        return reason_of(self.gate.open, sender.peer_id, make_envelope(SWARM, Body("plain", len(sealed), sealed)))
 
 
 COURTS = {

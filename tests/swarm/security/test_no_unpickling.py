@@ -190,7 +190,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
                 parcels += [GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
                 for data in (bomb, *map(pack, parcels)):
                     attacker.call(attacker.pubsub.publish(topic.name, data), 5)
-            until(lambda topic=topic: sum(topic.tally.rejected().values()) == 3 * len(kinds))
+            until(lambda topic=topic: sum(topic.counters.rejected().values()) == 3 * len(kinds))
     assert heard == []
     assert not folder.exists()
 

@@ -22,7 +22,7 @@ from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry
 from shoal.swarm.wire.member import Member, seal
-from shoal.swarm.wire.seed import TOLD, SeedRequest
+from shoal.swarm.wire.seed import MAX_NAMED, SeedRequest
 
 SWARM = "a" * 52
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +87,7 @@ def test_the_book_is_bounded(monkeypatch):
     assert book.count() == (1, MAX_MEMBERS)
     seen = {record for _ in range(200) for record in asked(book)}
     assert seen == {seal(member(one), one) for one in many[3:]}
-    assert len(asked(book)) == TOLD
+    assert len(asked(book)) == MAX_NAMED
     names = [f"{'abcdefghijklmnop'[i // 16]}{'abcdefghijklmnop'[i % 16]}" + "a" * 50 for i in range(1, MAX_SWARMS + 1)]
     reasons = [note(book, many[0], swarm).reason for swarm in names[: MAX_PLACES + 1]]
     assert reasons == [""] * MAX_PLACES + ["places"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import make_body, make_parcel
+from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity
 from shoal.swarm.manifest.manifest import swarm_id
@@ -92,7 +92,7 @@ class Node:
         return self.identity.peer_id, record, sign_record(self.identity, record)
 
     def publish_raw(self, message):
-        data = make_parcel(SWARM, make_body(message, self.identity))
+        data = make_envelope(SWARM, make_body(message, self.identity))
         self.host.call(self.host.pubsub.publish(self.attestations.topic.name, data), 5)
 
     def close(self):
@@ -185,7 +185,7 @@ def test_a_whole_draw_may_vote_at_once(network):
     host, voters, got = network.host(), [Identity.ephemeral() for _ in range(4)], []
     votes = [attestation(voters[number % 4], b"%d" % number) for number in range(600)]
     by_peer = {voter.peer_id: voter for voter in voters}
-    data = [make_parcel(SWARM, make_body(vote, by_peer[vote.peer])) for vote in votes]
+    data = [make_envelope(SWARM, make_body(vote, by_peer[vote.peer])) for vote in votes]
     host.pubsub = Burst(OTHER.peer_id, data)
     gossip = Gossip(host, host.identity, SWARM)
     attestations = Attestations(gossip, lambda author, record, signature: got.append((author, record)))

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_body, make_notice, make_parcel
+from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement, make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
@@ -40,7 +40,7 @@ def record(identity=OTHER, **changes):
 
 class FakeTopic:
     def __init__(self, handler):
-        self.handler, self.tally, self.published = handler, Counters(), []
+        self.handler, self.counters, self.published = handler, Counters(), []
 
     def publish(self, message):
         self.published.append(message)
@@ -243,7 +243,7 @@ def signed(node, payload):
 
 
 def sealed(node, **changes):
-    return make_parcel(SWARM, make_body(node.record(**changes), node.identity))
+    return make_envelope(SWARM, make_body(node.record(**changes), node.identity))
 
 
 def elsewhere(node):
@@ -252,7 +252,7 @@ def elsewhere(node):
 
 
 def announced(node):
-    return make_notice(SWARM, Body("zlib", 300_000, os.urandom(100)), node.identity)[1]
+    return make_announcement(SWARM, Body("zlib", 300_000, os.urandom(100)), node.identity)[1]
 
 
 HOSTILE = {

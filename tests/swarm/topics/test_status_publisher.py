@@ -57,9 +57,9 @@ def test_who_listens_hears_a_node_and_nodes_only_pass_on(two):
     assert heard[0][0] == speaker.identity.peer_id
     assert {status.peer for _, status in heard} == {speaker.identity.peer_id}
     # The node that only takes part counts what came, and opens nothing.
-    until(lambda: first.topic.tally.events().get("received", 0) >= 1)
-    assert first.topic.tally.events().get("accepted", 0) == 0
-    assert not first.topic.tally.rejected()
+    until(lambda: first.topic.counters.events().get("received", 0) >= 1)
+    assert first.topic.counters.events().get("accepted", 0) == 0
+    assert not first.topic.counters.rejected()
     first.close()
     second.close()
 

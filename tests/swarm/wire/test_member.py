@@ -9,9 +9,9 @@ from shoal.swarm.access.invitation import admission as shown
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht_record import MAX_RECORD, bits_of, make_record, open_record
 from shoal.swarm.wire.envelope import ENVELOPE
-from shoal.swarm.wire.fields import BLAMED, FAILURES, MAX_COUNT, SKETCH
+from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, MAX_COUNT, SKETCH
 from shoal.swarm.wire.member import MAX_MISSING, Member, pack, seal, unpack, unseal
-from shoal.swarm.wire.seed import TOLD, SeedReply, SeedRequest
+from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 WIDE = "\U0001d538"  # a character of four bytes
@@ -20,7 +20,7 @@ LARGEST = {
     "step": MAX_COUNT, "loss": 1e300, "steps_per_s": 1e300, "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
     "state": "training", "issued": 1e300, "version": WIDE * 64, "admission": bytes(MAX_SHOWN), "exchange_s": 1e9, "wait_s": 1e9,
     "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
-    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * BLAMED, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
+    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9, "missing_names": (WIDE * 16,) * MAX_MISSING, "sketch": (MAX_COUNT, MAX_COUNT, (-1e300,) * SKETCH),
 }  # fmt: skip
 SMALL = {
@@ -48,7 +48,7 @@ def test_the_largest_record_with_all_of_it_fits_its_limit():
 
 def test_as_many_of_the_largest_as_a_seed_names_fit_its_reply():
     sealed = seal(record({}), ME)
-    assert len(pack(SeedReply(members=(sealed,) * TOLD, reason="x" * 512))) <= SeedReply.LIMIT
+    assert len(pack(SeedReply(members=(sealed,) * MAX_NAMED, reason="x" * 512))) <= SeedReply.LIMIT
     assert len(pack(SeedRequest(swarm="a" * 52, record=sealed))) <= SeedRequest.LIMIT
 
 

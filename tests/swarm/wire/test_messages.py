@@ -136,7 +136,7 @@ ALL = st.one_of(
     st.builds(g.GroupReply, decision=st.none() | st.binary(max_size=1000)),
 )
 # Those of other modules have tests of their own, and are there or not by what else was imported.
-HERE = ("shoal.swarm.wire.member", "shoal.swarm.wire.group", "shoal.swarm.manifest.manifest")
+HERE = {*(f"shoal.swarm.wire.{name}" for name in ("member", "pair", "join", "state", "group")), "shoal.swarm.manifest.manifest"}
 KINDS = tuple(kind for kind in m.Message.__subclasses__() if kind.__module__ in HERE)
 
 
@@ -164,7 +164,7 @@ def refused(data, *types, says=None):
 
 
 def test_every_kind_is_covered_and_has_its_own_name():
-    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 26  # the 15 of messages.py, the 10 of a group and the manifest
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 26  # 15 of member, pair, join and state, 10 of a group, the manifest
     assert Manifest in KINDS
 
 

@@ -15,7 +15,7 @@ class Gossip:
     """Of all nodes in ``everyone``; a topic of itself."""
 
     def __init__(self, everyone, identity):
-        self.everyone, self.identity, self.swarm, self.tally = everyone, identity, SWARM, Counters()
+        self.everyone, self.identity, self.swarm, self.counters = everyone, identity, SWARM, Counters()
         everyone.append(self)
 
     def join(self, kind, handler, quota, inbox):
@@ -23,7 +23,7 @@ class Gossip:
         return self
 
     def publish(self, message):
-        self.tally.add("sent")
+        self.counters.add("sent")
         for other in self.everyone:
             if other is not self:
                 other.handler(message.peer, message)

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
-from shoal.swarm.p2p.memory_stream import pipe
+from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.wire.group import GroupReport
 
@@ -18,7 +18,7 @@ def test_a_line_that_breaks_as_nobody_wants_to_hear_any_more_leaves_no_error_beh
     async def work():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: reported.append(context))
-        one, two = (Stream("x", *ends, TrafficMeter()) for ends in pipe())
+        one, two = (Stream("x", *ends, TrafficMeter()) for ends in stream_pair())
         hearing = asyncio.ensure_future(HeartbeatChannel(one, 5.0).hear(loop.time() + 5.0, GroupReport))
         for _ in range(3):
             await asyncio.sleep(0)
