@@ -21,8 +21,8 @@ from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.sim.directory import EPOCH, Board
+from shoal.swarm.sim.isolation import isolated
 from shoal.swarm.sim.network import Network, Trace
-from shoal.swarm.sim.run import alone
 from shoal.swarm.wire.member import seal
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
@@ -137,7 +137,7 @@ class World:
         level = chatty.level
         chatty.setLevel(logging.CRITICAL)  # it says that an all-reduce failed, as it does when members are killed
         try:
-            with alone(loop) as errors, torch.random.fork_rng(devices=[]):
+            with isolated(loop) as errors, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(plan.seed)
                 for _ in range(plan.peers):
                     self._bear(newcomer=False)

@@ -15,10 +15,10 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.p2p import stream
-from shoal.swarm.sim.faults import Fault
-from shoal.swarm.sim.peers import Setting
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.group import GroupDecision, GroupReply
+from tests.sim.faults import Fault
+from tests.sim.peers import Setting
 
 SEEDS = 500
 

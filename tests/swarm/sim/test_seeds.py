@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.swarm.sim.faults import Fault
-from shoal.swarm.sim.peers import Setting
-from shoal.swarm.sim.run import setting_of, simulate
+from tests.sim.faults import Fault
+from tests.sim.peers import Setting
+from tests.sim.run import setting_of, simulate
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEEDS, BLOCK = 500, 50
 
 
@@ -31,7 +31,7 @@ def test_one_seed_is_one_trace(seeds):
     one, two = ([simulate(seed) for seed in wanted] for _ in range(2))
     assert [report.trace for report in one] == [report.trace for report in two]
     again = subprocess.run(
-        [sys.executable, "-m", "shoal.swarm.sim.run", *map(str, wanted)], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "77"},
+        [sys.executable, "-m", "tests.sim.run", *map(str, wanted)], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "77"},
         capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     said = [line for line in again.stdout.splitlines() if line.startswith("seed ")]

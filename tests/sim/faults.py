@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.peers import SimPeer, SimSwarm
+from tests.sim.peers import SimPeer, SimSwarm
 
 Kind = Literal["kill", "sleep", "part", "sever", "stall", "slow"]
 KINDS: tuple[Kind, ...] = ("kill", "sleep", "part", "sever", "sever", "stall", "slow")

@@ -13,15 +13,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from shoal.optim.exchange.base import Mean, weighted_mean
-from shoal.swarm.sim.faults import FaultInjector
-from shoal.swarm.sim.peers import Contribution, SimPeer, SimSwarm
+from shoal.swarm.sim.isolation import ErrorCollector
+from tests.sim.faults import FaultInjector
+from tests.sim.peers import Contribution, SimPeer, SimSwarm
 
 REMEMBERED = {
     "_outcomes": 1024,
@@ -45,23 +45,10 @@ class Broken(AssertionError):
     """An invariant does not hold."""
 
 
-class Errors(logging.Handler):
-    """Collects what the protocols log together with an exception: they go on, but something is wrong in shoal."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep those with an exception."""
-        if record.exc_info is not None and record.exc_info[1] is not None:
-            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
-
-
 class Checks:
     """Looks on at one swarm."""
 
-    def __init__(self, swarm: SimSwarm, mischief: FaultInjector, errors: Errors) -> None:
+    def __init__(self, swarm: SimSwarm, mischief: FaultInjector, errors: ErrorCollector) -> None:
         self._swarm, self._mischief, self._errors = swarm, mischief, errors
         self._rounds: dict[int, int] = {}
         self._decided: dict[int, Any] = {}

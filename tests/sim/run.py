@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.faults import Fault, FaultInjector, plan
-from shoal.swarm.sim.invariants import Checks, Errors
+from shoal.swarm.sim.isolation import isolated
 from shoal.swarm.sim.network import Links, Network, Trace
-from shoal.swarm.sim.peers import Setting, SimSwarm
+from tests.sim.faults import Fault, FaultInjector, plan
+from tests.sim.invariants import Checks
+from tests.sim.peers import Setting, SimSwarm
 
 REST = 20.0  # virtual seconds after the end of training in which everything must come to its end
 
@@ -67,7 +65,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
     loop, trace = VirtualLoop(), Trace(keep)
     network = Network(loop, seed, links, trace)
     failure: BaseException | None = None
-    with alone(loop) as errors:
+    with isolated(loop) as errors:
         swarm = SimSwarm(network, setting, seed)
         mischief = FaultInjector(swarm, faults)
         checks = Checks(swarm, mischief, errors)
@@ -105,26 +103,6 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
     ended = [mine for mine in swarm.contributions.values() if mine.ended is not None]
     means = sum(mine.mean is not None for mine in ended)
     return Report(seed, setting, faults, digest, events, trace.lines, means, len(ended), failure)
-
-
-@contextlib.contextmanager
-def alone(loop: VirtualLoop) -> Iterator[Errors]:
-    """Nothing but the loop decides what comes when: no garbage collector, which finalizes when it likes. And what is logged."""
-    errors, logger, collecting = Errors(), logging.getLogger("shoal"), gc.isenabled()
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(errors)
-    logger.setLevel(logging.WARNING)  # what it says besides is of interest to nobody: things are meant to go wrong
-    logger.propagate = False
-    gc.disable()
-    try:
-        yield errors
-    finally:
-        logger.removeHandler(errors)
-        logger.setLevel(level)
-        logger.propagate = propagate
-        if collecting:
-            gc.enable()
-        loop.close()
 
 
 def main(argv: list[str]) -> int:
