@@ -1,4 +1,4 @@
-"""Protocols and helpers to save and restore the state of codecs."""
+"""The state of codecs with error feedback while a contribution is in flight."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Codec that may have state."""
-
-    def fresh(self) -> Codec:
-        """Return the same codec with empty state."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as copies."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state."""
-        ...
 
 
 @runtime_checkable
@@ -53,9 +36,4 @@ def codec_state(codec: Codec, unsent: Sequence[Tensor] | None) -> dict[str, Any]
     """Return a codec's state to save. ``unsent``: a contribution in flight, which will be sent again with the next one."""
     if unsent is not None and isinstance(codec, Rejectable) and codec.pending:
         return codec.state_dict(unsent)
-    return codec.state_dict() if isinstance(codec, Stateful) else {}
-
-
-def fresh(codec: Codec) -> Codec:
-    """Return the same codec with empty state, for another fragment or a new start; itself if it has no state."""
-    return codec.fresh() if isinstance(codec, Stateful) else codec
+    return codec.state_dict()

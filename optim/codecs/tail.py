@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
-from shoal.optim.codecs.state import Stateful, fresh
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class BufferTailCodec:
     @property
     def displacement(self) -> bool:
         """The head codec's value."""
-        return bool(getattr(self.codec, "displacement", False))
+        return self.codec.displacement
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
         """Return the size of the payload in bytes."""
@@ -52,16 +51,15 @@ class BufferTailCodec:
 
     def fresh(self) -> BufferTailCodec:
         """Return the same with a fresh codec for the head."""
-        return BufferTailCodec(fresh(self.codec), self.count)
+        return BufferTailCodec(self.codec.fresh(), self.count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the head's codec."""
-        return self.codec.state_dict() if isinstance(self.codec, Stateful) else {}
+        return self.codec.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of the head's codec."""
-        if isinstance(self.codec, Stateful):
-            self.codec.load_state_dict(state_dict)
+        self.codec.load_state_dict(state_dict)
 
     def _cut(self, shapes: Sequence[Shape]) -> tuple[Sequence[Shape], Sequence[Shape]]:
         return shapes[: -self.count], shapes[-self.count :]

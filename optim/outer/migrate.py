@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
-from shoal.optim.codecs.state import Stateful, fresh
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.state import OuterState, check_shapes
 from shoal.optim.rules.base import START, RoundContext, State, kind_of, same_memory
@@ -137,11 +136,8 @@ def _codecs(opt: OuterState, saved: Mapping[str, Any], dropped: list[str]) -> li
 
 def _loads(codec: Codec, memory: dict[str, Any], sent: Sequence[torch.Size]) -> bool:
     """Return True if this codec can load that state and go on with tensors of the shapes ``sent``."""
-    trial = fresh(codec)
-    if not isinstance(trial, Stateful):
-        return not memory
     try:
-        trial.load_state_dict(memory)
+        codec.fresh().load_state_dict(memory)
     except (ValueError, KeyError, TypeError):
         return False
     error = memory.get("error")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.codecs.state import fresh
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import AnnouncesAbsence, Exchange, Handle, KnowsOptimizer, Mean, NoPartner, RoundKey
 from shoal.optim.outer.buffers import float_buffers
@@ -111,7 +110,7 @@ class OuterOptimizer(OuterState):
         self._rounding: dict[int, Tensor] = {}
         """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
-        self._codecs = [codec] + [fresh(codec) for _ in self._parts[1:]]
+        self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
         self.steps = 0
         self.position = 0
         """In the schedule: ``steps``, unless rounds are of another ``length``."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Codec, Shape
-from shoal.optim.codecs.state import Stateful, codec_state, fresh
+from shoal.optim.codecs.state import codec_state
 from shoal.optim.outer.fsdp import local, reshard
 from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.rules.base import START, Anchored, Rule, State, assign, kind_of, same_memory
@@ -127,8 +127,7 @@ class OuterState(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict["inner"])
         self._share_with_inner()
         for codec, memory in zip(self._codecs, state_dict.get("codecs", ()), strict=False):
-            if isinstance(codec, Stateful):
-                codec.load_state_dict(memory)
+            codec.load_state_dict(memory)
         in_place(self.slow, state_dict["slow"])
         device = self.slow[0].device
         self._rounding = {int(i): t.to(device, torch.float32, copy=True) for i, t in state_dict.get("rounding", {}).items()}
@@ -229,7 +228,7 @@ class OuterState(torch.optim.Optimizer):
                 self.applied[fragment] = applied[fragment]
         self.round = round
         if into_model:
-            self._codecs = [fresh(codec) for codec in self._codecs]
+            self._codecs = [codec.fresh() for codec in self._codecs]
             self.codec = self._codecs[0]
             assign(self._fast, self.slow)
             self._restart(range(len(self._params)))

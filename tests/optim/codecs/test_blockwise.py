@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from shoal.optim import E3M0, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.codecs.bitpack import pack12
-from shoal.optim.codecs.state import fresh
 
 SHAPES = st.one_of(
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
@@ -303,7 +302,7 @@ def test_topk_leaves_zeros_alone_when_little_else_is_there(above):
 @pytest.mark.parametrize("codec", CODECS, **by_name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layout_type_and_neighbours_do_not_matter(codec, kind):
-    codec = fresh(codec)  # one that counts its rounds might measure anew in between
+    codec = codec.fresh()  # one that counts its rounds might measure anew in between
     x = tensor((128, 192), kind, 3)
     (plain,) = through(codec, [x])
     (transposed,) = through(codec, [x.T.contiguous().T])
