@@ -172,7 +172,7 @@ class ProcessesUnderTest(Nodes):
             # Asked while it still imports what it needs, it is ended by the signal itself, or Python says that it was interrupted.
             young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
             if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
-                said.append(f"{name} ended with code {code} when it was asked to end: {self.last_words(running.life.peer)}")
+                said.append(f"{name} ended with code {code} when it was asked to end: {self.last_log_line(running.life.peer)}")
         return said
 
     def left_behind(self) -> list[str]:

@@ -91,14 +91,14 @@ class _Run:
         first = self.fleet.spawn(0, ["up", str(file), *self._own(0)])
         self.link = self.fleet.first_line(first, LINK_S)
         if not self.link:
-            raise ChaosError(f"The first node printed no link within {LINK_S:g} s: {self.fleet.last_words(0)}")
+            raise ChaosError(f"The first node printed no link within {LINK_S:g} s: {self.fleet.last_log_line(0)}")
         for peer in range(1, self.peers):
             self._join(peer)
         until, tick = time.monotonic() + READY_S + READY_EACH_S * self.peers, threading.Event()
         while not all(running.life.steps for running in self.fleet.running):
             for ended in self.fleet.ended():
                 peer = ended.life.peer
-                raise ChaosError(f"Node peer-{peer} ended before it trained: {self.fleet.last_words(peer)}")
+                raise ChaosError(f"Node peer-{peer} ended before it trained: {self.fleet.last_log_line(peer)}")
             if time.monotonic() > until:
                 raise ChaosError("Not all nodes began to train in time: try fewer --peers, or look at the logs with --keep.")
             tick.wait(TICK_S)
@@ -170,7 +170,7 @@ class _Run:
 
     def _ended_by_itself(self, ended: Running) -> None:
         peer = ended.life.peer
-        said = f"peer-{peer} ended by itself with code {ended.process.returncode}: {self.fleet.last_words(peer)}"
+        said = f"peer-{peer} ended by itself with code {ended.process.returncode}: {self.fleet.last_log_line(peer)}"
         self.display.message(said)
         self.fleet.read_steps()
         if not ended.life.steps:

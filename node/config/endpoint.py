@@ -1,4 +1,4 @@
-"""Where metrics are served, as a person writes it: ``9464``, ``0.0.0.0:9464`` or ``[::1]:9464``."""
+"""The address at which metrics are served, written ``9464``, ``0.0.0.0:9464`` or ``[::1]:9464``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def next(self, number: int) -> Address:
-        """The address ``number`` ports further on, which of any free port is any free port."""
+        """Return the address ``number`` ports further; any free port stays any free port."""
         return self._replace(port=self.port + number if self.port else 0)
 
 
 def parse_address(text: str) -> Address:
-    """``text`` as an address; without a host it is this machine's own, which nobody else reaches. ValueError."""
+    """Return ``text`` as an address; without a host it is loopback, which other machines cannot reach. Raises ValueError."""
     found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):)?([0-9]{1,5})", text)
     if found is None or int(found[2]) > MAX_PORT:
         raise ValueError("it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at most 65535")

@@ -1,4 +1,4 @@
-"""The table ``[peers]``: whom this node meets, and how much of it others may take up."""
+"""Settings of the peers that this node meets, and of what they may download (table ``[peers]``)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ class PeerListError(ShoalError):
 
 
 class PeersSettings(BaseModel):
-    """This node's own choice; nothing of it is told to the swarm."""
+    """Peers that this node meets. The swarm is not informed of them."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     allow: list[str] = Field(
         default_factory=list,
         max_length=1024,
-        description="Peer ids, or files of them (one a line, # begins a comment): if there are any, nobody else is met.",
+        description="Peer ids, or files of them (one a line, # begins a comment): if there are any, no other peer is met.",
     )
     deny: list[str] = Field(
         default_factory=list, max_length=1024, description="Peer ids, or files of them: nothing is sent to them or taken from them."
     )
     models_per_hour: float = Field(
         default=60.0, gt=0, le=1e6,
-        description="How many times the model's size one peer may download from this node in an hour, to catch up with the swarm.",
+        description="Most that one peer may download from this node in an hour to catch up with the swarm, in multiples of the "
+        "model's size.",
     )  # fmt: skip
 
 
 def lists(settings: PeersSettings) -> PeerLists:
-    """Who is allowed and denied. PeerListError, with one sentence, for what is neither a peer id nor a file of them."""
+    """Return the allowed and denied peers. Raises PeerListError for an entry that is neither a peer id nor a file of them."""
     return PeerLists(_ids(settings.allow, "allow"), _ids(settings.deny, "deny"))
 
 
@@ -46,7 +47,7 @@ def _ids(entries: list[str], name: str) -> frozenset[str]:
     for entry in entries:
         found |= {entry} if is_peer_id(entry) else _read(entry, name)
     if name == "allow" and entries and not found:
-        raise PeerListError(f"The lists of peers.allow name nobody ({', '.join(entries)[:200]}): add peer ids, or leave it out.")
+        raise PeerListError(f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or leave it out.")
     return frozenset(found)
 
 

@@ -1,4 +1,4 @@
-"""The table [rl]: what this node does in a swarm that learns by reinforcement. The environment alone is the swarm's affair."""
+"""Settings of a node in a swarm that learns by reinforcement (table ``[rl]``). Only the environment is the swarm's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RLSettings(BaseModel):
-    """How this node takes part with ``--task rl``."""
+    """Settings of this node with ``--task rl``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     env: str = Field(
         default="strings",
         min_length=1,
         max_length=4096,
-        description="What is learnt: strings (built in), sapo9 or a family of reasoning-gym, module:Class, or path/file.py:Class; "
-        "its options are those under [task.options].",
+        description="Environment to learn in: strings (built in), sapo9 or a family of reasoning-gym, module:Class, or "
+        "path/file.py:Class; its options are those under [task.options].",
     )
     policy: str = Field(
         default="tiny",
         min_length=1,
         max_length=4096,
-        description="Who learns it on this node: tiny or tiny:HABIT (built in), or hf:PATH_OR_NAME (transformers).",
+        description="Policy that this node trains: tiny or tiny:HABIT (built in), or hf:PATH_OR_NAME (transformers).",
     )
     local: int = Field(default=4, ge=0, le=1024, description="Own groups that this node learns from in a round.")
     external: int = Field(default=4, ge=0, le=1024, description="Other peers' groups that it learns from in a round, at most.")
@@ -34,7 +34,7 @@ class RLSettings(BaseModel):
     )
     loss: Literal["sapo", "tis", "decoupled", "positive"] | None = Field(
         default=None,
-        description="Loss: sapo, tis, decoupled or positive (optim/sapo.py); not given, what suits the policy.",
+        description="Loss: sapo, tis, decoupled or positive (shoal.optim.rl.losses); not given, what suits the policy.",
     )
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
     age: int = Field(default=2, ge=0, le=1_000_000, description="Rounds for which another peer's group is of use once it came.")
@@ -58,6 +58,6 @@ class RLSettings(BaseModel):
 
 
 def env_label(spec: str) -> str:
-    """The name of an environment in the manifest and in rollouts: without the folder, which is each machine's own affair."""
+    """Return the name of an environment in the manifest and in rollouts: without the folder, which differs between machines."""
     where, colon, name = spec.rpartition(":")
     return PurePath(where).name + colon + name

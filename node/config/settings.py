@@ -47,10 +47,8 @@ def _file_name(value: str) -> str:
 
 # The node's name is also its folder's, so it must be a plain file name on every system.
 Name = Annotated[str, AfterValidator(_file_name)]
-# Flags and TOML hand over a path as text, which strict mode would refuse.
+# Flags and TOML give a path as text, which strict mode would refuse.
 PathSetting = Annotated[Path, Field(strict=False)]
-
-
 # 9464 in TOML is a number.
 Endpoint = Annotated[
     str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(lambda v: str(parse_address(v)))
@@ -66,16 +64,16 @@ class _Table(BaseModel):
 
 
 class SwarmSettings(_Table):
-    """What a swarm is, besides its training."""
+    """Settings of a swarm besides its training."""
 
     name: Name = Field(default="shoal", description="Name of the swarm, for people.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
-    invite_only: bool = Field(default=False, description="Let only those in whom the creator has invited (shoal invite).")
+    invite_only: bool = Field(default=False, description="Admit only peers that the creator has invited (shoal invite).")
 
 
 class TaskSettings(_Table):
-    """What is trained."""
+    """Settings of the task."""
 
     hooks: str = Field(
         default="text",
@@ -89,12 +87,12 @@ class TaskSettings(_Table):
 
 
 def host_name() -> str:
-    """The name of this machine, reduced to what a file may be called."""
+    """Return the name of this machine, reduced to the characters of a file name."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
 
 
 class NodeSettings(_Table):
-    """This machine's part: nothing of it is told to the swarm but the name and the addresses."""
+    """Settings of this machine. The swarm is informed of the name and the addresses only."""
 
     name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
     device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, or mps.")
@@ -111,7 +109,7 @@ class NodeSettings(_Table):
     bootstrap: list[str] = Field(
         default_factory=list,
         max_length=8,
-        description="Addresses of seeds, or of members, to get in through besides the link's; seeds go into the links made here.",
+        description="Addresses of seeds or members to join through besides the link's; seeds go into the links printed here.",
     )
     relay: Literal["auto", "only", "off"] = Field(
         default="auto",
@@ -140,7 +138,8 @@ class NodeSettings(_Table):
     keep_checkpoints: int = Field(default=3, ge=1, le=10_000, description="Number of checkpoints that are kept, the newest ones.")
     operator: Name | None = Field(
         default=None,
-        description="Who runs this node, where one runs several: they never sit together in a vote. By default nobody else.",
+        description="Operator of this node, if one runs several: they are never drawn for the same vote. "
+        "By default each is its own.",
     )
     verify_seconds: float = Field(
         default=6.0, gt=0, le=60, description="Seconds in each minute that checking others' claims may take."
@@ -215,7 +214,7 @@ class NodeSettings(_Table):
 
     @property
     def run_folder(self) -> Path:
-        """Where checkpoints and metrics go."""
+        """Folder of checkpoints and metrics."""
         return Path(os.path.expanduser(self.folder)) if self.folder else Path("runs") / self.name
 
     @property
@@ -225,12 +224,12 @@ class NodeSettings(_Table):
 
     @property
     def identity_path(self) -> Path:
-        """Where the key file is."""
+        """Path of the key file."""
         return Path(os.path.expanduser(self.identity)) if self.identity else default_identity_path()
 
 
 def default_identity_path() -> Path:
-    """The key file where nothing else is said."""
+    """Return the default path of the key file."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # The XDG specification says to ignore a relative path there.
     home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".config"
@@ -238,7 +237,7 @@ def default_identity_path() -> Path:
 
 
 class Settings(_Table):
-    """Everything; ``load`` makes one."""
+    """All settings of a node; `load` returns them."""
 
     swarm: SwarmSettings = Field(default_factory=SwarmSettings)
     task: TaskSettings = Field(default_factory=TaskSettings)
@@ -251,7 +250,7 @@ class Settings(_Table):
 
 
 def known_keys() -> list[str]:
-    """All keys, dotted, in the order of the tables."""
+    """Return all keys, dotted, in the order of the tables."""
     tables = [(table, field.annotation) for table, field in Settings.model_fields.items()]
     return [
         f"{table}.{key}"
@@ -294,11 +293,11 @@ def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """``KEY=VALUE`` with the value as TOML would read it, or as plain text; the key may be dotted. ConfigError."""
+    """Split ``KEY=VALUE``; the value is read as TOML or else as plain text, and the key may be dotted. Raises ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not all(part.isidentifier() for part in key.split(".")):
         raise ConfigError(f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256.")
-    if re.search(r"[\n#]", value):  # TOML would go on in the next line, or take a comment away
+    if re.search(r"[\n#]", value):  # TOML would read on in the next line, or drop a comment
         return key, value
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
@@ -307,7 +306,7 @@ def assignment(text: str) -> tuple[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first thing wrong, as one sentence."""
+    """Return the first error as one sentence."""
     first = error.errors(include_url=False)[0]
     if first["loc"][:2] == ("task", "options") and len(first["loc"]) > 2:
         return f"The option 'task.options.{first['loc'][2]}' must be a number, a text, or true or false: correct it."
@@ -334,13 +333,13 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     The keys of ``overrides`` are dotted, such as ``outer.every``; a value of None means not given.
 
     Raises:
-        ConfigError: with one sentence that names the file and line, or the key, its value and what is wrong.
+        ConfigError: the sentence names the file and line, or the key, its value and the problem.
     """
     values = _read(path) if path is not None else {}
     _merge(values, overrides or {})
     task, outer = values.get("task"), values.setdefault("outer", {})
     if isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict):
-        outer.setdefault("method", "none")  # rollouts are shared then; weights as well only if somebody says so
+        outer.setdefault("method", "none")  # rollouts are shared then, weights only if a setting says so
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -372,8 +371,8 @@ def resolve_device(text: str) -> torch.device:
 
 
 def use_threads(count: int = 0) -> None:
-    """Compute on the CPU with so many threads; 0: half of the processors."""
+    """Compute on the CPU with ``count`` threads; 0: half of the processors."""
     import torch
 
-    # Threads that wait for a busy processor hold up all others, and the daemon needs one too: hence not all of them.
+    # Threads that wait for a busy processor delay all others, and the daemon needs one too, so not all are used.
     torch.set_num_threads(count or max((os.cpu_count() or 2) // 2, 1))

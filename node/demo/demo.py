@@ -1,4 +1,4 @@
-"""``shoal demo``: a swarm of real processes with real daemons on this machine, by the same commands that a person would type."""
+"""``shoal demo``: run a swarm of real processes with real daemons on this machine, by the commands that a user would type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from shoal.node.checkpoint.store import check_writable
 from shoal.node.config.settings import Settings, assignment, load, resolve_device
-from shoal.node.data import manifest_options as agreement
+from shoal.node.data import manifest_options
 from shoal.node.exit_codes import ExitCode
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
@@ -32,8 +32,8 @@ from shoal.node.tasks.loader import load_task
 from shoal.swarm.errors import ShoalError
 
 LINK_S = 60.0  # seconds for the first node to print its link
-QUIET_S = 120.0  # seconds without any news from a node after which the demo is given up
-STOP_S = 8.0  # seconds that the nodes have to end in good order
+QUIET_S = 120.0  # seconds without any event of a node after which the demo is given up
+STOP_S = 8.0  # seconds that the nodes have to end orderly
 LOOK_S = 0.5
 
 
@@ -44,7 +44,7 @@ class DemoError(ShoalError):
 
 
 class Nodes:
-    """The processes of a demo. Every one is ended when the block is left, whatever happened."""
+    """Processes of a demo. All are ended when the block is left, whatever happened."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Nodes:
         return self
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._stopped:  # the second time: at once
+        if self._stopped:  # the second signal: end at once
             self.kill()
             os._exit(ExitCode.INTERRUPTED)
         self._stopped = True
@@ -84,25 +84,25 @@ class Nodes:
             stderr=log,
             text=True,
             env=env,
-            start_new_session=True,  # Ctrl-C is for the demo, which then ends its nodes in order
+            start_new_session=True,  # Ctrl-C is for the demo, which then ends its nodes orderly
         )
         self.processes.append(process)
         return process
 
     def check(self) -> bool:
-        """True when all have ended well. Raises DemoError, with the end of its log, if one failed."""
+        """Return whether all have ended well. Raises DemoError, with the end of its log, if one failed."""
         for index, process in enumerate(self.processes):
             if process.poll() not in (None, 0):
-                raise DemoError(f"Node peer-{index} ended with code {process.returncode}: {self.last_words(index)}")
+                raise DemoError(f"Node peer-{index} ended with code {process.returncode}: {self.last_log_line(index)}")
         return all(process.poll() == 0 for process in self.processes)
 
-    def last_words(self, index: int) -> str:
-        """The last line that a node logged."""
+    def last_log_line(self, index: int) -> str:
+        """Return the last line that a node logged."""
         lines = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it logged nothing; run again with --verbose."
 
     def kill(self) -> None:
-        """End all at once; their guards take the daemons down."""
+        """Kill all at once; their guards end the daemons."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -137,7 +137,7 @@ def run_demo(
     keep: Path | None = None,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; returns the report (see ``report``).
+    """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the `report`.
 
     ``outer``: more settings, with dotted keys, such as ``outer.method``.
 
@@ -160,7 +160,7 @@ def run_demo(
             **(outer or {}),
         },
     )
-    # What cannot work is said here, at once and once, and not by every node.
+    # Errors of the task and device are raised here at once, and not by every node.
     load_task(hooks, settings.task.options)
     resolve_device(device)
     began = time.monotonic()
@@ -171,12 +171,13 @@ def run_demo(
             _watch(nodes, rounds, settings.outer.every or every, display)
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
-        return report(results, spreads([folder / f"peer-{index}" / ROUNDS for index in range(peers)]), time.monotonic() - began)
+        distances = consensus_distances([folder / f"peer-{index}" / ROUNDS for index in range(peers)])
+        return report(results, distances, time.monotonic() - began)
 
 
 @contextmanager
 def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display]]:
-    """A folder for the nodes, ``keep`` or a temporary one, and where to show what they do. CheckpointError if it is not usable."""
+    """Yield a folder for the nodes, ``keep`` or a temporary one, and a display. Raises CheckpointError if it is not usable."""
     if keep is not None:
         check_writable(keep)
     with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix=f"shoal-{name}-") as place:
@@ -184,17 +185,17 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
 
 
 def start_first(nodes: Nodes, arguments: list[str], seconds: float, display: Display) -> str:
-    """Start the node that creates the swarm; the link by which the others join. DemoError if it is not there in time."""
+    """Start the node that creates the swarm; return the link. Raises DemoError if it is not printed in time."""
     link = read_line(nodes.start(arguments, "peer-0"), seconds)
     if not link:
         nodes.check()
-        raise DemoError(f"The first node printed no link within {seconds:g} s: {nodes.last_words(0)}")
+        raise DemoError(f"The first node printed no link within {seconds:g} s: {nodes.last_log_line(0)}")
     display.message(f"the swarm is up: {link}")
     return link
 
 
 def settings_toml(settings: Settings) -> str:
-    """The tables that ``shoal up`` needs, as TOML."""
+    """Return the tables that ``shoal up`` needs, as TOML."""
     tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True)
     options = tables["task"].pop("options")
     lines = []
@@ -210,7 +211,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
     def own(index: int) -> list[str]:
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
-        own_data = agreement.flags(hooks, settings.task.options)
+        own_data = manifest_options.flags(hooks, settings.task.options)
         return [*place, *own_data, "--baseline", "--keep-rounds", *flags, *flags_of_demo(settings.node, index)]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
@@ -220,7 +221,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
 
 def read_line(process: subprocess.Popen[str], seconds: float) -> str:
-    """The first line of a node's stdout, or "" when it ended or the time is up."""
+    """Return the first line of a node's stdout, or "" when it ended or the time is up."""
     lines: list[str] = []
     assert process.stdout is not None
     reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
@@ -230,17 +231,17 @@ def read_line(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
-    """Show the rounds as they come until all nodes have ended."""
+    """Show the rounds until all nodes have ended."""
     paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
-    shown, news, heard = 0, -1, time.monotonic()
+    shown, progress, since = 0, -1, time.monotonic()
     tick = threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
         events = [read_events(path) for path in paths]
         count = sum(len(e) for e in events) + sum(p.poll() == 0 for p in nodes.processes)
-        if count != news:
-            news, heard = count, time.monotonic()
-        elif time.monotonic() - heard > QUIET_S:
+        if count != progress:
+            progress, since = count, time.monotonic()
+        elif time.monotonic() - since > QUIET_S:
             raise DemoError(f"No node made progress for {QUIET_S:g} s: run again with --verbose --keep FOLDER and read its logs.")
         # By steps: a method may exchange several times in a round.
         done = min((max((event["step"] for event in node if event["event"] == "round"), default=0) for node in events), default=0)
@@ -250,34 +251,34 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
             ended = [_ended(node, done * every) for node in events]
             losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in (_loss(node) for node in ended))
             moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
-            alone = sum(event["partner"] is None for node in ended for event in node)
-            display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {alone} alone")
+            single = sum(event["partner"] is None for node in ended for event in node)
+            display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner")
             if done == rounds:
-                display.message("now the same once more without any exchange, to compare")
+                display.message("now the same again without any exchange, to compare")
 
 
 def _ended(events: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The exchanges that ended last by ``step``; where rounds are not steps, that is seldom at ``step`` itself."""
+    """Return the exchanges that ended last by ``step``; if rounds are not steps, that is seldom at ``step`` itself."""
     rounds = [event for event in events if event["event"] == "round" and event["step"] <= step]
     return [event for event in rounds if event["step"] == rounds[-1]["step"]]
 
 
 def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """The first that is known: after the last round comes the last mean, without a step between them."""
+    """Return the first known loss: between the last round and the final mean there is no step."""
     return next((event["loss"] for event in events if event["loss"] is not None), None)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """What a node has written of its run so far."""
+    """Return the events that a node has written so far."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # the last one may be half written
+    return [json.loads(line) for line in lines[:-1]]  # the last line may be half written
 
 
-def spreads(folders: Sequence[Path]) -> list[float]:
-    """Per round: RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
-    # Rounds of seconds: a quick node ends sooner, and then has fewer.
+def consensus_distances(folders: Sequence[Path]) -> list[float]:
+    """Return for each round the RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
+    # In rounds of seconds a quick node ends sooner, and then has fewer.
     names = sorted(set.intersection(*({path.name for path in folder.glob("*.safetensors")} for folder in folders)))
     result = []
     for name in names:
@@ -292,8 +293,8 @@ def _flat(path: Path) -> torch.Tensor:
     return torch.cat([tensors[key].double().reshape(-1) for key in sorted(tensors, key=int)])
 
 
-def report(results: Sequence[dict[str, Any]], spread: list[float], seconds: float) -> dict[str, Any]:
-    """The last line of ``shoal demo --json``: means over peers unless it says otherwise."""
+def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: float) -> dict[str, Any]:
+    """Return the report that ``shoal demo --json`` prints last: means over peers except for counts."""
 
     def mean(key: str) -> float:
         return sum(float(result[key]) for result in results) / len(results)
@@ -306,29 +307,29 @@ def report(results: Sequence[dict[str, Any]], spread: list[float], seconds: floa
         "loss_first": mean("loss_first"),
         "loss_last": mean("loss_last"),
         "loss_local": mean("loss_local"),
-        # Each committed pair is counted by both of its members.
+        # Both members of a committed pair count it.
         "exchanges": sum(result["exchanges"] for result in results) // 2,
         "pairs_none": sum(result["pairs_none"] for result in results),
         "bytes_sent": sum(result["bytes_sent"] for result in results),
         "bytes_received": sum(result["bytes_received"] for result in results),
         "wait_s": mean("wait_s"),
         "wall_s": mean("wall_s"),
-        "spread": spread,
+        "spread": distances,
         "params": results[0]["params"],
         "seconds": seconds,
     }
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report in words."""
     gain = 100 * (1 - report["loss_last"] / report["loss_local"])
-    spread = report["spread"]
+    most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
         f"{report['seconds']:.0f} s\n"
         f"held-out loss: {report['loss_first']:.3f} at first, {report['loss_last']:.3f} together, "
         f"{report['loss_local']:.3f} alone with the same steps: {abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together\n"
-        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times nobody answered, "
+        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times no partner answered, "
         f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
-        f"spread of the slow weights: at most {max(spread, default=0):.4f}, in the end {spread[-1] if spread else 0:.4f}"
+        f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"
     )

@@ -1,4 +1,4 @@
-"""``shoal demo --task rl``: a swarm of real nodes on this machine that learn from each other's rollouts."""
+"""``shoal demo --task rl``: run a swarm of nodes on this machine that learn from each other's rollouts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def run_demo(
     verbose: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Learn with ``peers`` nodes for ``rounds`` rounds; returns the report (see ``report``).
+    """Learn with ``peers`` nodes for ``rounds`` rounds; return the `report`.
 
     ``more``: further settings, with dotted keys, such as ``rl.local``. With the policy ``tiny`` every node begins with another
-    wrong habit, unless weights are exchanged too, for which all have to begin alike.
+    wrong habit, unless weights are exchanged too, for which all must begin alike.
 
-    Raises ConfigError and others for what cannot be used, and DemoError: a node failed or made no progress.
+    Raises:
+        ConfigError, and others: a setting, the task or the device cannot be used.
+        DemoError: a node failed or made no progress.
     """
     settings = load(
         None,
@@ -54,7 +56,7 @@ def run_demo(
             **(more or {}),
         },
     )
-    make_task(settings)  # what cannot work is said here, at once and once, and not by every node
+    make_task(settings)  # errors are raised here at once, and not by every node
     resolve_device(device)
     began = time.monotonic()
     with stage(keep) as (folder, display):
@@ -68,7 +70,7 @@ def run_demo(
 
 
 def policies(settings: Settings) -> list[str]:
-    """Of each node."""
+    """Return the policy of each node."""
     peers, policy = settings.swarm.start_when, settings.rl.policy
     if policy != "tiny" or settings.outer.method != "none":
         return [policy] * peers
@@ -79,7 +81,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     file = nodes.folder / "swarm.toml"
     file.write_text(settings_toml(settings), encoding="utf-8")
     rl = settings.rl
-    # The settings of [rl] are each node's own, so those who join do not get them from the swarm.
+    # The settings of [rl] are each node's own, so joining nodes do not get them from the swarm.
     given = rl.model_dump(exclude={"policy"}, exclude_defaults=True)
     chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
     chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
@@ -92,17 +94,17 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
 
 def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
-    """Show the rounds as they come until all nodes have ended."""
+    """Show the rounds until all nodes have ended."""
     paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
-    shown, news, heard, step = 0, -1, time.monotonic(), max(rounds // 10, 1)
+    shown, progress, since, step = 0, -1, time.monotonic(), max(rounds // 10, 1)
     tick = threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
         events = [[event for event in read_events(path) if event["event"] == "rl"] for path in paths]
         count = sum(map(len, events)) + sum(process.poll() == 0 for process in nodes.processes)
-        if count != news:
-            news, heard = count, time.monotonic()
-        elif time.monotonic() - heard > QUIET_S + WARM_S:
+        if count != progress:
+            progress, since = count, time.monotonic()
+        elif time.monotonic() - since > QUIET_S + WARM_S:
             raise DemoError("No node made progress: run again with --verbose --keep FOLDER and read its logs.")
         done = min(map(len, events), default=0)
         if done > shown and (done == rounds or done - shown >= step):
@@ -124,7 +126,7 @@ NODE_KEYS = (
 
 
 def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """The last line of ``--json``: of each node under "nodes", and means over them, or sums (rollouts, bytes)."""
+    """Return the report that ``--json`` prints last: each node under "nodes", and means over them, or sums (rollouts, bytes)."""
     found = [result["rl"] for result in results]
 
     def mean(key: str) -> float | None:
@@ -154,7 +156,7 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Return the report in words."""
     ended = "  ".join(f"{node['first_reward']:.3f} -> {node['final_reward']:.3f}" for node in report["nodes"])
     refused = ", ".join(f"{count} {reason}" for reason, count in report["rejected"].items() if count) or "none"
     return (

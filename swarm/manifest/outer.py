@@ -96,7 +96,7 @@ class OuterSettings(BaseModel):
     part: float | None = Field(default=None, gt=0, le=1, description="sparta: part of the weights that is averaged each time.")
     weights: Literal["equal", "tokens", "rate"] | None = Field(
         default=None,
-        description="How much a peer counts in the mean: equal, tokens, or rate (tokens times tokens over steps).",
+        description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps).",
     )
     buffers: Literal["ignore", "average"] = Field(
         default="ignore", description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average)."
@@ -112,7 +112,7 @@ class OuterSettings(BaseModel):
         description="After the last step: none, or average (the mean of the slow weights once more, left in the model).",
     )
     wait_s: Seconds = Field(
-        default=10.0, description="Seconds that a node waits for a partner in one round before it goes on alone."
+        default=10.0, description="Seconds that a node waits for a partner in one round before it goes on without one."
     )
     chunk_timeout_s: Seconds = Field(default=5.0, description="Seconds without any byte after which an exchange is given up.")
     exchange_timeout_s: Seconds = Field(default=120.0, description="Seconds that one whole exchange may take.")

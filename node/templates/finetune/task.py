@@ -1,6 +1,6 @@
-"""Fine-tuning a causal language model of transformers on text, the whole of it or a LoRA adapter alone.
+"""Fine-tuning a causal language model of transformers on text: all of it, or a LoRA adapter only.
 
-Without ``base`` it is a tiny Llama with random weights over bytes, so that all can be tried without a download.
+Without ``base`` it is a tiny Llama with random weights over bytes, so that it can be tried without a download.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from shoal.node.task import Shard, Task
+from shoal import Shard, Task
 from shoal.node.tasks.corpus import DataError, Document, read_documents
 
 
 class Finetune(Task):
-    """``base``: folder or name of a model; ``lora``: rank of an adapter, 0 for none; ``data``: files or folders of text."""
+    """Task with ``base``: folder or name of a model; ``lora``: rank of an adapter, 0: none; ``data``: files or folders of text."""
 
     def __init__(self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 1e-3) -> None:
         self.base, self.lora, self.context, self.batch, self.lr = base, lora, context, batch, lr
@@ -27,11 +27,11 @@ class Finetune(Task):
 
     @cached_property
     def documents(self) -> list[Document]:
-        """All text, read when it is wanted first."""
+        """All text, read on first use."""
         return read_documents(self.data, max_bytes=4 * 2**20)
 
     def model(self) -> nn.Module:
-        """Only what has a gradient is exchanged: with ``lora`` the adapter, else every weight."""
+        """Return the model. Only weights with a gradient are exchanged: with ``lora`` the adapter, otherwise all."""
         if self.base:
             model: Any = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         else:
@@ -41,11 +41,11 @@ class Finetune(Task):
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
-        made: nn.Module = model
-        return made
+        module: nn.Module = model
+        return module
 
     def tokens_of(self, shard: Shard | None) -> Tensor:
-        """The tokens of a shard; None: the held-out ones, of one document in 16, the same on every peer, for its name decides."""
+        """Return the tokens of a shard; None: of the held-out documents, one in 16, chosen by name and so equal on all nodes."""
         held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
         training = [document for document in self.documents if crc32(document.name.encode()) % 16]
         text = b"\n".join(document.content for document in (training[shard.index :: shard.of] if shard else held))
@@ -58,27 +58,27 @@ class Finetune(Task):
         return found
 
     def draw(self, tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """``count`` windows from random places, int64 (count, context)."""
+        """Return ``count`` windows from random places, int64 (count, context)."""
         places = torch.randint(len(tokens) - self.context, (count, 1), generator=generator)
         return tokens[places + torch.arange(self.context)]
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
-        """Endless, and a function of the shard alone, so that a resumed run goes on where it was."""
+        """Yield batches without end. They depend on the shard only, so that a resumed run goes on where it was."""
         tokens, generator = self.tokens_of(shard), torch.Generator().manual_seed(1000 * shard.seed + shard.index)
         while True:
             yield self.draw(tokens, self.batch, generator)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Cross-entropy of the next token, in nats; transformers shifts the labels."""
+        """Return the cross-entropy of the next token, in nats; transformers shifts the labels."""
         found: Tensor = model(input_ids=batch, labels=batch).loss
         return found
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
-        """The same loss on held-out text."""
+        """Return the same loss on held-out text."""
         batch = self.draw(self.tokens_of(None), 32, torch.Generator().manual_seed(0))
         return float(self.loss(model, batch.to(next(model.parameters()).device)))
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW, for the steps between two exchanges."""
+        """Return AdamW, for the steps between two exchanges."""
         return torch.optim.AdamW(params, lr=self.lr)

@@ -1,7 +1,7 @@
-"""Reinforcement learning in an environment of your own: here, to write a word backwards.
+"""Reinforcement learning in an environment of your own: here, writing a word backwards.
 
-Everybody who takes part has this file. A rollout says which question it answers by two numbers; who receives it makes the same
-question of them and judges the answers itself, so nobody has to be believed.
+Every node has this file. A rollout names its question by two numbers; the node that receives it computes the same question from
+them and judges the answers itself, so no node has to trust another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.node.rl.environment import Question
 
 
 class Reverse:
-    """Words of ``length`` out of the first ``letters`` letters."""
+    """Environment with words of ``length`` of the first ``letters`` letters."""
 
     version = "1"
     """Change it whenever questions or rewards change: nodes learn from each other only if it is equal."""
@@ -22,13 +22,13 @@ class Reverse:
         self.length, self.letters = length, "abcdefghijklmnopqrstuvwxyz"[:letters]
 
     def question(self, seed: int, index: int) -> Question:
-        """The same word on every machine: it depends on the two numbers alone."""
+        """Return the question. It depends on the two numbers only, so it is the same on every machine."""
         draw = random.Random(hashlib.sha256(f"reverse:{seed}:{index}".encode()).digest())
         word = "".join(draw.choices(self.letters, k=self.length))
         return Question(f"backwards: {word}", word[::-1])
 
     def reward(self, question: Question, completion: str) -> float:
-        """The share of letters in their places, from 0 to 1; nothing for an answer of another length."""
+        """Return the share of letters in their places, from 0 to 1; 0 for an answer of another length."""
         answer = question.answer or ""
         if len(completion) != len(answer):
             return 0.0
