@@ -1,1 +1,1 @@
-"""Who may come in: links, invitations and the access policy. Imports no torch."""
+"""Access to a swarm: links, invitations and the access policy. Imports no torch."""

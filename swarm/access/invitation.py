@@ -1,11 +1,11 @@
-"""Invitations to a swarm that is by invitation only: the creator signs them, a link carries one, a member shows it with its record.
+"""Invitations to a swarm by invitation only: the creator signs them, a link carries one, a member shows it with its record.
 
-An invitation is for one peer id, or for whoever holds a one-time key, whose private half is in the link: such a link is good for
-whoever has it. Its holder signs its own peer id with that key, so that what others see of it is of no use to them. An invitation
-counts until it expires, being a member included.
+An invitation is for one peer id, or for the holder of a one-time key, whose private half is in the link: anybody can use such a
+link. Its user signs the own peer id with that key, so that others cannot use the invitation that it shows. An invitation is
+valid until it expires, also for members.
 
     link  = sealed Invitation (+ 32 bytes: the seed of the one-time key), in base64url
-    shown = Admission: the sealed Invitation, when its holder came in, and the one-time key's signature over both and its peer id
+    shown = Admission: the sealed Invitation, the time of joining, and the one-time key's signature over both and the peer id
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from shoal.swarm.wire.fields import Nonce, PeerId, SwarmId
 
 MAX_USES = 65_536
 MAX_SHOWN = KIB  # bytes of an admission, packed
-CLOCK = 60.0  # seconds by which the clocks of those who judge may be ahead of the creator's
+CLOCK = 60.0  # seconds by which the clock of the judging node may be ahead of the creator's
 _CONTEXT = "shoal/entry/1"
 _SEED = 32  # bytes
 ASK = "ask the creator of the swarm for a new link (`shoal invite`)"
 
 
 class Invitation(Message):
-    """What the creator signs. ``expires`` and ``issued`` in Unix seconds; ``uses``: how many peers may be in by it at a time.
+    """An invitation, signed by the creator. ``expires`` and ``issued`` in Unix seconds; ``uses``: peers that may use it at a time.
 
-    Of ``key`` (a one-time key, as a peer id) and ``peer`` (the one who is invited) exactly one is given.
+    Exactly one of ``key`` (a one-time key, as a peer id) and ``peer`` (the invited peer) is given.
     """
 
     KIND = "invitation"
@@ -63,9 +63,9 @@ class Invitation(Message):
 
 
 class Admission(Message):
-    """What a member shows: its sealed invitation (none: it is the creator), and of one for a key ``since`` and ``signature``.
+    """A member's proof: its sealed invitation (none: it is the creator), and of one for a key ``since`` and ``signature``.
 
-    ``since``: Unix seconds at which its holder came in.
+    ``since``: Unix seconds at which the member joined.
     """
 
     KIND, LIMIT = "admission", MAX_SHOWN
@@ -76,7 +76,7 @@ class Admission(Message):
 
 @dataclass(frozen=True)
 class AdmittedBy:
-    """An admission that was found right, but for its date and for others who came by the same invitation."""
+    """A verified admission; its date, and other users of the same invitation, were not checked."""
 
     id: bytes
     since: float
@@ -85,9 +85,9 @@ class AdmittedBy:
 
 
 def issue(identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: str | None = None, now: float | None = None) -> str:
-    """The text of an invitation by ``identity``, for a link; good for ``lives`` seconds.
+    """Make the text of an invitation by ``identity``, for a link; valid for ``lives`` seconds.
 
-    ``uses``: how many peers may be in by it at a time. ``peer``: the only one who may. Raises ValueError for what makes no sense.
+    ``uses``: number of peers that may use it at a time. ``peer``: the only one that may. Raises ValueError for invalid arguments.
     """
     if not 0 < lives < math.inf or not 1 <= uses <= MAX_USES or (peer is not None and uses != 1):
         raise ValueError(f"lives must be positive, uses from 1 to {MAX_USES}, and 1 for a certain peer")
@@ -106,7 +106,7 @@ def issue(identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: 
 
 
 def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
-    """What ``identity`` shows of the invitation ``text``, packed. AdmissionError if the text is damaged."""
+    """Make the packed `Admission` of ``identity`` by the invitation ``text``. Raises AdmissionError if the text is damaged."""
     sealed, seed = _parts(text)
     try:
         _, invitation = unseal(sealed, Invitation)
@@ -116,14 +116,14 @@ def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
         return pack(Admission(invitation=sealed))
     if len(seed) != _SEED or (key := _one_time(seed)).peer_id != invitation.key:
         raise AdmissionError(f"The key of the invitation in the link is damaged: copy the whole link again, or {ASK}.")
-    since = max(time.time() if now is None else now, invitation.issued)  # a clock that is late is no reason to be refused
+    since = max(time.time() if now is None else now, invitation.issued)  # a slow clock is no reason to be refused
     signature = key.sign(_CONTEXT, _entry(sealed, identity.peer_id, since))
     return pack(Admission(invitation=sealed, since=since, signature=signature))
 
 
 @functools.lru_cache(maxsize=4096)  # every record of a member shows the same one
 def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | str:
-    """The entry that ``peer`` shows, or one sentence that says why it is none. Whether it is expired is `expiry`'s to say."""
+    """Verify the admission that ``peer`` shows; return one sentence if it is invalid. `expiry` checks its date."""
     if not shown:
         return f"it has no invitation to this swarm, which is by invitation only: {ASK}."
     try:
@@ -147,7 +147,7 @@ def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | 
 
 
 def expiry(entry: AdmittedBy, now: float) -> str:
-    """One sentence if the invitation has expired at ``now``, Unix seconds; else nothing."""
+    """Return one sentence if the invitation has expired at ``now``, Unix seconds; else nothing."""
     if now <= entry.expires + CLOCK:
         return ""
     date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(entry.expires, 2**38)))
@@ -163,7 +163,7 @@ def _one_time(seed: bytes) -> Identity:
 
 
 def _parts(text: str) -> tuple[bytes, bytes]:
-    """The sealed invitation and the seed in a link's text, which is bounded by the link's length. AdmissionError."""
+    """Return the sealed invitation and the seed in a link's text, which the link's length bounds. Raises AdmissionError."""
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         parts = msgpack.unpackb(raw, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)

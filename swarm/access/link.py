@@ -1,15 +1,14 @@
-"""``shoal://`` links: the swarm id and a few addresses of peers, all that a newcomer needs to join.
+"""``shoal://`` links: the swarm id and a few addresses of peers, which are enough to join.
 
     shoal://<swarm id>?peer=/ip4/203.0.113.5/tcp/4001/p2p/12D3KooW…&peer=…
 
-The links of `shoal invite` have an invitation behind them, ``&invite=…`` (swarm/invitation.py).
+The links of `shoal invite` also have an invitation, ``&invite=…`` (`shoal.swarm.access.invitation`).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
@@ -19,7 +18,6 @@ from shoal.swarm.identity import b58decode, is_peer_id
 SCHEME = "shoal://"
 MAX_CHARS = 4096
 MAX_ADDRESSES = 16
-MAX_BOOTSTRAP = 8  # in the links that we hand out
 AGAIN = "copy the whole link again"
 
 # The last character carries one bit of the hash, so it is a or q.
@@ -30,7 +28,7 @@ _INVITE = re.compile(r"[A-Za-z0-9_-]{1,1536}")
 
 
 def address_problem(text: str) -> str | None:
-    """Why ``text`` is no address that a link can hold, or None if it is one.
+    """Return why ``text`` is no address that a link can hold, or None if it is one.
 
     Allowed: ``/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/ID``, ``…/udp/PORT/quic-v1/p2p/ID``, and either of them with
     ``/p2p-circuit/p2p/ID`` behind it (through a relay).
@@ -57,7 +55,7 @@ def address_problem(text: str) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    """``text`` for an error message: short, and no characters that a terminal obeys."""
+    """Quote ``text`` for an error message: short, and without control characters."""
     quoted = ascii(text)
     return quoted if len(quoted) <= 160 else quoted[:156] + "...'"
 
@@ -73,7 +71,7 @@ def _is_host(kind: str, host: str) -> bool:
 
 
 def _is_relay_id(text: str) -> bool:
-    """A relay need not be a node of ours: RSA keys have ids that are a SHA-256 multihash."""
+    """Return whether ``text`` is the id of a possible relay, which may have another key: an RSA key's id is a SHA-256 multihash."""
     try:
         return is_peer_id(text) or (len(text) <= 64 and len(raw := b58decode(text)) == 34 and raw[:2] == b"\x12\x20")
     except ValueError:
@@ -82,7 +80,7 @@ def _is_relay_id(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """A swarm and where to find it: ``swarm`` is its id, ``bootstrap`` 1 to 16 addresses, ``invite`` an invitation or nothing.
+    """A swarm and its bootstrap peers: ``swarm`` is its id, ``bootstrap`` 1 to 16 addresses, ``invite`` an invitation or nothing.
 
     Raises LinkError.
     """
@@ -112,7 +110,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """The link in ``text``; white space around it is ignored. Raises LinkError."""
+        """Parse the link in ``text``; white space around it is ignored. Raises LinkError."""
         text = text.strip()
         if len(text) > MAX_CHARS:
             raise LinkError(f"The link is longer than {MAX_CHARS} characters: {AGAIN}.")
@@ -127,13 +125,5 @@ class Link:
                 continue
             if name != "peer":
                 raise LinkError(f"The link holds an unknown part {_quoted(part)}: quote it in the shell, and {AGAIN}.")
-            addresses.append(unquote(value))  # bytes that are no UTF-8 become a character that no address may hold
+            addresses.append(unquote(value))  # bytes that are no UTF-8 become a character that no address may have
         return cls(swarm, tuple(addresses), invite)
-
-    def with_bootstrap(self, more: Iterable[str]) -> Link:
-        """This link with ``more`` addresses behind its own, each once, at most 8 in all.
-
-        Addresses that no link can hold (another transport, no peer id) are left out.
-        """
-        usable = [address for address in more if address_problem(address) is None]
-        return Link(self.swarm, tuple(dict.fromkeys([*self.bootstrap, *usable]))[:MAX_BOOTSTRAP], self.invite)

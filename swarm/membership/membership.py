@@ -90,7 +90,7 @@ class Membership:
 
     def news(self) -> str:
         """Return one sentence when this node's invitation is about to expire, and when it has; otherwise nothing."""
-        return self.directory.access_policy.news()
+        return self.directory.access_policy.expiry_event()
 
     def link(self) -> Link:
         """Return the link by which others join: the seeds, to which this node is reported first, and its own addresses."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shoal import NetworkOptions, join
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.optim import NoLoCo
@@ -20,7 +21,7 @@ def test_a_loop_of_ones_own_trains_with_a_node(shoal):
     torch.manual_seed(99)  # other weights than the swarm's, which are taken over
     task = TextTask(data=str(shoal.text), **SIZE)
     model, met = task.model(), []
-    with shoal.join(node.line(), state=model, node="bert", network=shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",))) as s:
+    with join(node.line(), state=model, node="bert", network=NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",))) as s:
         opt = NoLoCo(task.inner_optimizer(model.parameters()), s.exchange(), every=EVERY, on_round=lambda info: met.append(info))
         batches = task.batches(Shard(s.shard.index, s.shard.of, s.seed))
         while len(met) < 50 and sum(len(info.members) == 2 for info in met) < 3:

@@ -112,7 +112,7 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
     wanted = StateRequest(swarm=creator.swarm, model=MODEL)
     assert asks(bert.host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
     # Two guests, neither of whom has a record yet, may meet too; and each learns of the other.
-    assert not anna.directory.access_policy._guests.keys() & {bert.host.peer_id}
+    assert not anna.directory.access_policy._peers.keys() & {bert.host.peer_id}
     answer = asks(bert.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=bert.swarm, model=MODEL), anna.host.addresses())
     assert answer.verdict == "wait"
     assert anna.directory.access_policy.admits(bert.host.peer_id)

@@ -110,14 +110,14 @@ def test_a_link_carries_an_invitation():
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{ANNA.peer_id}"
     link = Link(SWARM, (address,), TEXT)
     assert Link.parse(str(link)) == link
-    assert link.with_bootstrap([]).invite == TEXT
+    assert Link.parse(str(link)).invite == TEXT
     assert Link.parse(str(Link(SWARM, (address,)))).invite == ""
 
 
-# -- the door --------------------------------------------------------------------------------------------------------------
+# -- the policy ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_open_door_lets_in_all_but_who_is_not_wanted():
+def test_an_open_swarm_admits_all_peers_that_are_not_denied():
     assert AccessPolicy().admits(ANNA.peer_id)
     lists = PeerLists(allow=frozenset({ANNA.peer_id, BERT.peer_id}), deny=frozenset({BERT.peer_id}))
     picky = AccessPolicy("me", lists=lists)
@@ -139,14 +139,14 @@ def test_the_creator_needs_nothing_and_others_an_invitation():
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_first_come_are_in_whatever_the_order_in_which_they_are_seen(order):
     text = issue(CREATOR, SWARM, lives=DAY, uses=2, now=NOW)
-    guests = [(Identity.ephemeral(), NOW + i) for i in range(3)]
+    invited = [(Identity.ephemeral(), NOW + i) for i in range(3)]
     at = access_policy(clock=lambda: NOW + 5)
     for i in order:
-        who, came = guests[i]
+        who, came = invited[i]
         assert at.record(who.peer_id, admission(text, who, came), NOW + 5, True)
-    assert [at.admits(who.peer_id) for who, _ in guests] == [True, True, False]
-    last, came = guests[2]
-    assert f"is used by peer {guests[1][0].peer_id} already" in at.refusal(last.peer_id, admission(text, last, came))
+    assert [at.admits(who.peer_id) for who, _ in invited] == [True, True, False]
+    last, came = invited[2]
+    assert f"is used by peer {invited[1][0].peer_id} already" in at.refusal(last.peer_id, admission(text, last, came))
 
 
 def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
@@ -168,29 +168,29 @@ def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
     assert not at.admits(BERT.peer_id)
 
 
-def test_who_is_invited_is_out_when_the_invitation_expires_and_is_told_before():
+def test_an_invited_peer_is_out_when_its_invitation_expires_which_is_reported_before():
     time = [NOW]
     at = access_policy(me=ANNA.peer_id, ticket=admission(TEXT, ANNA, NOW), clock=lambda: time[0])
     at.record(BERT.peer_id, admission(issue(CREATOR, SWARM, lives=DAY, peer=BERT.peer_id, now=NOW), BERT), NOW, True)
     at.check_own()
     assert at.admits(BERT.peer_id)
-    assert at.news() == ""
+    assert at.expiry_event() == ""
     time[0] += DAY - SOON_S + 600
-    assert "expires in 50 minutes" in at.news()
-    assert at.news() == ""
+    assert "expires in 50 minutes" in at.expiry_event()
+    assert at.expiry_event() == ""
     time[0] += DAY
-    assert "do not meet this node any more, for its invitation expired" in at.news()
-    assert at.news() == ""
+    assert "do not meet this node any more, for its invitation expired" in at.expiry_event()
+    assert at.expiry_event() == ""
     assert not at.admits(BERT.peer_id)
     with pytest.raises(AdmissionError, match="This node may not come in: its invitation expired"):
         at.check_own()
 
 
-def test_what_is_noted_of_guests_is_bounded(monkeypatch):
+def test_what_is_noted_of_peers_is_bounded(monkeypatch):
     monkeypatch.setattr("shoal.swarm.access.policy.MAX_PEERS", 3)
     at = access_policy()
     for _ in range(5):
         who = Identity.ephemeral()
         at.record(who.peer_id, admission(issue(CREATOR, SWARM, lives=DAY, peer=who.peer_id, now=NOW), who), NOW, True)
-    assert len(at._guests) == len(at._by_invitation) == 3
+    assert len(at._peers) == len(at._by_invitation) == 3
     assert at.admits(who.peer_id)

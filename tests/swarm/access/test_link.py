@@ -109,15 +109,6 @@ def test_a_link_that_would_be_too_long_is_not_made():
         Link(SWARM, (long,) * 16)
 
 
-def test_with_bootstrap_adds_each_once_and_leaves_out_what_no_link_holds():
-    link = Link.parse(GOOD)
-    more = [f"/ip4/10.0.0.{n}/tcp/4001/p2p/{PEER}" for n in range(1, 20)]
-    grown = link.with_bootstrap([HERE, more[0], "/unix/socket", "/ip4/1.2.3.4/tcp/5", more[0], *more])
-    assert grown.bootstrap == (HERE, *more[:7])
-    assert grown.with_bootstrap(more) == grown
-    assert link.bootstrap == (HERE,)
-
-
 def test_address_problem_accepts_the_forms_of_the_daemon():
     for good in (HERE, f"/ip6/::1/tcp/1/p2p/{PEER}", f"/dns/node.example.org/udp/65535/quic-v1/p2p/{PEER}"):
         assert address_problem(good) is None
