@@ -94,7 +94,7 @@ def main() -> None:
         if standing is not None:
             until = table.banned_until(name)
             state = f"banned until round {until}" if until is not None else ""
-            print(f"{name:12} {standing.score / 1000:8.2f}  claims {standing.claims}  seats {standing.seats}  {state}")
+            print(f"{name:12} {standing.score / 1000:8.2f}  claims {standing.claims}  votes {standing.votes}  {state}")
     print({f"{'right' if right else 'wrong'} {outcome}": count for (right, outcome), count in sorted(outcomes(swarm).items())})
 
 

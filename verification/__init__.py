@@ -1,1 +1,1 @@
-"""Verification of generative outputs by LSH consensus: fingerprints, claims, verdicts."""
+"""Verification of generated outputs and training steps: fingerprints, calibration, and the vote on claims."""

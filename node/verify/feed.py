@@ -57,7 +57,7 @@ def standings(table: Table) -> dict[str, Any]:
         peer: {
             "score": standing.score / 1000,
             "claims": standing.claims,
-            "seats": standing.seats,
+            "seats": standing.votes,
             "appeals": standing.appeals,
             "banned_until": table.banned_until(peer),
         }

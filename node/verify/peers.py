@@ -97,7 +97,7 @@ def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, 
     return {
         "score": standing.score / 1000,
         "claims": standing.claims,
-        "votes": standing.seats,
+        "votes": standing.votes,
         "disputes": standing.appeals,
         "bans": standing.bans,
         "banned_until": ends if ends is not None and ends > now else None,
@@ -108,9 +108,9 @@ def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, 
 def reasons(standing: Standing) -> str:
     """What cost a peer its reputation, in a few words; empty if nothing did."""
     counts = {
-        "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.seats["against"],
-        "planted claims approved": standing.seats["missed"], "votes not revealed": standing.seats["withheld"],
-        "seats left empty": standing.seats["absent"], "disputes lost": standing.appeals["lost"],
+        "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.votes["against"],
+        "planted claims approved": standing.votes["missed"], "votes not revealed": standing.votes["withheld"],
+        "seats left empty": standing.votes["absent"], "disputes lost": standing.appeals["lost"],
     }  # fmt: skip
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 

@@ -1,1 +1,1 @@
-"""What honest claims show, and the thresholds that follow."""
+"""Distributions of honest evidence, and the thresholds that follow."""

@@ -1,4 +1,4 @@
-"""What honest peers' proofs look like, and the test of one claim against it, at a stated rate of false alarms.
+"""Test of a claim against the distribution of honest claims, at a stated rate of false alarms.
 
 Thresholds that fit one model and pair of dtypes do not fit another, so each (fingerprint, model, dtype of the prover, dtype of the
 verifier) is calibrated with honest claims of its own. A claim is tested once, as a whole: each feature is pooled over all windows,
@@ -32,12 +32,12 @@ MOST_CLAIMS = 1 << 20
 
 
 class CalibrationError(ValueError):
-    """There is no calibration for a claim, or not enough claims to make one. One sentence says what to do."""
+    """Missing calibration of a claim, or too few claims to make one. One sentence says what to do."""
 
 
 @dataclass(frozen=True, order=True)
 class Pair:
-    """What a calibration holds for: a fingerprint by name, a model by id, and the dtypes of both sides, as "float32"."""
+    """Key of a calibration: a fingerprint by name, a model by id, and the dtypes of both sides, such as "float32"."""
 
     fingerprint: str
     model: str
@@ -62,9 +62,9 @@ class Honest:
     within: tuple[float, ...]
     starts: tuple[float, ...]
     slopes: tuple[float, ...]
-    """Of z's upper tail, for each feature."""
+    """Slope of z's upper tail, for each feature."""
     statistics: tuple[float, ...]
-    """Of each claim, ascending."""
+    """Statistic of each claim, ascending."""
 
     @staticmethod
     def of(claims: Sequence[Evidence]) -> Honest:
@@ -84,7 +84,7 @@ class Honest:
         return replace(honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims)))
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
-        """z of each feature."""
+        """Return z of each feature."""
         size = evidence.size
         return tuple(
             (found - mean) / math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
@@ -94,13 +94,13 @@ class Honest:
         )
 
     def statistic(self, evidence: Evidence) -> tuple[float, int]:
-        """The most extreme feature, in units of its honest tail, and which one it is."""
+        """Return the most extreme feature, in units of its honest tail, and its index."""
         scores = [(z - start) / slope for z, start, slope in zip(self.scores(evidence), self.starts, self.slopes, strict=True)]
         worst = max(range(len(scores)), key=scores.__getitem__)
         return scores[worst], worst
 
     def threshold(self, rate: float = RATE) -> float:
-        """What an honest claim's statistic exceeds with probability ``rate``, in (0, 0.5]."""
+        """Return the value that an honest claim's statistic exceeds with probability ``rate``, in (0, 0.5]."""
         _check_rate(rate)
         ranked, many = self.statistics, len(self.statistics)
         # What a normal distribution would have: one sample that happens to be narrow does not make the test sharper.
@@ -115,7 +115,7 @@ class Honest:
         return max(least, ranked[-1], far * wider + max(0.0, begin) * (wider - 1))
 
     def warning(self, rate: float = RATE) -> str:
-        """Empty, or one sentence if there are too few claims for ``rate``."""
+        """Return one sentence if there are too few claims for ``rate``, else an empty string."""
         _check_rate(rate)
         many, wanted = len(self.claims), math.ceil(1 / rate - 1 - 1e-9)
         if many >= wanted:
@@ -128,7 +128,7 @@ class Honest:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The outcome of a test: ``reason`` is one sentence, also if the claim was accepted. Infinite ``statistic``: a fault."""
+    """Outcome of a test; ``reason`` is one sentence, also for an accepted claim. A fault has an infinite ``statistic``."""
 
     accepted: bool
     statistic: float
@@ -137,19 +137,19 @@ class Judgement:
 
 
 class Calibration:
-    """The honest distributions of several pairs."""
+    """Honest distributions of several pairs."""
 
     def __init__(self, pairs: dict[Pair, Honest] | None = None) -> None:
         self.pairs = dict(pairs or {})
 
     def add(self, pair: Pair, claims: Sequence[Evidence]) -> Honest:
-        """Calibrate ``pair`` with honest ``claims``; what there was of it is replaced. Raises as ``Honest.of``."""
+        """Calibrate ``pair`` with honest ``claims`` in place of any earlier calibration. Raises as ``Honest.of``."""
         self.pairs[pair] = Honest.of(claims)
         return self.pairs[pair]
 
     def judge(self, pair: Pair, evidence: Evidence, rate: float = RATE) -> Judgement:
-        """Test a claim. A fault is refused and equality accepted without a calibration; for what is between, raises
-        ``CalibrationError`` if ``pair`` was not calibrated, or with another fingerprint's features.
+        """Test a claim. A fault is refused and equality accepted without a calibration; otherwise raises ``CalibrationError`` if
+        ``pair`` was not calibrated, or was with another fingerprint's features.
 
         ``rate`` holds for claims like the honest ones in all but length. If many claims of one peer are tested, some are refused
         at this rate; it is for the vote and the reputation to forgive that.
@@ -187,7 +187,7 @@ def _check_rate(rate: float) -> None:
 
 
 def _tail(ranked: Sequence[float]) -> tuple[float, float]:
-    """Where the upper tenth of ascending ``ranked`` begins, and an upper bound of its mean excess, at least ``LEAST_SLOPE``."""
+    """Return where the upper tenth of ascending ``ranked`` begins, and an upper bound of its mean excess, >= ``LEAST_SLOPE``."""
     many = len(ranked)
     tail = max(2, int(many * TAIL))
     start = ranked[many - tail - 1]
@@ -196,7 +196,7 @@ def _tail(ranked: Sequence[float]) -> tuple[float, float]:
 
 
 def _spread_factor(freedom: int) -> float:
-    """How much larger a standard deviation may be than one estimated with so many degrees of freedom, at 95 %.
+    """Return how much larger a standard deviation may be than one estimated with ``freedom`` degrees of freedom, at 95 %.
 
     The quantile of chi-square is that of Wilson and Hilferty (1931), right to 1 % for 19 or more.
     """
@@ -205,7 +205,7 @@ def _spread_factor(freedom: int) -> float:
 
 
 def _components(claims: Sequence[Evidence], at: int) -> tuple[float, float, float]:
-    """Mean, variance between claims and variance of one whole window within a claim, of feature ``at``.
+    """Return the mean of feature ``at``, its variance between claims, and that of one whole window within a claim.
 
     The analysis of variance of a random-effects model with unequal group sizes (Searle, Casella, McCulloch 1992, 3.6): window w of
     claim i is mean + b_i + e_iw, the variance of e being ``within`` over the window's size.

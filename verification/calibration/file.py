@@ -1,6 +1,6 @@
-"""A calibration as a file: safetensors, with the honest windows themselves, so that it can be pooled and judged at any rate.
+"""Calibration files: safetensors with the honest windows themselves, so that they can be pooled and judged at any rate.
 
-A file may come from somebody else. Its size is bounded before it is read, and nothing larger than the file is allocated.
+A file may come from a stranger. Its size is bounded before it is read, and nothing larger than the file is allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DAMAGED = "is not a calibration of this version, or damaged: calibrate again"
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write to ``path``, whole or not at all. Raises ``CalibrationError`` if it would be larger than 256 MiB, ``OSError``."""
+    """Write ``path`` atomically. Raises ``CalibrationError`` above 256 MiB, and ``OSError``."""
     tensors: dict[str, Tensor] = {}
     described = []
     for number, (pair, honest) in enumerate(sorted(calibration.pairs.items(), key=lambda item: item[0])):
@@ -56,7 +56,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read what ``save_calibration`` wrote. Raises ``CalibrationError`` for anything else, or if the file cannot be read."""
+    """Read a file of ``save_calibration``. Raises ``CalibrationError`` for any other file, or if it cannot be read."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise CalibrationError(f"'{path}' is larger than {MOST_BYTES} bytes: it is not a calibration")

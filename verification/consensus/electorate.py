@@ -1,4 +1,4 @@
-"""Who can be drawn for a round, and for which claims: what all peers of a run have to agree on (`agreement`). From records alone.
+"""Electorate of a round: who can be drawn, and for which claims. It follows from records; peers agree on it by `ViewQuorum`.
 
 Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they work
 (`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
@@ -17,8 +17,8 @@ from shoal.verification.consensus.sortition import OPENS, Electorate, beacon, is
 
 
 def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table) -> Electorate:
-    """That of ``round``. Claims of voters, and by lot `Rules.strangers` of others, are drawn for if the audit picks them, unless
-    their author used the slot twice, had not entered in time, or is banned.
+    """Compute the electorate of ``round``. Verifiers are drawn for claims of voters, and by lot for `Rules.strangers` of others,
+    if the audit picks them, unless their author used the slot twice, had not entered in time, or is banned.
     """
     begins = round + OPENS
     entered = {}
@@ -44,12 +44,12 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
 
 
 def void(run: str, round: int) -> Electorate:
-    """That of a round whose electorate peers did not agree on: nobody is drawn, so its claims stay unverified for everybody."""
+    """Return the electorate of a round on which peers did not agree: nobody is drawn, so its claims stay unverified."""
     return Electorate(round, beacon(run, round, ()), {}, frozenset())
 
 
 def root(electorate: Electorate) -> bytes:
-    """32 bytes that tell ``electorate`` from all others: SHA-256 of its encoding."""
+    """Return the SHA-256 of the encoding of ``electorate``."""
     claims = None if electorate.claims is None else sorted(electorate.claims)
     parts = [electorate.round, electorate.beacon, sorted(electorate.operators.items()), claims]
     return hashlib.sha256(b"shoal/verification/1/electorate\x00" + bytes(msgpack.packb(parts))).digest()

@@ -1,7 +1,7 @@
-"""The signed records a peer has, as a set: the order in which they came leaves no trace, so equal sets give equal reputations.
+"""Set of a peer's signed records. The order of arrival leaves no trace, so equal sets give equal reputations.
 
-What comes in has been checked for its signature. The ledger bounds how much it keeps; of records that should be unique, as a
-verifier's vote, it keeps two that differ, since two are the proof that their author contradicts itself.
+Signatures have been checked before. The ledger bounds how much it keeps; of records that should be unique, such as a verifier's
+vote, it keeps two that differ, since two prove that their author contradicts itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Place = tuple[str, bytes, int, str]  # kind, case, attempt, peer
 
 
 class Ledger:
-    """Any order, any number of times: the same records make the same ledger."""
+    """Set of records: added in any order and any number of times, the same records make the same ledger."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._records: dict[bytes, Record] = {}
@@ -38,11 +38,11 @@ class Ledger:
         return identity in self._records
 
     def get(self, identity: bytes) -> Record | None:
-        """The record with this id."""
+        """Return the record with this id, or None."""
         return self._records.get(identity)
 
     def add(self, record: Record) -> bool:
-        """Keep ``record``; False if it was there."""
+        """Add ``record``; return False if it was there."""
         if record.id in self._records:
             return False
         self._records[record.id] = record
@@ -57,23 +57,23 @@ class Ledger:
         return True
 
     def ballots(self, kind: type[R], case: bytes, attempt: int, peer: str) -> list[R]:
-        """The commitments, reveals or verdicts of ``peer`` in one draw; more than one is a contradiction."""
+        """Return the commitments, reveals or verdicts of ``peer`` in one draw; more than one is a contradiction."""
         return [record for record in self._ballots.get((kind.KIND, case, attempt, peer), ()) if isinstance(record, kind)]
 
     def appeals(self, claim: bytes) -> list[Dispute | Opening]:
-        """The disputes and openings of a claim, by round and id."""
+        """Return the disputes and openings of a claim, by round and id."""
         return sorted(self._appeals.get(claim, ()), key=lambda appeal: (appeal.round, appeal.id))
 
     def claims(self) -> list[Claim]:
-        """All claims, by round and id."""
+        """Return all claims, by round and id."""
         return sorted((claim for group in self._claims.values() for claim in group), key=lambda claim: (claim.round, claim.id))
 
     def claims_of(self, peer: str, round: int) -> list[Claim]:
-        """What ``peer`` claimed in ``round``."""
+        """Return the claims of ``peer`` in ``round``."""
         return self._claims.get((peer, round), [])
 
     def entry(self, peer: str, round: int, life: int | None = None) -> Entry | None:
-        """The newest entry of ``peer`` before ``round``, at most ``life`` rounds; None if there is none, or two of one round."""
+        """Return the newest entry of ``peer`` in the ``life`` rounds before ``round``; None if none, or two of one round."""
         least = 0 if life is None else round - life
         earlier = [entry for entry in self._entries.get(peer, ()) if least <= entry.round < round]
         newest = max((entry.round for entry in earlier), default=-1)
@@ -81,26 +81,26 @@ class Ledger:
         return found[0] if len(found) == 1 else None
 
     def entries_of(self, peer: str) -> list[Entry]:
-        """All of ``peer``, as they came."""
+        """Return all entries of ``peer``, in order of arrival."""
         return self._entries.get(peer, [])
 
     def peers(self) -> int:
-        """How many have entered."""
+        """Return how many peers have entered."""
         return len(self._entries)
 
     def entries(self) -> list[Entry]:
-        """All entries, by round and id."""
+        """Return all entries, by round and id."""
         return sorted((entry for group in self._entries.values() for entry in group), key=lambda entry: (entry.round, entry.id))
 
     def published(self, round: int) -> list[Claim | Dispute | Opening]:
-        """The claims and appeals of ``round``, by id."""
+        """Return the claims and appeals of ``round``, by id."""
         found: list[Claim | Dispute | Opening] = [claim for claim in self.claims() if claim.round == round]
         found += [appeal for group in self._appeals.values() for appeal in group if appeal.round == round]
         return sorted(found, key=lambda item: item.id)
 
     def stamp(self, record: Record) -> int | None:
-        """The round to which ``record`` belongs: a claim's or an entry's own, an appeal's or a ballot's that of the claim that it
-        is about; None if that claim is not known.
+        """Return the round to which ``record`` belongs: its own for a claim or an entry, else that of the claim which it concerns;
+        None if that claim is not known.
         """
         if isinstance(record, Claim | Entry):
             return record.round
@@ -111,9 +111,9 @@ class Ledger:
         return claim.round if isinstance(claim, Claim) else None
 
     def newer(self, before: int, life: int) -> Ledger:
-        """Without claims of rounds before ``before``, all that was said about them, and entries ``life`` rounds older than that.
+        """Return the ledger without claims of rounds before ``before``, their records, and entries ``life`` rounds older than that.
 
-        Their consequences have to live on in a base (`reputation.reckon`).
+        Their consequences have to live on in a base (`compute_scores`).
         """
         return Ledger(record for record in self if self._is_newer(record, before, before - life))
 

@@ -1,4 +1,4 @@
-"""What a peer hands to one that missed something: the base, the electorates and the signed records of the last rounds, as bytes.
+"""Log for a peer that missed records: the base, the electorates and the signed records of the last rounds, as bytes.
 
 A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built
 before it is checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
@@ -35,8 +35,8 @@ _NONE = Table(-1, {}, {})
 
 @dataclass(frozen=True)
 class Log:
-    """``base``: the table of the rounds whose records are forgotten, of round -1 if there are none. Nothing in it has been checked
-    but its form.
+    """Decoded log, of which only the form has been checked. ``base`` is the table of the rounds whose records are forgotten, of
+    round -1 if there are none.
     """
 
     base: Table = _NONE
@@ -45,7 +45,7 @@ class Log:
 
 
 def encode(log: Log) -> bytes:
-    """At most 8 MiB: records that do not fit are left out from the end. Raises ValueError if the rest alone is too large."""
+    """Encode ``log`` in at most 8 MiB, without the last records that do not fit. Raises ValueError if the head is too large."""
     data = bytearray()
     for head in _head(log):
         data += _framed(head)
@@ -60,7 +60,7 @@ def encode(log: Log) -> bytes:
 
 
 def decode_log(data: bytes) -> Log:
-    """The log that ``data`` encodes. Raises ValueError if it is too large or malformed in any part."""
+    """Decode a log. Raises ValueError if ``data`` is too large or malformed in any part."""
     base, standings, records = -1, {}, []
     electorates: list[tuple[int, bytes, bool]] = []
     voters: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""What a vote is worth: how often n drawn verifiers accept a wrong claim, or reject an honest one, in closed form.
+"""Odds of a vote: how often n drawn verifiers accept a wrong claim, or reject an honest one, in closed form.
 
 Model: a verifier that works misses a wrong claim with probability ``miss`` and rejects a good one with probability ``alarm``. A
 colluding one votes against the truth each time; a lazy one approves without looking. The claim is decided by the majority of n.
@@ -12,19 +12,19 @@ from math import comb
 
 @dataclass(frozen=True)
 class Odds:
-    """Probabilities, each of one claim."""
+    """Probabilities for one claim."""
 
     wrong_accepted: float
     honest_rejected: float
 
 
 def drawn(n: int, share: float, population: int | None = None) -> list[float]:
-    """P(c of n drawn peers belong to a group), c = 0..n: binomial, or hypergeometric if the ``population`` is finite.
+    """Return P(c of n drawn peers belong to a group), c = 0..n: binomial, or hypergeometric if the ``population`` is finite.
 
-    With a population the group has ``round(share * population)`` peers. Raises ValueError for what cannot be drawn.
+    With a population the group has ``round(share * population)`` peers. Raises ValueError for an impossible draw.
     """
     if n < 1 or not 0 <= share <= 1:
-        raise ValueError(f"a draw needs at least one seat and a share from 0 to 1, got {n} and {share}")
+        raise ValueError(f"a draw needs at least one verifier and a share from 0 to 1, got {n} and {share}")
     if population is None:
         return [comb(n, c) * share**c * (1 - share) ** (n - c) for c in range(n + 1)]
     if population < n:
@@ -34,14 +34,14 @@ def drawn(n: int, share: float, population: int | None = None) -> list[float]:
 
 
 def _at_least(need: int, of: int, chance: float) -> float:
-    """P(``need`` or more of ``of`` independent events happen)."""
+    """Return P(``need`` or more of ``of`` independent events happen)."""
     return sum(comb(of, k) * chance**k * (1 - chance) ** (of - k) for k in range(max(0, need), of + 1))
 
 
 def vote(
     n: int, collude: float = 0.0, *, lazy: float = 0.0, miss: float = 0.01, alarm: float = 0.01, population: int | None = None
 ) -> Odds:
-    """The odds of a claim before ``n`` (odd) drawn verifiers, of a population with these shares of colluding and lazy peers.
+    """Return the odds of a claim before ``n`` (odd) drawn verifiers, of a population with these shares of colluding and lazy peers.
 
     >>> f"{vote(3, 0.1).wrong_accepted:.1%}"
     '3.3%'
@@ -66,7 +66,7 @@ def vote(
 
 
 def least_audit(gain: float, penalty: float, detected: float) -> float:
-    """The share of claims to audit above which cheating does not pay: rate * P(detected) * penalty = gain; above 1 it always pays.
+    """Return the share of claims to audit above which cheating does not pay: rate * P(detected) * penalty = gain; > 1: never.
 
     ``gain``, ``penalty``: per cheat, in the same unit.
     """

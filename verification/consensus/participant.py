@@ -1,13 +1,14 @@
-"""All that one peer does in the consensus: entering, claiming, planting, voting, reckoning; no I/O and no clock of its own.
+"""One peer's whole part in the vote: entering, claiming, planting, voting, scoring; no I/O and no clock of its own.
 
-    participant.tick()            whatever is due; may take as long as a check takes
-    participant.take(signed)      a record came by gossip
+    participant.tick()            do what is due; may take as long as a check takes
+    participant.take(signed)      take a record that came by gossip
     participant.slots()           claims to be made now; participant.claim(claim) publishes one
     participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) gives the own
-    participant.table             what everybody's claims and votes were worth; whoever is banned by it is left out
+    participant.table             everybody's scores; whoever is banned by it is left out
 
-Rounds are Unix time over ``round_s``, so nobody leads and a clock that is off shows. What happens when is in `draw`, `agreement`.
-Records of rounds that nobody can appeal against any more are forgotten; their consequences live on in a base table.
+Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows. `shoal.verification.consensus.sortition` and
+`shoal.verification.consensus.quorum` give the timetable. Records of rounds against which nobody can appeal any more are forgotten;
+their consequences live on in a base table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PULLS = 3  # logs taken in for one round, at most
 
 @dataclass(frozen=True)
 class Slot:
-    """A claim to be made. ``planted``: by the lottery it has to be wrong."""
+    """Claim to be made; if ``planted``, the lottery demands that it is wrong."""
 
     round: int
     slot: int
@@ -44,15 +45,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Pull the log of one of ``peers`` (best first), with all since round ``since``, soon: draws wait for it."""
+    """Request to pull the log of one of ``peers`` (best first) since round ``since``, soon: draws wait for it."""
 
     peers: tuple[str, ...]
     since: int
 
 
 class Participant:
-    """``peer`` in ``run``. ``operator``: who runs it. ``publish`` spreads a record and never waits. ``clock``: Unix seconds; it may
-    go back, the participant then waits. ``salt``: 32 fresh secret bytes with each call.
+    """State machine of ``peer`` in ``run``. ``operator``: who runs it. ``publish`` spreads a record and never waits. ``clock``:
+    Unix seconds; if it goes back the participant waits. ``salt``: 32 fresh secret bytes with each call.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Participant:
         self._pulled = 0
         self._started = False
         self.consensus.advance(self.round, self.round * round_s)
-        # Whoever comes while views of the round are out already has not heard them: it is silent until the next.
+        # A peer that joins while views of the round are out has missed some: it states none until the next.
         self._stated = self.round if self._latest > self.round * round_s + self.times.skew_s else -1
 
     def tick(self, most: int = 1) -> int:
-        """Do what is due; at most ``most`` claims are checked, which is what costs. Returns how many were."""
+        """Do what is due; check at most ``most`` claims, which is what costs. Returns how many were checked."""
         now = self._now()
         if (round := int(now // self.round_s)) > self.round or not self._started:
             self._begin(round)
@@ -94,11 +95,11 @@ class Participant:
         return self.member.work(most)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
-        """A record came ``at`` that Unix time, by default now; state it if records wait while a check runs. Raises Refused."""
+        """Take a record that came ``at`` that Unix time, by default now; it matters if records wait for a check. Raises Refused."""
         self.consensus.take(signed, at)
 
     def slots(self) -> list[Slot]:
-        """The claims to be made in this round: none while banned, or until the own entry is old enough and draws are agreed on."""
+        """Return the claims to make in this round: none while banned, or until the own entry is old enough and draws are agreed."""
         before = self.consensus.electorates.get(self.round - BEHIND)
         entry = anchored(self.consensus.ledger, self.peer, self.round, self.rules)
         chain = next((chain for chain in self._chains if entry is not None and chain.anchor == entry.anchor), None)
@@ -113,7 +114,7 @@ class Participant:
         ]
 
     def claim(self, claim: Claim) -> None:
-        """Publish ``claim`` for one of `slots`. Raises Refused, if its round is over for example; then nobody gets it."""
+        """Publish ``claim`` for one of `slots`. Raises Refused, for example if its round is over; then it is not sent."""
         if claim.peer != self.peer or claim.run != self.run:
             raise ValueError("a participant publishes its own claims only")
         planted = next((slot.planted for slot in self.slots() if (slot.round, slot.slot) == (claim.round, claim.slot)), None)
@@ -124,7 +125,7 @@ class Participant:
 
     @property
     def wanted(self) -> Wanted | None:
-        """Whose log to pull now; None mostly."""
+        """Peers whose log to pull now; mostly None."""
         agreement = self._agreements.get(self.round - OPENS)
         views_in = self._now() >= self.round * self.round_s + 2 * self.times.skew_s
         if agreement is None or not views_in or self._stated < self.round or self._pulled >= PULLS:
@@ -134,8 +135,8 @@ class Participant:
         return Wanted(peers[at:] + peers[:at], self._oldest()) if peers else None
 
     def learn(self, log: Log) -> int:
-        """Take in another peer's log; returns how many records were new. Its electorates and base count only if they are
-        what counts by the views, or give the table that does; else only the signed records are of use.
+        """Take in another peer's log; return how many records were new. Its electorates and base count only if they match the
+        views, or give the table that does; otherwise only the signed records are used.
         """
         self._pulled += 1
         agreement = self._agreements.get(self.round - OPENS)
@@ -151,7 +152,7 @@ class Participant:
         return new
 
     def log(self, since: int) -> Log:
-        """What to hand out: the base, electorates, and the records since round ``since``, newest first."""
+        """Return the log to hand out: base, electorates, and the records since round ``since``, newest first."""
         ledger = self.consensus.ledger
         stamped = [(ledger.stamp(record), record) for record in ledger]
         kept = [(stamp, record) for stamp, record in stamped if stamp is not None and (stamp >= since or isinstance(record, Entry))]
@@ -170,14 +171,14 @@ class Participant:
         return self._latest
 
     def _oldest(self) -> int:
-        """The oldest round whose claims are still needed."""
+        """Return the oldest round whose claims are still needed."""
         return max(self.base.round + 1, self.round - self._keep())
 
     def _keep(self) -> int:
         return self.rules.appeal_rounds + SETTLED + SPARE
 
     def _begin(self, round: int) -> None:
-        """What is due when ``round`` begins; rounds that were slept through are left out."""
+        """Do what is due when ``round`` begins; rounds during which the process slept are left out."""
         if self._agreements.get(self.round - OPENS) is not None and self.round < round:
             self._open(final=True)
         self.round, self._pulled, self._started = round, 0, True
@@ -198,7 +199,7 @@ class Participant:
             self._chains = [*self._chains[-self._keep() :], chain]
 
     def _open_plants(self) -> None:
-        """Show that claims were planted, once all claims of their round are settled."""
+        """Open planted claims, once all claims of their round are settled."""
         for claim in [claim for claim in self._planted if self.round - claim.round >= SETTLED - 1]:
             ruling = self.consensus.ruling(claim.id)
             if ruling is None or self.round - claim.round > self.rules.appeal_rounds:
@@ -213,7 +214,7 @@ class Participant:
                 self._planted.remove(claim)
 
     def _dispute(self) -> None:
-        """Ask for a second draw where claims that were meant to be right are rejected, as by colluders that sat together."""
+        """Ask for a second draw where claims that were meant to be right are rejected, as by colluders drawn together."""
         for claim in [claim for claim in self._meant if self.round - claim.round >= SETTLED - 1]:
             self._meant.remove(claim)
             ruling = self.consensus.ruling(claim.id)
@@ -221,7 +222,7 @@ class Participant:
                 self._say(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=len(ruling.trials) - 1))
 
     def _state(self) -> None:
-        """Reckon, and say how this peer sees the electorate that is due."""
+        """Compute the scores, and publish this peer's view of the electorate that is due."""
         self._stated = self.round
         round, known = self.round - OPENS, self.consensus
         if round < 0:
@@ -247,7 +248,7 @@ class Participant:
         return compute_scores(ledger, electorates, self.rules, self.prices, settled, base)
 
     def _open(self, final: bool) -> None:
-        """Draw as was agreed. Who has to learn what that is does so late; nobody is drawn if nothing is."""
+        """Open the draws of the agreed electorate, also if it is learned late; nobody is drawn if there is no agreement."""
         round = self.round - OPENS
         agreement = self._agreements.get(round)
         if agreement is None or agreement.proposed is None or round in self.consensus.electorates:
@@ -258,19 +259,19 @@ class Participant:
         if found is not None:
             self.consensus.open(found, (round + OPENS) * self.round_s + 3 * self.times.skew_s)
 
-    # -- what others say -------------------------------------------------------------------------------------------------
+    # -- records of others -----------------------------------------------------------------------------------------------
 
     def _view(self, view: View) -> None:
         self._agreements.setdefault(view.round, ViewQuorum(view.round)).take(view)
 
     def _stamp(self, record: Record) -> int:
-        """As `Ledger.stamp`; a record about an unknown claim is older than all."""
+        """Return `Ledger.stamp`, or -1 for a record about an unknown claim."""
         stamp = self.consensus.ledger.stamp(record)
         return -1 if stamp is None else stamp
 
     def _adopt(self, log: Log, agreement: ViewQuorum) -> None:
-        """Take over the history of another peer if it gives the table that counts: its electorates and its base; and if need be
-        without records that it does not have, as those who came too late for most.
+        """Adopt another peer's electorates and base if they give the table that counts; if need be without records that it does
+        not have, such as those that came too late for most peers.
         """
         known, settled = self.consensus, max(self.round - SETTLED, -1)
         mine = self._reckon(known.ledger, self.base, known.electorates)
@@ -296,7 +297,7 @@ class Participant:
                     return
 
     def _say(self, record: Record) -> bool:
-        """Publish, unless the own view refuses it, which counts that."""
+        """Publish, unless the own consensus refuses the record, which it counts."""
         try:
             self.member.publish(record)
         except Refused:

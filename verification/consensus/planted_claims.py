@@ -1,4 +1,4 @@
-"""The lottery of planted claims: known wrong ones, told by nothing in their form, so that voting without looking does not pay.
+"""Lottery of planted claims: known wrong ones that look like others, so that voting without checking does not pay.
 
 Each peer has a secret chain of hashes, link(r) = H(link(r + 1)), whose end, the anchor, it publishes `BEHIND` rounds before its
 first round or earlier. The link of a round and the beacon of `BEHIND` rounds before decide which slots of the round the peer
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-BEHIND = 3  # rounds: the newest beacon that is known when a round begins (see `draw.OPENS`)
+BEHIND = 3  # rounds: the newest beacon that is known when a round begins (see `sortition.OPENS`)
 MAX_LENGTH = 2**14  # rounds of a chain; checking a link takes as many hashes at most (about 10 ms)
 
 
@@ -23,7 +23,7 @@ def _hash(link: bytes) -> bytes:
 
 
 class Chain:
-    """A peer's links for the ``length`` rounds after ``start``, from 32 secret bytes. Raises ValueError out of bounds."""
+    """Hash chain with a peer's links for the ``length`` rounds after ``start``, from 32 secret bytes. ValueError out of bounds."""
 
     def __init__(self, secret: bytes, start: int, length: int = MAX_LENGTH) -> None:
         if len(secret) != 32 or not 1 <= length <= MAX_LENGTH:
@@ -34,18 +34,18 @@ class Chain:
 
     @property
     def anchor(self) -> bytes:
-        """What is published in round ``start``."""
+        """End of the chain, published in round ``start``."""
         return self._links[-1]
 
     def link(self, round: int) -> bytes:
-        """Of ``round``; showing it gives away those of all earlier rounds. Raises ValueError outside the chain."""
+        """Return the link of ``round``; showing it reveals those of all earlier rounds. Raises ValueError outside the chain."""
         if not self.start < round < self.start + len(self._links):
             raise ValueError(f"the chain covers rounds {self.start + 1} to {self.start + len(self._links) - 1}, not {round}")
         return self._links[-1 - (round - self.start)]
 
 
 def belongs(link: bytes, anchor: bytes, steps: int) -> bool:
-    """Whether ``link`` is the one of ``steps`` rounds after the anchor's."""
+    """Return whether ``link`` is the one of ``steps`` rounds after the anchor's."""
     if not 0 < steps <= MAX_LENGTH:
         return False
     for _ in range(steps):
@@ -54,6 +54,6 @@ def belongs(link: bytes, anchor: bytes, steps: int) -> bool:
 
 
 def must_plant(link: bytes, beacon: bytes, slot: int, share: float) -> bool:
-    """Whether the claim in ``slot`` of the link's round is planted; ``beacon``: of `BEHIND` rounds before; ``share``: 0 to 1."""
+    """Return whether the claim in ``slot`` of the link's round is planted; ``beacon``: of `BEHIND` rounds before."""
     drawn = hmac.new(link, b"plant\x00" + beacon + slot.to_bytes(4, "big"), hashlib.sha256).digest()
     return int.from_bytes(drawn[:8], "big") < share * 2**64

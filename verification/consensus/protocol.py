@@ -1,15 +1,14 @@
-"""The protocol as a state machine: signed records and the time go in, duties and rulings come out. No socket, no thread, no clock
-of its own.
+"""The protocol as a state machine without sockets, threads or a clock: signed records go in, duties and rulings come out.
 
     consensus.advance(round)          a new round has begun: claims of it are taken from now on
     consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
     consensus.take(signed)            a record came; Refused says why not, and is counted
     consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for marks
-    consensus.duties(peer)            what ``peer`` has to do now (see `member`)
+    consensus.duties(peer)            what ``peer`` has to do now (see `Voter`)
     consensus.ruling(claim)           what a quorum has settled
 
-What a peer sees in time decides what it states as a verifier. What counts in the end, for rulings and reputation, is only what a
-quorum stated (`rulings`), so records of drawn peers that come late are kept too, refused as votes but there for others' rulings.
+The records that a peer sees in time decide what it states as a verifier. Rulings and reputation follow only from what a quorum
+stated, so late records of verifiers are kept too: refused as votes, but there for others' rulings.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MOST = 4  # different records of one peer where there should be one: enough for 
 
 
 class Consensus:
-    """One peer's view of a run. ``clock``: seconds, never going back; ``banned``: whose records are ignored (`Table.is_banned`)."""
+    """One peer's view of a run. ``clock``: monotonic seconds; ``banned`` says whose records to ignore (`Table.is_banned`)."""
 
     def __init__(
         self,
@@ -69,13 +68,13 @@ class Consensus:
         self._signatures: dict[bytes, bytes] = {}
         self._at: float | None = None
         self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
-        self._strange: set[bytes] = set()  # those of them whose authors are strangers
+        self._strange: set[bytes] = set()  # the waiting ones whose authors are strangers
         self._cases: dict[bytes, Case] = {}
-        self._seated: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)  # who has something to do
+        self._drawn: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)  # verifiers with something to do
 
     def advance(self, round: int, since: float | None = None) -> None:
-        """``round`` has begun, at ``since`` (now if None); cases that nobody can appeal against any more are forgotten. Raises
-        ValueError if that goes back.
+        """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can appeal any more. Raises
+        ValueError for an earlier round.
         """
         if round < self.round:
             raise ValueError(f"round {round} is before {self.round}")
@@ -85,9 +84,9 @@ class Consensus:
                 del self._cases[key]
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
-        """Draw for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by default
-        ``skew_s`` from now: no vote is seen while any peer might still take claims of the round that this case's salts draw for.
-        Raises ValueError if that is too early, or was done.
+        """Draw verifiers for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by
+        default ``skew_s`` from now: no vote is seen while any peer might still take claims of the round whose beacon these salts
+        make. Raises ValueError if that is too early, or was done.
         """
         if electorate.round > self.round - OPENS or electorate.round in self.electorates:
             raise ValueError(f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done")
@@ -99,8 +98,8 @@ class Consensus:
             self._start(item, self.now() + self.times.skew_s if begin is None else begin)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
-        """Take one record, which came ``at`` that time (now if None). Raises Refused; an accepted record is counted as
-        ``accepted``, another under its reason.
+        """Take one record, which came ``at`` that time (now if None), and count it as accepted or under the reason of its refusal.
+        Raises Refused.
         """
         self._at = at
         try:
@@ -115,8 +114,8 @@ class Consensus:
         self.counts["accepted"] += 1
 
     def learn(self, signed: Signed) -> bool:
-        """Add a record that another peer has kept; False if it was there, or is none of ours. Its time does not matter, bounds do.
-        It makes no marks, and duties only if the draw for it is still to come.
+        """Add a record that another peer has kept, whatever its time; return False if it was there, is of another run or out of
+        bounds. It makes no marks, and duties only if its draw is still to come.
         """
         record = signed.record
         if record.id in self.ledger or not self._may_keep(record) or not self._is_signed(signed):
@@ -126,7 +125,7 @@ class Consensus:
         return True
 
     def signed(self, record: Record) -> Signed:
-        """A record of the ledger as it came. Raises KeyError if it is not there."""
+        """Return a record of the ledger with its signature. Raises KeyError if it is not there."""
         return Signed(record, self._signatures[record.id])
 
     def forget(self, before: int) -> None:
@@ -136,20 +135,20 @@ class Consensus:
             del self.electorates[round]
 
     def keep(self, ledger: Ledger) -> None:
-        """Go on with ``ledger``, a part of the present one."""
+        """Continue with ``ledger``, a part of the present one."""
         self.ledger = ledger
         self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
         for key in [key for key in self._cases if key not in self.ledger]:
             del self._cases[key]
 
     def duties(self, peer: str) -> list[Duty]:
-        """What ``peer`` has to do now, by case."""
+        """Return what ``peer`` has to do now, by case."""
         now, found = self.now(), []
-        for key, (case, attempt) in list(self._seated[peer].items()):
+        for key, (case, attempt) in list(self._drawn[peer].items()):
             draw, current = case.draws[attempt], case.current(now)
             stated = bool(self.ledger.ballots(Verdict, key, attempt, peer))
             if stated or key not in self._cases or (attempt > current and case.is_over(now)):
-                del self._seated[peer][key]
+                del self._drawn[peer][key]
                 continue
             if attempt > current:
                 continue
@@ -164,7 +163,7 @@ class Consensus:
         return found
 
     def ruling(self, claim: bytes) -> Ruling | None:
-        """What is settled about the claim with this id, bans apart (`Table.rulings` heeds them); None if it is not known."""
+        """Return the ruling on the claim with this id, bans apart (`Table.rulings` heeds them); None if it is not known."""
         record = self.ledger.get(claim)
         return rule(record, self.ledger, self.electorates, self.rules) if isinstance(record, Claim) else None
 
@@ -178,7 +177,7 @@ class Consensus:
             self._check_slot(record)  # before the signature, which costs most: only floods are refused here
         if not self._is_signed(signed):
             raise Refused("A record was refused: its signature is not its author's.", "forged")
-        # A banned peer's seats and planted claims are of earlier: it may still bring them to an end.
+        # A banned peer may still finish what it was drawn for and open what it planted before.
         if isinstance(record, Claim | Entry | Dispute) and self._banned(record.peer):
             raise Refused("A record was refused: its author is banned.", "banned")
         if isinstance(record, Claim | Entry):
@@ -194,7 +193,7 @@ class Consensus:
         return self._verify(signed.record.peer, signed.record.encoded, signed.signature)
 
     def now(self) -> float:
-        """The time of the clock, or at which the record came that is being taken."""
+        """Return the time of the clock, or that at which the record being taken came."""
         return self._clock() if self._at is None else self._at
 
     def _check_slot(self, claim: Claim) -> None:
@@ -236,7 +235,7 @@ class Consensus:
             raise Refused(f"A view was refused: {error}.", "contradiction") from error
 
     def _may_keep(self, record: Record) -> bool:
-        """Whether a record from a log is of this run and within the bounds."""
+        """Return whether a record from a log is of this run and within the bounds."""
         if isinstance(record, Claim | Entry):
             if record.run != self._run or record.round > self.round + 1:
                 return False
@@ -278,13 +277,13 @@ class Consensus:
         case = self._cases.get(record.case)
         if case is None:
             raise Refused(f"A {record.KIND} for an unknown case was refused.", "unknown")
-        if record.attempt >= len(case.draws) or record.peer not in case.draws[record.attempt].seats:
+        if record.attempt >= len(case.draws) or record.peer not in case.draws[record.attempt].verifiers:
             raise Refused(f"A {record.KIND} was refused: its author was not drawn.", "not-drawn")
         if len(self.ledger.ballots(type(record), record.case, record.attempt, record.peer)) >= MOST:
             raise Refused(f"A {record.KIND} was refused: its author sent too many.", "quota")
         draw = case.draws[record.attempt]
-        if isinstance(record, Verdict) and len(record.marks) != len(draw.seats):
-            raise Refused("A verdict was refused: it has another number of seats.", "unfit")
+        if isinstance(record, Verdict) and len(record.marks) != len(draw.verifiers):
+            raise Refused("A verdict was refused: it has another number of verifiers.", "unfit")
         earlier = bool(self.ledger.ballots(type(record), record.case, record.attempt, record.peer))
         self.ledger.add(record)
         if earlier:
@@ -294,7 +293,7 @@ class Consensus:
             self._note(draw, record)
 
     def _note(self, draw: Draw, record: Commitment | Reveal) -> None:
-        """What came in time, for the marks that this peer states."""
+        """Note a ballot that came in time, for the marks that this peer states."""
         now = self.now()
         if isinstance(record, Commitment):
             if not draw.takes_commitments(now):
@@ -309,7 +308,7 @@ class Consensus:
                 raise Refused("A reveal was refused: it is not the vote that was committed to.", "unfit")
 
     def _check_round(self, kind: str, round: int) -> None:
-        """Of a claim, an entry or an appeal: of the current round, or of a neighbour's whose clock differs from ours."""
+        """Refuse a claim, an entry or an appeal of another round, but for those that a neighbour's clock explains."""
         if round > self.round + 1:
             raise Refused(f"A {kind} was refused: its round has not begun.", "future")
         if round == self.round - 1 and self.now() < self._since + self.times.skew_s and round not in self.electorates:
@@ -329,7 +328,7 @@ class Consensus:
             self._strange.add(item.id)
 
     def _voters(self) -> Mapping[str, str] | None:
-        """Who can be drawn, as far as is known; None before the first draw."""
+        """Return who can be drawn, as far as is known; None before the first draw."""
         agreed = [round for round, electorate in self.electorates.items() if electorate.operators]
         return self.electorates[max(agreed)].operators if agreed else None
 
@@ -345,25 +344,25 @@ class Consensus:
             agrees = settled.outcome == "invalid" and isinstance(item, Opening)
             if settled.appeal is not None or agrees or self._is_appealed(claim):
                 return
-            seats = second_draw(item, claim, self.electorates, self.rules)
-            drawn = (seats,) if seats else ()
+            verifiers = second_draw(item, claim, self.electorates, self.rules)
+            drawn = (verifiers,) if verifiers else ()
         if drawn:
             self._make_room()
             case = Case.at(begin, claim, appeal, drawn, self.times, self.now())
             self._cases[case.key] = case
             for attempt, draw in enumerate(case.draws):
-                for peer in draw.seats if draw.watched else ():
-                    self._seated[peer][case.key] = case, attempt
+                for peer in draw.verifiers if draw.watched else ():
+                    self._drawn[peer][case.key] = case, attempt
 
     def _is_appealed(self, claim: Claim) -> bool:
         now = self.now()
         return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
 
     def _make_room(self) -> None:
-        """Forget the case that began first: no vote of it is taken any more, the ledger keeps what was."""
+        """Forget the oldest cases: none of their votes is taken any more, the ledger keeps the earlier ones."""
         while len(self._cases) >= self.limits.cases:
             del self._cases[next(iter(self._cases))]
 
 
 def _no_views(view: View) -> None:
-    """Where nobody agrees on anything, as in tests of one peer, views are of no use."""
+    """Ignore views, where no electorate is agreed on, as in tests of one peer."""

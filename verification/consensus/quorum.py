@@ -1,15 +1,15 @@
-"""How peers agree on the electorate of a round, without a leader: each states a digest of what it computed (`claims.View`).
+"""Agreement on the electorate of a round, without a leader: each peer states a digest of what it computed (`records.View`).
 
     begin of round r + 2      votes on claims of r - 1 are over
       + skew_s                each computes its electorate of r, and publishes its view
-      + 2 skew_s              one root counts; who computed another pulls the log of one of those who state it, and opens theirs,
-                              as soon as it has it
+      + 2 skew_s              one root counts; a peer that computed another pulls the log of one that states it, and opens that
+                              electorate as soon as it has it
       + 3 skew_s              draws begin. If no root counts nobody is drawn for r, by anybody (`electorate.void`)
 
 A root counts that more than half of the last known electorate state; or, if they are divided, the commonest that more than a third
-state, the smallest if several are: with fewer colluders than that somebody honest has computed it. Only those are asked that could
-vote now: who is gone for long does not block the others. A peer that knows no electorate yet follows what most of those state that
-it hears, and trusts them with that. Two views of one peer count as none.
+state, the smallest if several are: with fewer colluders than that somebody honest has computed it. Only peers count that could vote
+now: those gone for long do not block the others. A peer that knows no electorate yet follows the commonest view that it receives,
+and trusts its authors. Two views of one peer count as none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.verification.consensus.sortition import Electorate
 
 
 class ViewQuorum:
-    """The views of one ``round``. ``voters``: those whose views count; None if that is not known, then everybody's."""
+    """Views of one ``round``, and which root and table count by them."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -46,18 +46,18 @@ class ViewQuorum:
             raise ValueError("a peer stated two views of one round")
 
     def propose(self, own: View, electorate: Electorate, voters: Collection[str] | None) -> None:
-        """What this peer computed."""
+        """Set what this peer computed. ``voters``: those whose views count; None if not known, then everybody's count."""
         self._own, self._voters = own, None if voters is None else frozenset(voters)
         self._views.setdefault(own.peer, own)
         self._known[own.root] = electorate
 
     @property
     def proposed(self) -> Electorate | None:
-        """What `propose` gave."""
+        """Electorate that `propose` set."""
         return self._known[self._own.root] if self._own else None
 
     def learned(self, electorate: Electorate) -> bool:
-        """Another peer's ``electorate``; False, and not kept, unless it is the one that counts."""
+        """Keep another peer's ``electorate`` and return True if it is the one that counts."""
         if electorate.round != self.round or root(electorate) != self.root:
             return False
         self._known[root(electorate)] = electorate
@@ -65,23 +65,23 @@ class ViewQuorum:
 
     @property
     def root(self) -> bytes | None:
-        """The root that counts by the views so far."""
+        """Root that counts by the views so far."""
         return self._counted("root")
 
     @property
     def table(self) -> bytes | None:
-        """The digest of the table that counts by the views so far."""
+        """Digest of the table that counts by the views so far."""
         return self._counted("table")
 
     @property
     def electorate(self) -> Electorate | None:
-        """The one that counts, if it is known here."""
+        """Electorate that counts, if it is known here."""
         return self._known.get(self.root or b"")
 
     def sources(self) -> tuple[str, ...]:
-        """Whose log to pull: of those who computed what counts if that is not the own, of the commonest others if nothing counts.
+        """Return the peers whose log to pull: those who state what counts if that is not the own, or the commonest if none counts.
 
-        Empty if there is nothing to learn. Those who may know most come first.
+        Empty if there is nothing to learn. Peers that may know most come first.
         """
         if self._own is None:
             return ()

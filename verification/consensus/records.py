@@ -1,10 +1,10 @@
-"""What is said about a generated output, as records that are signed: who claims what, who was drawn, how each voted.
+"""Signed records about generated outputs: claims, commitments, votes, verdicts and appeals.
 
     Entry        "I take part from round r on": the operator behind the key, and the anchor of the lottery for planted claims
     Claim        "this model made this output from this prompt", by hashes; output and proof are asked for by those who check
     Commitment   a drawn verifier's vote, hidden: without this step a lazy one would copy the first vote it sees
     Reveal       the vote, with the salt that shows that it was the hidden one
-    Verdict      what a drawn verifier saw of all seats when time was up: a quorum attests lateness, not each reader's clock
+    Verdict      what a drawn verifier saw of all verifiers when time was up: a quorum attests lateness, not each reader's clock
     Dispute      "that was decided wrongly": a second, larger draw
     Opening      "that claim of mine was planted": shows the link of the lottery's chain
     View         who can be drawn for a round and for which claims, and the table, as this peer sees them: digests to agree on
@@ -35,15 +35,15 @@ Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Attempt = Annotated[int, Field(ge=0, lt=ATTEMPTS)]
 Vote = Literal["valid", "invalid"]
 Mark = Literal["valid", "invalid", "absent", "withheld"]
-"""Of a seat: its vote; ``absent`` without a commitment in time; ``withheld`` with one, but without the vote that fits it."""
+"""A verifier's vote; ``absent`` without a commitment in time; ``withheld`` with one, but without the vote that fits it."""
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]
-"""(peer, encoded record, signature) to whether that peer signed it; must not raise, whatever it is given."""
+"""Maps (peer, encoded record, signature) to whether that peer signed it; must not raise, whatever it is given."""
 
 
 class Record(BaseModel):
-    """What all records share. Raises pydantic's ValidationError, a ValueError, for a field out of bounds."""
+    """Base of all records. Raises pydantic's ValidationError, a ValueError, for a field out of bounds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     KIND: ClassVar[str]
@@ -51,12 +51,12 @@ class Record(BaseModel):
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """The only encoding; what is signed."""
+        """The only encoding, which is signed."""
         return bytes(msgpack.packb([f"shoal/verification/1/{self.KIND}", *self.__class__._values(self)]))
 
     @functools.cached_property
     def id(self) -> bytes:
-        """32 bytes that tell this record from all others."""
+        """SHA-256 of the encoding."""
         return hashlib.sha256(self.encoded).digest()
 
     @classmethod
@@ -65,7 +65,7 @@ class Record(BaseModel):
 
 
 class Entry(Record):
-    """``operator``: whoever runs the peer; peers of one operator never sit together. ``anchor``: see `plants.Chain`."""
+    """Entry of a peer. ``operator`` runs it; peers of one operator are never drawn together. ``anchor``: see `Chain`."""
 
     KIND = "entry"
     run: Peer
@@ -75,7 +75,7 @@ class Entry(Record):
 
 
 class Claim(Record):
-    """``slot`` counts a peer's claims of one round from 0. All hashes are SHA-256; ``sampling`` is the hash of the parameters."""
+    """Claim of an output. ``slot`` counts a peer's claims of a round from 0; hashes are SHA-256, ``sampling`` of the parameters."""
 
     KIND = "claim"
     run: Peer
@@ -91,7 +91,7 @@ class Claim(Record):
 
 
 class Commitment(Record):
-    """``case``: the id of the claim, or of the dispute or opening that made a second draw. ``digest``: of `hide`."""
+    """Hidden vote. ``case``: the id of the claim, or of the dispute or opening that made a second draw. ``digest``: of `hide`."""
 
     KIND = "commitment"
     case: Hash
@@ -100,7 +100,7 @@ class Commitment(Record):
 
 
 class Reveal(Record):
-    """``evidence``: what the verifier measured, opaque here."""
+    """Revealed vote. ``evidence``: what the verifier measured, opaque here."""
 
     KIND = "reveal"
     case: Hash
@@ -110,13 +110,13 @@ class Reveal(Record):
     salt: Hash
 
     def fits(self, commitment: Commitment) -> bool:
-        """Whether this is the vote that ``commitment`` hid."""
+        """Return whether this is the vote that ``commitment`` hid."""
         same = (self.peer, self.case, self.attempt) == (commitment.peer, commitment.case, commitment.attempt)
         return same and commitment.digest == hide(self)
 
 
 class Verdict(Record):
-    """``marks``: of every seat, in the order of the draw, as this peer saw them at the end."""
+    """Statement of a verifier. ``marks``: of every verifier, in the order of the draw, as this peer saw them at the end."""
 
     KIND = "verdict"
     case: Hash
@@ -125,7 +125,7 @@ class Verdict(Record):
 
 
 class Dispute(Record):
-    """Against what the draw number ``attempt`` decided about ``claim``."""
+    """Appeal against the decision of draw number ``attempt`` about ``claim``."""
 
     KIND = "dispute"
     round: Round
@@ -134,7 +134,7 @@ class Dispute(Record):
 
 
 class Opening(Record):
-    """The author of ``claim`` shows that it had to plant it. If draw ``attempt`` approved it, that is a dispute too."""
+    """Proof by the author of ``claim`` that it had to plant it. If draw ``attempt`` approved it, that is a dispute too."""
 
     KIND = "opening"
     round: Round
@@ -144,7 +144,7 @@ class Opening(Record):
 
 
 class View(Record):
-    """``root``: of the electorate of ``round``, see `electorate.root`; ``table``: digest of the table reckoned when it was made."""
+    """View of ``round``. ``root``: of the electorate, see `electorate.root`; ``table``: digest of the table at that time."""
 
     KIND = "view"
     run: Peer
@@ -160,24 +160,24 @@ KINDS: dict[str, type[Record]] = {
 
 @dataclass(frozen=True)
 class Signed:
-    """A record with its author's signature over ``record.encoded``; nobody has checked it yet."""
+    """Record with its author's signature over ``record.encoded``, not yet checked."""
 
     record: Record
     signature: bytes
 
     @classmethod
     def by(cls, sign: Sign, record: Record) -> Signed:
-        """``record`` with the signature of its author, whose ``sign`` this is."""
+        """Sign ``record`` with its author's ``sign``."""
         return cls(record, sign(record.encoded))
 
 
 def hide(reveal: Reveal) -> bytes:
-    """The digest that commits to ``reveal``; it holds the author, so another peer's commitment is of no use to a copier."""
+    """Return the digest that commits to ``reveal``; it covers the author, so another peer's commitment is of no use to a copier."""
     return hashlib.sha256(b"shoal/verification/1/hidden\x00" + reveal.encoded).digest()
 
 
 def decode(data: bytes) -> Record:
-    """The record that ``data`` encodes. Raises ValueError if it is too large, malformed, or another spelling of a record."""
+    """Decode a record. Raises ValueError if ``data`` is too large, malformed, or another spelling of a record."""
     if len(data) > LIMIT:
         raise ValueError(f"a record of {len(data)} bytes is above {LIMIT}")
     try:

@@ -1,10 +1,10 @@
-"""What each peer's claims and votes are worth to others: a table that follows from the signed records alone.
+"""Reputation of each peer: a table of scores that follows from the signed records alone.
 
-Rounds are gone through in order; the changes of a round are summed in integers, so neither the order of arrival nor the machine
+Rounds are processed in order; the changes of a round are summed in integers, so neither the order of arrival nor the machine
 matters. A score fades towards 0 and cannot be saved up beyond a ceiling that is less than one lie costs, so farming does not pay
 for a defection. At the floor a peer is banned for some rounds, each time for longer, and comes back on probation.
 
-Every loss is a mark or a decision that more than half of a draw's seats have signed (`rulings`), so nobody is banned by fewer.
+Every loss is a mark or a decision that more than half of a draw's verifiers have signed, so nobody is banned by fewer.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ POINT = 1000  # scores and prices are in thousandths of a point
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """Changes of a score, in thousandths of a point. Raises ValueError where cheating would pay."""
+    """Changes of a score by event, in thousandths of a point. Raises ValueError where cheating would pay."""
 
     upheld: int = 100
-    """To the author of a claim found valid."""
+    """Change for the author of a claim found valid."""
     rejected: int = -6000
-    """To the author of one found invalid."""
+    """Change for the author of a claim found invalid."""
     agreed: int = 50
-    """To a verifier that voted as was decided in the end."""
+    """Change for a verifier that voted as was decided in the end."""
     against: int = -2000
-    """To one that voted otherwise."""
+    """Change for a verifier that voted otherwise."""
     absent: int = -800
-    """To one that sent no commitment in time."""
+    """Change for a verifier that sent no commitment in time."""
     withheld: int = -2000
-    """To one whose vote did not come, or was not the one it committed to."""
+    """Change for a verifier whose vote did not come, or was not the one it committed to."""
     missed: int = -8000
-    """To one that approved a planted claim."""
+    """Change for a verifier that approved a planted claim."""
     won: int = 500
-    """To a peer whose dispute, or opening, overturned a decision."""
+    """Change for a peer whose dispute, or opening, overturned a decision."""
     lost: int = -2000
-    """To one whose did not."""
+    """Change for a peer whose dispute did not."""
     ceiling: int = 5000
     floor: int = -10_000
     fade: int = 256
@@ -54,7 +54,7 @@ class ScoreRules:
     ban: int = 64
     """Rounds of the first ban; each further one is twice as long."""
     longest: int = 4096
-    """Rounds of the longest."""
+    """Rounds of the longest ban."""
 
     def __post_init__(self) -> None:
         losses = (self.rejected, self.against, self.absent, self.withheld, self.missed, self.lost)
@@ -72,25 +72,25 @@ class ScoreRules:
 
 @dataclass
 class Standing:
-    """Of one peer; scores in thousandths of a point, as of the table's round."""
+    """Record of one peer; scores in thousandths of a point, as of the table's round."""
 
     score: int = 0
     until: int | None = None
-    """The last round of a ban, also of one that is over; None if it never was banned."""
+    """Last round of a ban, also of one that is over; None if it never was banned."""
     bans: int = 0
     claims: dict[str, int] = field(default_factory=lambda: {"valid": 0, "invalid": 0, "unverified": 0, "planted": 0})
-    seats: dict[str, int] = field(default_factory=lambda: {"agreed": 0, "against": 0, "absent": 0, "withheld": 0, "missed": 0})
+    votes: dict[str, int] = field(default_factory=lambda: {"agreed": 0, "against": 0, "absent": 0, "withheld": 0, "missed": 0})
     appeals: dict[str, int] = field(default_factory=lambda: {"won": 0, "lost": 0})
 
     @property
     def row(self) -> tuple[int | None, ...]:
-        """All of it as `ROW` numbers."""
-        counts = (*self.claims.values(), *self.seats.values(), *self.appeals.values())
+        """All fields as `ROW` numbers."""
+        counts = (*self.claims.values(), *self.votes.values(), *self.appeals.values())
         return (self.score, self.until, self.bans, *counts)
 
     @classmethod
     def of(cls, row: Sequence[int | None]) -> Standing:
-        """What ``row`` was made from. Raises ValueError unless it has `ROW` integers, all but the score and None not negative."""
+        """Make a standing from its ``row``. ValueError unless it has `ROW` integers, all but the score >= 0 or None."""
         score, until, bans, *counts = row
         numbers = (score, bans, *counts, *([] if until is None else [until]))
         if len(row) != ROW or any(type(number) is not int or abs(number) > MAX_ROUND for number in numbers):
@@ -99,15 +99,15 @@ class Standing:
             raise ValueError("not a standing")
         standing = cls(int(score or 0), until, int(bans or 0))
         found = iter(int(count or 0) for count in counts)
-        for group in (standing.claims, standing.seats, standing.appeals):
+        for group in (standing.claims, standing.votes, standing.appeals):
             group.update({name: next(found) for name in group})
         return standing
 
 
 @dataclass(frozen=True)
 class Table:
-    """The standings at the end of ``round``, and the rulings they follow from, by claim id. For pairing and for the choice of
-    rollouts: whoever `is_banned` is left out.
+    """Standings at the end of ``round``, and the rulings they follow from, by claim id. Pairing and the choice of rollouts leave
+    out whoever `is_banned`.
     """
 
     round: int
@@ -115,39 +115,39 @@ class Table:
     rulings: dict[bytes, Ruling]
 
     def score(self, peer: str) -> int:
-        """In thousandths of a point; 0 for a stranger."""
+        """Return a score in thousandths of a point; 0 for a stranger."""
         return self.standings[peer].score if peer in self.standings else 0
 
     def banned_until(self, peer: str) -> int | None:
-        """The last round of the ban that lasts beyond the table's round, or None."""
+        """Return the last round of a ban that lasts beyond the table's round, or None."""
         standing = self.standings.get(peer)
         return standing.until if standing and standing.until is not None and standing.until > self.round else None
 
     def is_banned(self, peer: str, round: int | None = None) -> bool:
-        """Whether ``peer`` is banned in ``round``, by default the one after the table's."""
+        """Return whether ``peer`` is banned in ``round``, by default the one after the table's."""
         until = self.banned_until(peer)
         return until is not None and (self.round + 1 if round is None else round) <= until
 
     def valid(self, peer: str) -> int:
-        """How many claims of ``peer`` were found valid: what fresh keys have to show first."""
+        """Return how many claims of ``peer`` were found valid, which fresh keys have to show first."""
         return self.standings[peer].claims["valid"] if peer in self.standings else 0
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """32 bytes that tell the standings from all others: SHA-256 of their encoding, sorted by peer."""
+        """SHA-256 of the encoding of round and standings, sorted by peer."""
         rows = [[peer, *standing.row] for peer, standing in sorted(self.standings.items())]
         return hashlib.sha256(b"shoal/verification/1/table\x00" + bytes(msgpack.packb([self.round, rows]))).digest()
 
     def base(self) -> Table:
-        """The same standings, copied, without the rulings: what lives on of rounds whose records are forgotten."""
+        """Copy the standings without the rulings, to keep them when the records of their rounds are forgotten."""
         return Table(self.round, {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}, {})
 
 
 def compute_scores(
     ledger: Ledger, electorates: Electorates, rules: Rules, prices: ScoreRules, round: int, base: Table | None = None
 ) -> Table:
-    """The table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier round,
-    those up to that round count through it, and their records are not needed any more.
+    """Compute the table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier
+    round, claims up to that round count through it, and their records are not needed any more.
     """
     standings: defaultdict[str, Standing] = defaultdict(Standing)
     standings.update(base.base().standings if base else {})
@@ -177,23 +177,23 @@ def compute_scores(
 
 
 def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules) -> Iterator[tuple[str, int]]:
-    """Counts what happened into ``standings`` and gives the changes of scores."""
+    """Count the events of ``ruling`` into ``standings`` and yield the changes of scores."""
     if not ruling.trials:  # nobody was drawn: strangers' claims leave no trace
         return
     author = ruling.claim.peer
     standings[author].claims["planted" if ruling.planted else ruling.outcome] += 1
     if ruling.outcome == "valid":
-        yield author, 0 if ruling.opened else prices.upheld  # it was to be wrong: nothing to be paid for
+        yield author, 0 if ruling.opened else prices.upheld  # it was to be wrong: it earns nothing
     elif ruling.outcome == "invalid":
         yield author, prices.upheld if ruling.planted else prices.rejected
     for trial in ruling.trials:
-        for peer, mark in zip(trial.seats, trial.marks, strict=True):
+        for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
             if mark is None or (mark in ("valid", "invalid") and ruling.outcome == "unverified"):
                 continue
             kind = _kind(mark, ruling)
             if peer in trial.contradicted and getattr(prices, kind) > prices.withheld:
                 kind = "withheld"
-            standings[peer].seats[kind] += 1
+            standings[peer].votes[kind] += 1
             yield peer, int(getattr(prices, kind))
     if ruling.appeal is not None:
         kind = "won" if ruling.overturned else "lost"
@@ -210,7 +210,7 @@ def _kind(mark: str, ruling: Ruling) -> str:
 
 
 def _fade(standing: Standing, rounds: int, prices: ScoreRules) -> None:
-    """Integer division towards 0, so that a score ends at 0 and every machine computes the same."""
+    """Fade a score by integer division towards 0, so that it ends at 0 and every machine computes the same."""
     for _ in range(rounds):
         if standing.score == 0:
             return

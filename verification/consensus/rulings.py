@@ -1,12 +1,12 @@
-"""What a set of signed records says about each claim: a pure function, with no clock, so that all peers rule alike.
+"""Rulings on claims: a pure function of a set of signed records, with no clock, so that all peers rule alike.
 
-In each draw the verifiers state, when time is up, how they saw every seat. A mark counts if more than half of all seats state
-it, banned peers' statements apart; and a vote only if the signed vote itself is there: so nobody's vote is put into its mouth,
-and whether somebody was late is decided by a quorum of clocks. The claim is valid or invalid by strict majority of the votes
-that count, if they are a quorum; else the next draw decides; after the last it is unverified, never valid.
+In each draw the verifiers state, when time is up, how they saw every verifier. A mark counts if more than half of all verifiers
+state it, banned peers' statements apart; a vote counts only if the signed vote itself is there. So nobody can invent a vote of
+another, and a quorum of clocks decides who was late. The claim is valid or invalid by strict majority of the votes that count,
+if they are a quorum; else the next draw decides; after the last it is unverified, never valid.
 
-A dispute, and an opening of a planted claim that was approved, makes a larger draw, which is final. Who was in the minority is
-judged against the final outcome. Of several appeals against a claim the first by round and id that reached a decision counts.
+A dispute, and an opening of a planted claim that was approved, makes a larger draw, which is final. The minority is judged against
+the final outcome. Of several appeals against a claim the first by round and id that reached a decision counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.planted_claims import BEHIND, belongs, must_plant
 from shoal.verification.consensus.records import MAX_SEATS, Claim, Commitment, Dispute, Entry, Mark, Opening, Reveal, Verdict, Vote
-from shoal.verification.consensus.sortition import LEAST, SETTLED, Electorate, is_audited, seats
+from shoal.verification.consensus.sortition import LEAST, SETTLED, Electorate, draw_verifiers, is_audited
 
 Outcome = Literal["valid", "invalid", "unverified"]
 Electorates = Mapping[int, Electorate]
@@ -28,12 +28,12 @@ PREFERRED: tuple[Mark, ...] = ("invalid", "valid", "withheld", "absent")  # if s
 
 @dataclass(frozen=True)
 class Rules:
-    """What all peers of a run must agree on."""
+    """Parameters on which all peers of a run must agree."""
 
     verifiers: int = 3
-    """Seats of a draw; odd."""
+    """Verifiers of a draw; odd."""
     appeal: int = 7
-    """Seats of the draw after a dispute; odd."""
+    """Verifiers of the draw after a dispute; odd."""
     audit: float = 1.0
     """Share of claims that verifiers are drawn for."""
     planted: float = 0.05
@@ -41,13 +41,13 @@ class Rules:
     appeal_rounds: int = 16
     """Rounds after a claim's in which it can be disputed or opened."""
     claims: int = 1
-    """Of a peer in a round; slots count from 0."""
+    """Claims of a peer in a round; slots count from 0."""
     strangers: int = 8
-    """Claims of a round, of all who cannot be drawn themselves together, that verifiers are drawn for: fresh keys cost nothing."""
+    """Claims that are verified in a round, of all authors who cannot be drawn themselves together: fresh keys cost nothing."""
     life: int = 8
     """Rounds that an entry holds; it is renewed every half of them."""
     proven: int = 2
-    """Claims of a peer that were found valid before it can be drawn, once more peers than sit in a draw have as many."""
+    """Claims of a peer that were found valid before it can be drawn, once more peers than a draw needs have as many."""
 
     def __post_init__(self) -> None:
         for name in ("verifiers", "appeal"):
@@ -63,28 +63,28 @@ class Rules:
 
 @dataclass(frozen=True)
 class Trial:
-    """One draw: its seats, the marks that count (None where no mark has a quorum), and who signed two different things."""
+    """One draw: its verifiers, the marks that count (None where no mark has a quorum), and who signed two different records."""
 
-    seats: tuple[str, ...]
+    verifiers: tuple[str, ...]
     marks: tuple[Mark | None, ...]
     contradicted: frozenset[str] = frozenset()
 
     @property
     def decision(self) -> Vote | None:
-        """None without a quorum, or without a majority."""
+        """The vote of the majority; None without a quorum or a majority."""
         return decide(self.marks)
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What is settled about a claim."""
+    """Decision about a claim."""
 
     claim: Claim
     outcome: Outcome
     trials: tuple[Trial, ...]
-    """Those whose marks count: up to the one that decided, then the appeal if there is one."""
+    """Draws whose marks count: up to the one that decided, then that of the appeal if there is one."""
     appeal: Dispute | Opening | None = None
-    """What made the final draw."""
+    """The appeal that made the final draw."""
     opened: bool = False
     """The author opened the claim in time, and had to plant it."""
     overturned: bool = False
@@ -92,17 +92,17 @@ class Ruling:
 
     @property
     def planted(self) -> bool:
-        """Opened, and indeed wrong."""
+        """The claim was opened, and is indeed wrong."""
         return self.opened and self.outcome == "invalid"
 
 
-def quorum(seats: int) -> int:
-    """More than half."""
-    return seats // 2 + 1
+def quorum(verifiers: int) -> int:
+    """Return the least number that is more than half."""
+    return verifiers // 2 + 1
 
 
 def decide(marks: Collection[Mark | None]) -> Vote | None:
-    """Strict majority of the votes revealed, if they are a quorum of the seats."""
+    """Return the strict majority of the votes revealed, if they are a quorum of the verifiers."""
     count = Counter(mark for mark in marks if mark in ("valid", "invalid"))
     if count.total() < quorum(len(marks)) or count["valid"] == count["invalid"]:
         return None
@@ -110,19 +110,19 @@ def decide(marks: Collection[Mark | None]) -> Vote | None:
 
 
 def is_backed(ledger: Ledger, case: bytes, attempt: int, peer: str, vote: str) -> bool:
-    """Whether ``peer`` committed to this vote and revealed it."""
+    """Return whether ``peer`` committed to this vote and revealed it."""
     commitments = ledger.ballots(Commitment, case, attempt, peer)
     reveals = [reveal for reveal in ledger.ballots(Reveal, case, attempt, peer) if reveal.vote == vote]
     return any(reveal.fits(commitment) for reveal in reveals for commitment in commitments)
 
 
 def contradicts(ledger: Ledger, case: bytes, attempt: int, peer: str) -> bool:
-    """Whether ``peer`` signed two commitments, reveals or verdicts in one draw: proof against itself."""
+    """Return whether ``peer`` signed two commitments, reveals or verdicts in one draw: proof against itself."""
     return any(len(ledger.ballots(kind, case, attempt, peer)) > 1 for kind in (Commitment, Reveal, Verdict))
 
 
 def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ignored: Collection[str] = ()) -> Trial:
-    """The marks of one draw that count. Who contradicts itself later takes nothing back: what it signed first still counts."""
+    """Return the marks of one draw that count. A later contradiction takes nothing back: what was signed first still counts."""
     stated: list[set[tuple[str, Mark]]] = [set() for _ in drawn]
     for peer in drawn:
         for verdict in ledger.ballots(Verdict, case, attempt, peer):
@@ -148,19 +148,19 @@ def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ign
 
 
 def first_draws(claim: Claim, electorates: Electorates, rules: Rules) -> tuple[tuple[str, ...], ...]:
-    """The seats of each attempt; none if nobody knows the electorate, the claim is not audited, or peers are too few."""
+    """Return the verifiers of each attempt; none if the electorate is unknown, the claim is not audited, or peers are too few."""
     electorate = electorates.get(claim.round)
     if electorate is None:
         return ()
     drawn_for = electorate.claims
     if claim.id not in drawn_for if drawn_for is not None else not is_audited(electorate.beacon, claim.id, rules.audit):
         return ()
-    return seats(electorate, claim.id, rules.verifiers, {operator(electorate, claim.peer)})
+    return draw_verifiers(electorate, claim.id, rules.verifiers, {operator(electorate, claim.peer)})
 
 
 def second_draw(appeal: Dispute | Opening, claim: Claim, electorates: Electorates, rules: Rules) -> tuple[str, ...]:
-    """The seats after ``appeal``: nobody of the author's, the appellant's, or those who sat before. None if they are fewer than the
-    first, or if the appellant is neither the author nor one who could be drawn: strangers cannot make others work.
+    """Return the verifiers after ``appeal``: nobody of the author's, the appellant's, or an earlier verifier's operator. Empty if
+    they are fewer than the first, or if the appellant is neither the author nor a voter: strangers cannot make others work.
     """
     electorate, first = electorates.get(appeal.round), first_draws(claim, electorates, rules)
     if electorate is None or len(first) <= appeal.attempt or not 0 <= appeal.round - claim.round <= rules.appeal_rounds:
@@ -170,31 +170,31 @@ def second_draw(appeal: Dispute | Opening, claim: Claim, electorates: Electorate
     before = [peer for drawn in first[: appeal.attempt + 1] for peer in drawn]
     involved, then = (claim.peer, appeal.peer, *before), electorates[claim.round]
     barred = {operator(known, peer) for peer in involved for known in (electorate, then)}
-    drawn = seats(electorate, appeal.id, rules.appeal, barred)
+    drawn = draw_verifiers(electorate, appeal.id, rules.appeal, barred)
     return drawn[0] if drawn and len(drawn[0]) >= len(first[0]) else ()
 
 
 def operator(electorate: Electorate, peer: str) -> str:
-    """Who runs ``peer``; a peer outside the electorate stands for itself."""
+    """Return who runs ``peer``; a peer outside the electorate stands for itself."""
     return electorate.operators.get(peer, peer)
 
 
 def anchored(ledger: Ledger, peer: str, round: int, rules: Rules) -> Entry | None:
-    """The entry whose chain decides what ``peer`` plants in ``round``: the newest that is `BEHIND` rounds old, and not too old."""
+    """Return the entry whose chain decides what ``peer`` plants in ``round``: the newest of at least `BEHIND` rounds' age."""
     return ledger.entry(peer, round - BEHIND + 1, rules.life)
 
 
 def is_single(claim: Claim, ledger: Ledger) -> bool:
-    """Whether its author used the slot once."""
+    """Return whether the author of ``claim`` used its slot once."""
     return sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) == 1
 
 
 def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules) -> bool:
-    """Whether the lottery told the author of ``claim`` to plant it: its chain was anchored before, and the slot was used once."""
+    """Return whether the lottery told the author of ``claim`` to plant it: chain anchored before, and slot used once."""
     entry, before = anchored(ledger, claim.peer, claim.round, rules), electorates.get(claim.round - BEHIND)
     if opening.peer != claim.peer or entry is None or before is None or not before.operators:
-        return False  # also if no electorate was agreed on (`electorate.void`): its beacon could be known when the chain was made
-    # Where it was agreed on for which claims verifiers are drawn, none is that shares its slot.
+        return False  # also without an agreed electorate (`electorate.void`): its beacon could be known when the chain was made
+    # An agreed electorate leaves out claims that share a slot.
     then = electorates.get(claim.round)
     if (then is None or then.claims is None) and not is_single(claim, ledger):
         return False
@@ -203,7 +203,7 @@ def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electo
 
 
 def rule(claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules, ignored: Collection[str] = ()) -> Ruling:
-    """What ``ledger`` says about ``claim``; ``ignored``: banned peers."""
+    """Rule on ``claim`` by the records in ``ledger``; ``ignored``: banned peers."""
     trials: list[Trial] = []
     for attempt, drawn in enumerate(first_draws(claim, electorates, rules)):
         trials.append(trial(ledger, claim.id, attempt, drawn, ignored))
@@ -230,13 +230,13 @@ def rule(claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules, i
 
 
 def salts(round: int, ledger: Ledger, electorates: Electorates, rules: Rules) -> list[bytes]:
-    """The salts of the votes that count on the claims of ``round``: they make the beacon of ``round + 1`` (see `draw`)."""
+    """Return the salts of the votes that count on claims of ``round``: they make the beacon of ``round + 1`` (`sortition`)."""
     found: list[bytes] = []
     for claim in ledger.claims():
         if claim.round == round:
             for attempt, drawn in enumerate(first_draws(claim, electorates, rules)):
                 for peer, mark in zip(drawn, trial(ledger, claim.id, attempt, drawn).marks, strict=True):
                     reveals = ledger.ballots(Reveal, claim.id, attempt, peer) if mark in ("valid", "invalid") else []
-                    # A salt of somebody who showed two is its author's choice.
+                    # An author who revealed two salts could choose between them.
                     found += [reveals[0].salt] if len(reveals) == 1 else []
     return sorted(found)

@@ -1,17 +1,17 @@
-"""Who checks a claim: verifiers drawn by rank of HMAC(beacon, case, peer), from a seed that nobody controls alone.
+"""Sortition: verifiers of a claim are drawn by rank of HMAC(beacon, case, peer), from a seed that nobody controls alone.
 
 A prover must not know who will check a claim while it can still try others, so the beacon of a round is made of salts that are
 revealed when no claim of the round is taken any more:
 
     round r        claims of r are published
     round r + 1    the votes on claims of r - 1 are hidden and revealed; their salts make the beacon of r
-    round r + 2    begins with views (`agreement`) and `Consensus.open`: verifiers are drawn for the claims of r, and check them
+    round r + 2    begins with views (`quorum`) and `Consensus.open`: verifiers are drawn for the claims of r, and check them
     round r + 3    authors open what they planted in r, if it is decided
-    round r + 4    the reputation of r can be reckoned; later it changes by disputes only
+    round r + 4    the reputation of r can be computed; later it changes by disputes only
 
-A salt is fixed by its commitment before any other is seen; whoever comes last can only withhold its own, which chooses between two
-beacons and costs as much as a wrong vote. Beacons are not chained: that of r follows from the records of r - 1 alone, so a newcomer
-needs no history. A round whose claims got no vote gives a beacon that could be known beforehand.
+A salt is fixed by its commitment before any other is seen; the last one to reveal can only withhold its own, which chooses between
+two beacons and costs as much as a wrong vote. Beacons are not chained: that of r follows from the records of r - 1 alone, so a
+newcomer needs no history. A round whose claims got no vote gives a beacon that could be known beforehand.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from shoal.verification.consensus.records import ATTEMPTS, MAX_SEATS
 
 OPENS = 2  # rounds after its own in which a round's verifiers are drawn
-SETTLED = 4  # rounds after its own in which a round's claims are decided, and the planted ones opened: it can be reckoned
-LEAST = 3  # seats: with fewer a single peer would decide
+SETTLED = 4  # rounds after its own in which a round's claims are decided, and the planted ones opened: its scores are settled
+LEAST = 3  # verifiers: with fewer a single peer would decide
 
 
 @dataclass(frozen=True)
 class Electorate:
-    """Who may be drawn for what was published in ``round``. All peers must use the same: another one leads to another draw,
+    """Peers that may be drawn for what was published in ``round``. All must use the same electorate: another leads to another draw,
     whose votes count for nobody else.
     """
 
@@ -38,9 +38,9 @@ class Electorate:
     beacon: bytes
     """32 bytes."""
     operators: Mapping[str, str]
-    """Peer id to operator, of those who may be drawn (see `electorate`)."""
+    """Peer id to operator, of the peers that may be drawn (see `electorate`)."""
     claims: frozenset[bytes] | None = None
-    """Ids of the claims that verifiers are drawn for. None: of all claims, the share that `is_audited`."""
+    """Ids of the claims that are verified. None: of all claims, the share that `is_audited`."""
 
     def __post_init__(self) -> None:
         if len(self.beacon) != 32:
@@ -48,7 +48,7 @@ class Electorate:
 
 
 def beacon(run: str, round: int, salts: Iterable[bytes]) -> bytes:
-    """The beacon of ``round`` from the salts of votes that count on claims of the round before, in any order, once each."""
+    """Make the beacon of ``round`` from the salts of votes that count on claims of the round before, in any order, once each."""
     place = len(run).to_bytes(4, "big") + run.encode() + round.to_bytes(8, "big")
     mixed = hashlib.sha256(b"shoal/verification/1/beacon\x00" + place)
     for salt in sorted(set(salts)):
@@ -57,25 +57,25 @@ def beacon(run: str, round: int, salts: Iterable[bytes]) -> bytes:
 
 
 def rank(beacon: bytes, case: bytes, peer: str) -> bytes:
-    """The 32 bytes by which ``peer`` is placed for ``case``."""
+    """Return the 32 bytes that rank ``peer`` for ``case``."""
     return hmac.new(beacon, b"draw\x00" + case + peer.encode(), hashlib.sha256).digest()
 
 
 def is_audited(beacon: bytes, claim: bytes, rate: float) -> bool:
-    """Whether the claim with this id is among the share ``rate`` (0 to 1) that is checked; its author cannot know beforehand."""
+    """Return whether the claim is among the share ``rate`` (0 to 1) that is checked; its author cannot know beforehand."""
     drawn = hmac.new(beacon, b"audit\x00" + claim, hashlib.sha256).digest()
     return int.from_bytes(drawn[:8], "big") < rate * 2**64
 
 
-def seats(electorate: Electorate, case: bytes, size: int, without: Collection[str] = ()) -> tuple[tuple[str, ...], ...]:
-    """The verifiers of each attempt at ``case``: disjoint, each of ``size`` peers of different operators, none of ``without``'s.
+def draw_verifiers(electorate: Electorate, case: bytes, size: int, without: Collection[str] = ()) -> tuple[tuple[str, ...], ...]:
+    """Draw the verifiers of each attempt at ``case``: disjoint, ``size`` peers of different operators, none of ``without``'s.
 
     ``without``: operators. If there are too few peers an attempt has the largest odd number there is, if that is at least
-    `LEAST`; later attempts have as many seats as the first, or do not exist. Raises ValueError for a size that is not odd, or
+    `LEAST`; later attempts have as many verifiers as the first, or do not exist. Raises ValueError for an even size, or one
     beyond 31.
     """
     if size % 2 == 0 or not LEAST <= size <= MAX_SEATS:
-        raise ValueError(f"a draw has an odd number of seats from {LEAST} to {MAX_SEATS}, got {size}")
+        raise ValueError(f"a draw has an odd number of verifiers from {LEAST} to {MAX_SEATS}, got {size}")
     used, drawn = set(without), []
     for peer in sorted(electorate.operators, key=lambda peer: rank(electorate.beacon, case, peer)):
         if (operator := electorate.operators[peer]) not in used:

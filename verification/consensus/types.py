@@ -1,4 +1,4 @@
-"""What the protocol and those who call it exchange: refusals, limits and duties."""
+"""Types that the protocol and its callers exchange: refusals, limits and duties."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.verification.consensus.records import (
-    Claim,
-    Mark,
-)
+from shoal.verification.consensus.records import Claim, Mark
 
 
 class Refused(ValueError):
-    """A record was not taken; ``reason`` is one of `REASONS`."""
+    """Refusal of a record; ``reason`` is one of `REASONS`."""
 
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(text)
@@ -22,23 +19,23 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a peer keeps."""
+    """Bounds on what a peer keeps."""
 
     claims: int = 256
-    """Of one author in one round."""
+    """Claims of one author in one round."""
     waiting: int = 16_384
     """Claims and appeals whose verifiers are not drawn yet."""
     strangers: int = 4096
-    """Of these, from authors who could not be drawn themselves: fresh keys cost nothing."""
+    """Waiting claims and appeals of authors who could not be drawn themselves: fresh keys cost nothing."""
     peers: int = 16_384
-    """That have entered."""
+    """Peers that have entered."""
     cases: int = 16_384
     """Claims and appeals at a time; the oldest that are decided or over make room."""
 
 
 @dataclass(frozen=True)
 class Duty:
-    """``check``: fetch, verify, commit. ``reveal``: the vote committed to. ``state``: publish ``marks`` as a verdict."""
+    """Duty of a verifier: ``check`` (fetch, verify, commit), ``reveal`` the vote, or ``state`` the ``marks`` as a verdict."""
 
     what: Literal["check", "reveal", "state"]
     case: bytes
@@ -46,4 +43,4 @@ class Duty:
     claim: Claim
     marks: tuple[Mark, ...] = ()
     until: float = math.inf
-    """When a commitment comes too late."""
+    """Time at which a commitment comes too late."""

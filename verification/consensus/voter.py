@@ -1,4 +1,4 @@
-"""A peer's part in the consensus: it turns duties into signed records on the board. What checking means is up to ``check``."""
+"""A peer as a verifier: it turns duties into signed records. A callback checks the claims."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MAX_VOTES = 4096  # hidden votes that wait to be revealed
 
 @dataclass(frozen=True)
 class Checked:
-    """A vote and at most 512 bytes of what was measured."""
+    """Vote and at most 512 bytes of what was measured."""
 
     vote: Vote
     evidence: bytes = b""
 
 
 Check = Callable[[Claim], Checked | None]
-"""Verifies a claim; None leaves the seat empty, because the budget is spent or the output cannot be had."""
+"""Verifies a claim; None abstains, because the budget is spent or the output cannot be had."""
 
 
 class Voter:
-    """``peer`` in ``consensus``. ``publish`` spreads a record soon, and never waits; this peer's own may come back to it, or not.
+    """``peer`` as a verifier in ``consensus``. ``publish`` spreads a record soon, and never waits; it may come back to this peer.
     ``salt``: 32 fresh secret bytes with each call, which also feed the next beacon.
     """
 
@@ -45,13 +45,13 @@ class Voter:
         self._takes = 0.0  # seconds that a check is expected to take
 
     def publish(self, record: Record) -> None:
-        """Sign, take and spread a record of this peer. Raises Refused if its own view does not take it; then nobody gets it."""
+        """Sign, take and spread a record of this peer. Raises Refused if the own consensus refuses it; then it is not sent."""
         signed = Signed.by(self._sign, record)
         self.consensus.take(signed)
         self._publish(signed)
 
     def work(self, most: int = 1) -> int:
-        """Do what is due, first what others wait for; at most ``most`` claims are checked, which costs. Returns how many."""
+        """Do what is due, first what others wait for; check at most ``most`` claims, which costs. Returns how many."""
         if len(self._left) > MAX_VOTES:
             self._left.clear()
         self._publish_due()
@@ -73,7 +73,7 @@ class Voter:
         return checked
 
     def _publish_due(self) -> None:
-        """Reveal and state what is due."""
+        """Publish the reveals and verdicts that are due."""
         for duty in self.consensus.duties(self.peer):
             key = (duty.case, duty.attempt)
             if duty.what == "reveal" and key in self._hidden:
@@ -99,7 +99,7 @@ class Voter:
             self._left.add(key)
 
     def _try(self, record: Record) -> bool:
-        """Time goes on while a claim is checked, so a record can be too late by now; the consensus has counted that."""
+        """Publish; return False if the record came too late, as after a long check. The consensus has counted that."""
         try:
             self.publish(record)
         except Refused:

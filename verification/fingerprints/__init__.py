@@ -1,8 +1,8 @@
-"""Fingerprints of generated outputs: short proofs, and how far one is from what another peer computes for the same input.
+"""Fingerprints of generated outputs: short proofs, and their distance from what another peer computes for the same input.
 
-``ExactTokens`` and ``SeededSampling`` say what was written and drawn, ``ActivationProof`` which model saw it; ``SimHash``,
-``MinHashText`` and ``ImageHash`` find near-duplicates; ``WeightProjection`` is of what training has changed.
-All follow ``Fingerprint``.
+``ExactTokens`` and ``SeededSampling`` prove what was written and drawn, ``ActivationProof`` which model saw it; ``SimHash``,
+``MinHashText`` and ``ImageHash`` find near-duplicates; ``WeightProjection`` is of changes of weights.
+All implement ``Fingerprint``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Proofs of which model saw which tokens, from the last hidden state (TOPLOC, 2501.16007), in plain torch.
 
 A window is 32 tokens. Of its 32 x width values, rounded to bfloat16, the 128 of largest magnitude are kept with their places, as
-one polynomial (``polynomial.py``): 2 + 2 * 128 = 258 bytes. A last, shorter window keeps 4 values a token. The verifier computes
+one polynomial (`polynomial`): 2 + 2 * 128 = 258 bytes. A last, shorter window keeps 4 values a token. The verifier computes
 the states itself, in one call of the model, takes its own largest values, and looks each of them up in the polynomial.
 
 The bytes of a window are TOPLOC's. What is measured is not: an error is counted in units of the last place (ulp) of bfloat16, so
@@ -32,7 +32,7 @@ OCTAVE = 128  # ulps between a value and its double: a place whose error is more
 
 
 class ActivationProof:
-    """A fingerprint of hidden states (tokens, width), floating, finite; at most 131,072 tokens and a width of 65,536.
+    """Fingerprint of hidden states (tokens, width), floating, finite; at most 131,072 tokens and a width of 65,536.
 
     Its features, over a window's points: the share that is not on the polynomial at all; the mean error of the others, in ulp;
     and their error per channel, in ulp: the root mean square, over points, of the mean signed error of the point's channel.
@@ -52,7 +52,7 @@ class ActivationProof:
         self.window, self.top = window, top
 
     def make(self, states: Tensor) -> bytes:
-        """8.06 bytes a token. Raises ``ValueError`` if ``states`` are not as above."""
+        """Return a proof of 8.06 bytes a token. Raises ``ValueError`` if ``states`` are not as above."""
         return b"".join(
             encode(*largest(part, top)).numpy().tobytes()
             for group, top in self._windows(states)
@@ -60,12 +60,12 @@ class ActivationProof:
         )
 
     def proof_bytes(self, tokens: int, width: int) -> int:
-        """The only length that a proof of that many tokens can have."""
+        """Return the only length that a proof of that many tokens can have."""
         whole, rest = divmod(tokens, self.window)
         return whole * (2 + 2 * self._top(self.window, width)) + (2 + 2 * self._top(rest, width) if rest else 0)
 
     def compare(self, proof: bytes, states: Tensor) -> Evidence:
-        """How far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
+        """Measure how far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
         try:
             pairs = self._pairs(proof, states)
         except ProofError as error:
@@ -77,7 +77,7 @@ class ActivationProof:
         return Evidence(self.features, tuple(map(tuple, rows)), tuple(sizes))
 
     def _pairs(self, proof: bytes, states: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Bits in the proof, own bits and places, (W, K) each, of some windows at a time."""
+        """Return bits in the proof, own bits and places, (W, K) each, of some windows at a time."""
         groups = self._windows(states)
         tokens, width = states.shape
         expected = self.proof_bytes(tokens, width)
@@ -98,7 +98,7 @@ class ActivationProof:
         return min(self.top // self.window, width) * tokens
 
     def _windows(self, states: Tensor) -> list[tuple[Tensor, int]]:
-        """Whole windows and then what is left, each as rows (W, values) bfloat16, with how many values a row keeps."""
+        """Return the whole windows and then the rest, as rows (W, values) bfloat16, each with how many values a row keeps."""
         if states.dim() != 2 or not states.is_floating_point():
             raise ValueError("hidden states must be floating numbers of shape (tokens, width)")
         tokens, width = states.shape
@@ -117,7 +117,7 @@ class ActivationProof:
 
 
 def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Places and bits, both (W, top) int64 on the CPU, of the values of largest magnitude in ``rows`` (W, n) bfloat16.
+    """Return places and bits, (W, top) int64 on the CPU, of the values of largest magnitude in ``rows`` (W, n) bfloat16.
 
     Of equal magnitudes, common with 8 bits, the first places count, so that every device chooses the same.
     """
@@ -130,14 +130,14 @@ def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def encode(places: Tensor, bits: Tensor) -> Tensor:
-    """Windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
+    """Encode windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
     moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64).unsqueeze(1)
     numbers = torch.cat((moduli, interpolate(places % moduli, bits)), dim=1)
     return torch.from_numpy(numbers.numpy().astype(">u2").view(np.uint8))
 
 
 def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Moduli (W,) and coefficients (W, K), int64, from bytes (W, 2 + 2K) uint8. Raises ``ProofError`` if one is out of range."""
+    """Decode moduli (W,) and coefficients (W, K), int64, from bytes (W, 2 + 2K) uint8. ``ProofError`` if one is out of range."""
     pairs = rows.long().view(len(rows), -1, 2)
     numbers = pairs[:, :, 0] << 8 | pairs[:, :, 1]
     moduli, coefficients = numbers[:, 0], numbers[:, 1:]
@@ -149,13 +149,13 @@ def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """The bits of a bfloat16 as a number such that neighbours differ by one, and both zeros are 0."""
+    """Map the bits of a bfloat16 to a number such that neighbours differ by one, and both zeros are 0."""
     magnitude = bits & 0x7FFF
     return torch.where(bits >= 0x8000, -magnitude, magnitude)
 
 
 def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tensor:
-    """The features (W, 3) float64, from bits and channels (W, K)."""
+    """Compute the features (W, 3) float64 from bits and channels (W, K)."""
     # An error away from zero is positive, so that a channel's errors have one sign when its values change theirs.
     error = (_ordered(theirs) - _ordered(own)).double() * torch.where(own >= 0x8000, -1.0, 1.0)
     near = error.abs() <= OCTAVE

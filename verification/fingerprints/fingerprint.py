@@ -1,4 +1,4 @@
-"""What all fingerprints share: a proof of an output in bytes, and what comparing it with another output shows."""
+"""Protocol of fingerprints: a proof of an output in bytes, and the evidence of comparing it with another output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Output = TypeVar("Output", contravariant=True)
 
 
 class ProofError(ValueError):
-    """A proof is not one: of the wrong length, out of range, or about something else. One sentence says which."""
+    """Invalid proof: of the wrong length, out of range, or about something else. One sentence says which."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One way in which a proof may differ from an output.
+    """Measure of how a proof may differ from an output.
 
     ``name`` says what is measured, in words that fit into a sentence; larger is further away, 0 is equal. ``grain`` is the
     difference, in the same unit, that other hardware may make although a calibration did not show it.
@@ -30,7 +30,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a comparison showed.
+    """Result of a comparison.
 
     ``values[w][f]`` is feature f in window w, and ``sizes[w]`` how much of a whole window w is, in (0, 1]. ``fault`` is empty, or
     one sentence saying why the proof cannot be one of this output; then there are no windows.
@@ -51,11 +51,11 @@ class Evidence:
 
     @property
     def size(self) -> float:
-        """Whole windows, all together."""
+        """Length in whole windows."""
         return math.fsum(self.sizes)
 
     def means(self) -> tuple[float, ...]:
-        """Each feature over all windows, weighted by their sizes. Raises ``ValueError`` if there is a fault instead."""
+        """Return the mean of each feature, weighted by the windows' sizes. Raises ``ValueError`` if there is a fault instead."""
         if self.fault:
             raise ValueError(f"there is nothing to measure: {self.fault}")
         total = self.size
@@ -65,12 +65,12 @@ class Evidence:
 
     @staticmethod
     def single(features: Sequence[Feature], *values: float) -> Evidence:
-        """The evidence of a fingerprint that is made of the output as a whole."""
+        """Make the evidence of a fingerprint of the output as a whole."""
         return Evidence(tuple(features), (tuple(values),), (1.0,))
 
 
 class Fingerprint(Protocol[Output]):
-    """A way to prove an output and to compare a proof with what one has computed oneself.
+    """Way to prove an output, and to compare a proof with an output of one's own.
 
     ``make`` raises ``ValueError`` if the own output has no fingerprint. ``compare`` raises it too, but only for the own output;
     whatever is wrong with the proof, which may be any bytes, is said in ``Evidence.fault``. Whether differences are small enough
@@ -79,18 +79,18 @@ class Fingerprint(Protocol[Output]):
 
     @property
     def name(self) -> str:
-        """One word, which a claim names it by."""
+        """One word by which a claim names it."""
         ...
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What ``compare`` measures."""
+        """Measures of ``compare``."""
         ...
 
     def make(self, output: Output) -> bytes:
-        """The proof of ``output``."""
+        """Prove ``output``."""
         ...
 
     def compare(self, proof: bytes, output: Output) -> Evidence:
-        """How far ``proof``, made by another, is from the own ``output``."""
+        """Measure how far ``proof``, made by another, is from the own ``output``."""
         ...

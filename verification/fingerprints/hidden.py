@@ -1,4 +1,4 @@
-"""The last hidden state of any torch module, by a hook: what goes into the layer that makes the logits."""
+"""Recorder of the last hidden state of any torch module: a hook on the input of the layer that makes the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
-    """The layer that turns the last hidden state into logits.
+    """Return the layer that turns the last hidden state into logits.
 
     ``head`` is the module or its dotted name in ``model``. Without it: what ``model.get_output_embeddings()`` returns, as with
     Hugging Face's models, or else the ``nn.Linear`` that was registered last. Raises ``ValueError`` if there is none.
@@ -33,7 +33,7 @@ def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Mod
 
 
 class LastHidden:
-    """Records the last hidden state while it is open: ``with LastHidden(model) as hidden: model(tokens)``.
+    """Recorder of the last hidden state while it is open: ``with LastHidden(model) as hidden: model(tokens)``.
 
     With ``every=False`` only the last position of each call is kept. That is what a generation needs that makes one token a call,
     with a KV cache or without: state i is the one that token i was drawn from. With ``every=True`` all positions of all calls are
@@ -64,7 +64,7 @@ class LastHidden:
         self._kept.append(state.clone() if self._every else state[:, -1:].clone())
 
     def states(self) -> Tensor:
-        """(batch, positions, width) of all calls so far. Raises ``ValueError`` if there were none."""
+        """Return the states (batch, positions, width) of all calls so far. Raises ``ValueError`` if there were none."""
         if not self._kept:
             raise ValueError("the model was not called while its hidden states were recorded")
         return torch.cat(self._kept, dim=1)
@@ -73,7 +73,7 @@ class LastHidden:
 def prefill_states(
     model: nn.Module, prompt: Tensor, completion: Tensor, head: nn.Module | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The states (n, width) and logits (n, V) that each token of ``completion`` (n,) was drawn from, in one call of the model.
+    """Return the states (n, width) and logits (n, V) from which each token of ``completion`` (n,) was drawn, in one model call.
 
     ``prompt`` (p,) int64, p >= 1; ``model`` maps tokens (1, T) to logits (1, T, V), or to an object that holds them in ``logits``.
     Raises ``ValueError`` on other shapes.

@@ -1,4 +1,4 @@
-"""Images: four perceptual hashes, which noise, JPEG and resizing hardly change ("Generative AI Consensus", 2307.01898).
+"""Fingerprints of images: four perceptual hashes, robust to noise, JPEG and resizing ("Generative AI Consensus", 2307.01898).
 
 Needs the extra ``verify`` (imagehash, pillow).
 """
@@ -23,7 +23,7 @@ MOST_PIXELS = 1 << 24
 
 
 class ImageHash:
-    """A fingerprint of an image: average, difference, perceptual (DCT) and wavelet hash, 8 bytes each.
+    """Fingerprint of an image: average, difference, perceptual (DCT) and wavelet hash, 8 bytes each.
 
     An image is a pillow ``Image``, or a tensor (height, width, 3) uint8; at most 2^24 pixels. Its features are the four shares
     of bits that differ: 0 for the same image, about 0.5 for unlike ones.
@@ -33,7 +33,7 @@ class ImageHash:
     features = tuple(Feature(f"share of bits of the {kind} hash that differ", 1 / 64) for kind in KINDS)
 
     def make(self, output: Image | Tensor) -> bytes:
-        """32 bytes. Raises ``ValueError`` if ``output`` is not an image as above, or the packages are not installed."""
+        """Return 32 bytes. Raises ``ValueError`` if ``output`` is not an image as above, or the packages are not installed."""
         library, pillow = _packages()
         image = _picture(output, pillow)
         hashes = (
@@ -47,7 +47,7 @@ class ImageHash:
         return bytes((bits * weights).sum(dim=1).tolist())
 
     def compare(self, proof: bytes, output: Image | Tensor) -> Evidence:
-        """The four Hamming distances, as shares of 64 bits."""
+        """Measure the four Hamming distances, as shares of 64 bits."""
         own = self.make(output)
         if len(proof) != len(own):
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of an image has {len(own)}")

@@ -1,4 +1,4 @@
-"""One public function from (key, number) to 64 mixed bits that all machines compute alike, in int64 tensors.
+"""Public hash from (key, number) to 64 mixed bits, in int64 tensors, the same on all machines.
 
 It need not keep a secret, as its key has none: SHA-256 makes the key, and the finaliser of SplitMix64, twice, spreads numbers.
 """
@@ -15,23 +15,23 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def words(key: bytes, numbers: Tensor) -> Tensor:
-    """64 bits for each of ``numbers``, any shape, int64; ``key`` may be any bytes."""
+    """Return 64 bits for each of ``numbers``, any shape, int64; ``key`` may be any bytes."""
     first, second = struct.unpack(">qq", hashlib.sha256(key).digest()[:16])
     return mix(mix(numbers * signed(GOLDEN) + first) ^ second)
 
 
 def signed(word: int) -> int:
-    """64 bits as torch's int64 has them."""
+    """Return 64 bits as torch's int64 holds them."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def mix(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64; products wrap around. A shift must not bring in the sign."""
+    """Apply the finaliser of SplitMix64 to int64; products wrap around, and shifts do not extend the sign."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * signed(factor)
     return words ^ (words >> 31 & (1 << 33) - 1)
 
 
 def numbers(first: int, count: int) -> Tensor:
-    """``first`` and what follows, (count,) int64."""
+    """Return ``count`` numbers from ``first`` on, int64."""
     return torch.arange(first, first + count, dtype=torch.int64)

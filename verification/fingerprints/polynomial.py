@@ -1,7 +1,7 @@
-"""Points as a polynomial modulo a prime: what is looked up may be found without being listed (TOPLOC, 2501.16007, section 4).
+"""Points as a polynomial modulo a prime, which can be looked up without listing their x (TOPLOC, 2501.16007, section 4).
 
 K points (x, y) are the values of one polynomial of degree K - 1 over the integers modulo 65,497, so K coefficients of 16 bits hold
-them all, without the x. Whoever knows an x evaluates the polynomial there and gets its y; at any other x it gets noise.
+them all, without the x. A verifier that knows an x evaluates the polynomial there and gets its y; at any other x it gets noise.
 
 The interpolation is Lagrange's, written with power sums so that it is a few products for many windows at once. With
 M(x) = prod (x - x_i) = sum_j m_j x^j, w_i = y_i / M'(x_i) and S_t = sum_i w_i x_i^t, the coefficients are
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def injective_modulus(indices: Tensor) -> int:
-    """The largest number up to ``PRIME`` modulo which the ``indices`` (K,) int64 are all different.
+    """Return the largest number up to ``PRIME`` modulo which the ``indices`` (K,) int64 are all different.
 
     Raises ``ValueError`` if there is none above 32,768; with 128 of 262,144 places it is the first or second nearly always.
     """
@@ -38,9 +38,9 @@ def injective_modulus(indices: Tensor) -> int:
 
 
 def interpolate(x: Tensor, y: Tensor) -> Tensor:
-    """Coefficients (W, K) int64, the constant one first, of the polynomials through ``x``, ``y`` (W, K) int64 in [0, ``PRIME``).
+    """Return the coefficients (W, K) int64, constant first, of polynomials through ``x``, ``y`` (W, K) int64 in [0, ``PRIME``).
 
-    Of one row all x must differ. Raises ``ValueError`` on other shapes, values out of range, or equal x.
+    All x of one row must differ. Raises ``ValueError`` on other shapes, values out of range, or equal x.
     """
     if x.shape != y.shape or x.dim() != 2 or not 0 < x.shape[1] <= MOST_POINTS:
         raise ValueError(
@@ -68,7 +68,7 @@ def interpolate(x: Tensor, y: Tensor) -> Tensor:
 
 
 def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
+    """Return the values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
     _check_range(coefficients, "coefficients")
     _check_range(x, "x")
     found = _at(_floats(coefficients), _ladders(_floats(x), coefficients.shape[1]))
@@ -85,7 +85,7 @@ def _floats(values: Tensor) -> Floats:
 
 
 def _reduced(values: Floats) -> Floats:
-    """``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the remainder.
+    """Reduce ``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the remainder.
 
     A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next whole number: its floor is right.
     """
@@ -97,7 +97,7 @@ def _reduced(values: Floats) -> Floats:
 
 
 def _powers(x: Floats, count: int) -> Floats:
-    """x^0 ... x^(count-1) modulo the prime, (W, P) to (W, count, P), by doubling."""
+    """Compute x^0 ... x^(count-1) modulo the prime, (W, P) to (W, count, P), by doubling."""
     powers = np.ones((x.shape[0], count, x.shape[1]))
     step, done = x[:, None], 1  # step: x^done
     while done < count:
@@ -108,7 +108,7 @@ def _powers(x: Floats, count: int) -> Floats:
 
 
 def _ladders(x: Floats, count: int) -> tuple[Floats, Floats]:
-    """Of ``x`` (W, P) the powers below a, (W, a, P), and every a-th one, (W, b, P): a b >= ``count``, each about its root.
+    """Return the powers of ``x`` (W, P) below a, (W, a, P), and every a-th one, (W, b, P): a b >= ``count``, each about its root.
 
     Products of the two are all powers below ``count``, which need not be stored.
     """
@@ -118,7 +118,7 @@ def _ladders(x: Floats, count: int) -> tuple[Floats, Floats]:
 
 
 def _at(coefficients: Floats, ladders: tuple[Floats, Floats]) -> Floats:
-    """Values (W, P) of the polynomials ``coefficients`` (W, K) at the points of these ladders."""
+    """Return the values (W, P) of the polynomials ``coefficients`` (W, K) at the points of these ladders."""
     small, large = ladders
     rungs, steps = small.shape[1], large.shape[1]
     padded = np.zeros((len(coefficients), rungs * steps))
@@ -129,7 +129,7 @@ def _at(coefficients: Floats, ladders: tuple[Floats, Floats]) -> Floats:
 
 
 def _product(left: Floats, right: Floats) -> Floats:
-    """The product of polynomials (..., n) as (..., 2 n), the last one 0, by FFT. Not reduced.
+    """Multiply polynomials (..., n) to (..., 2 n), the last coefficient 0, by FFT. Not reduced.
 
     Exact for whole numbers in [0, ``PRIME``) and n <= 1,024: sums below 2^42 have errors of about 2^-8 in float64.
     """
@@ -139,7 +139,7 @@ def _product(left: Floats, right: Floats) -> Floats:
 
 
 def _product_of_roots(x: Floats) -> Floats:
-    """Coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1: one half times the other until one is left."""
+    """Return the coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1, by halving."""
     count = x.shape[1]
     # Factors of t make their number a power of two; they move all coefficients up, and are taken away in the end.
     missing = (1 << (count - 1).bit_length()) - count
@@ -166,7 +166,7 @@ def _product_of_roots(x: Floats) -> Floats:
 
 @cache
 def _inverses() -> Floats:
-    """The inverse of every number modulo the prime, (PRIME,), by Fermat: a^(p-2). That of 0 is 0 and is not asked for."""
+    """Return the inverse of every number modulo the prime, (PRIME,), by Fermat: a^(p-2). That of 0 is 0 and not used."""
     base = np.arange(PRIME, dtype=np.float64)
     inverse = np.ones_like(base)
     exponent = PRIME - 2

@@ -1,4 +1,4 @@
-"""Sampling that others can repeat: each token is the one that the logits and a public seed give.
+"""Fingerprint of sampling that others can repeat: each token is the one that the logits and a public seed give.
 
 A proof of activations shows which model *saw* a text, not which model *wrote* it: text of a cheap model, passed through the right
 one, has the right activations. Here token t is argmax_v (logits_v / temperature + g(seed, t, v)), which is a draw from the softmax
@@ -30,7 +30,7 @@ _FORMAT = struct.Struct(">d32sII")  # temperature, SHA-256 of the seed, tokens, 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens and what they were drawn from.
+    """Tokens and the logits and seed from which they were drawn.
 
     ``tokens`` (n,) int64; ``logits`` (n, V) floating, those of banned tokens -inf; ``seed`` of at most 64 bytes, public;
     ``temperature`` >= 0, where 0 takes the largest logit and uses no noise. ``first`` is the position of the first token, for
@@ -45,7 +45,7 @@ class Drawn:
 
 
 def gumbel(seed: bytes, position: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard Gumbel noise (vocabulary,) float64 for one position: the same bits everywhere, but for the last of two logarithms.
+    """Return Gumbel noise (vocabulary,) float64 for one position: the same bits everywhere, but for the last of two logarithms.
 
     SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with it by the finaliser of
     SplitMix64, twice. It need not keep a secret, as the seed has none: it must only be one function that all compute.
@@ -54,7 +54,7 @@ def gumbel(seed: bytes, position: int, vocabulary: int, device: torch.device | s
 
 
 def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device | str) -> Tensor:
-    """``gumbel`` for several positions, (positions, vocabulary)."""
+    """Return ``gumbel`` for several positions, (positions, vocabulary)."""
     if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
         raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
     return _noise_of_keys([_key(seed, position) for position in positions], vocabulary, device)
@@ -73,17 +73,17 @@ def _noise_of_keys(digests: Sequence[bytes], vocabulary: int, device: torch.devi
 
 
 def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:
-    """The token at ``position`` from ``logits`` (V,). Equal scores are won by the smaller token."""
+    """Draw the token at ``position`` from ``logits`` (V,). The smaller token wins among equal scores."""
     return int(draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)[0])
 
 
 def draw_each(logits: Tensor, seed: bytes, positions: range, temperature: float = 1.0) -> Tensor:
-    """``draw`` for rows of ``logits`` (n, V), the position of each of which stands in ``positions``: (n,) int64."""
+    """Draw a token for each row of ``logits`` (n, V), at the positions in ``positions``: (n,) int64."""
     return torch.argmax(_scores(logits, seed, positions, temperature), dim=1)
 
 
 def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature: float = 1.0) -> Tensor:
-    """``draw`` for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), a seed for each."""
+    """Draw for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), a seed for each."""
     fits = logits.dim() == 2 and len(seeds) == len(logits) and 1 <= logits.shape[1] <= MOST_VOCABULARY
     if not fits or not 0 <= position < 1 << 62 or any(len(seed) > MOST_SEED for seed in seeds):
         raise ValueError(f"rows of logits need a seed of at most {MOST_SEED} bytes each, and a position >= 0")
@@ -94,7 +94,7 @@ def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature
 
 
 def margins(drawn: Drawn) -> Tensor:
-    """How far each token was from winning, (n,) float64, in units of logits over temperature; 0 for the winner, at most 10.
+    """Return how far each token was from winning, (n,) float64, in units of logits over temperature; 0 for the winner, at most 10.
 
     Raises ``ValueError`` if the parts of ``drawn`` do not fit together or a row of logits allows no token.
     """
@@ -113,7 +113,7 @@ def margins(drawn: Drawn) -> Tensor:
 
 
 def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -> Tensor:
-    """What competes at each of the positions, (n, V) float64."""
+    """Return the competing scores at each position, (n, V) float64."""
     if len(positions) != len(logits):
         raise ValueError(f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}")
     rows = _tempered(logits, temperature)
@@ -121,7 +121,7 @@ def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Float64 over the temperature. The noise has full weight, so margins of all temperatures are in the same unit."""
+    """Divide by the temperature in float64. The noise has full weight, so margins of all temperatures are in the same unit."""
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
     rows = logits.detach().double()
@@ -143,12 +143,12 @@ class SeededSampling:
     )
 
     def make(self, output: Drawn) -> bytes:
-        """48 bytes."""
+        """Return 48 bytes."""
         margins(output)  # refuses what does not fit together
         return self._head(output)
 
     def compare(self, proof: bytes, output: Drawn) -> Evidence:
-        """Repeat the drawing with the own logits. Raises ``ValueError`` only if the own output does not fit together."""
+        """Repeat the draws with the own logits. Raises ``ValueError`` only if the own output does not fit together."""
         found = margins(output)
         if len(proof) != _FORMAT.size:
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of sampling has {_FORMAT.size}")
@@ -157,7 +157,7 @@ class SeededSampling:
         return self.measured(found)
 
     def measured(self, found: Tensor) -> Evidence:
-        """The evidence in ``margins`` (n,), where they are of several completions that were drawn apart."""
+        """Return the evidence in ``margins`` (n,) of several completions that were drawn apart."""
         windows = torch.split(found, WINDOW)
         values = tuple((float((part > 0).double().mean()), float(part.mean())) for part in windows)
         return Evidence(self.features, values, tuple(len(part) / WINDOW for part in windows))

@@ -1,6 +1,6 @@
-"""Near-duplicates of text: SimHash (Charikar 2002) and MinHash (Broder 1997) of its shingles of three words or tokens.
+"""Fingerprints of near-duplicate texts: SimHash (Charikar 2002) and MinHash (Broder 1997) of shingles of three words or tokens.
 
-They tell copied from independent answers; they do not tell which model wrote a text.
+They distinguish copied from independent answers, but not which model wrote a text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_ITEMS, MOST_TEXT = 1 << 17, 1 << 22
 
 
 def shingles(text: str | Sequence[int]) -> list[bytes]:
-    """Every three consecutive words of ``text``, or tokens if it is token ids; the whole if it is shorter. With repetitions.
+    """Return every three consecutive words of ``text``, or tokens of token ids; the whole if it is shorter. With repetitions.
 
     Words are what white space separates. Raises ``ValueError`` if there are none, or more than 131,072.
     """
@@ -34,7 +34,7 @@ def shingles(text: str | Sequence[int]) -> list[bytes]:
 
 
 class SimHash:
-    """A fingerprint of a text: one bit for each of ``bits`` projections. 16 bytes at 128 bits.
+    """Fingerprint of a text: one bit for each of ``bits`` projections. 16 bytes at 128 bits.
 
     Its feature is the share of bits that differ: 0 for the same shingles, about 0.5 for texts that share none.
     """
@@ -48,7 +48,7 @@ class SimHash:
         self.bits = bits
 
     def make(self, output: str | Sequence[int]) -> bytes:
-        """``bits / 8`` bytes. Raises ``ValueError`` as ``shingles`` does."""
+        """Return ``bits / 8`` bytes. Raises ``ValueError`` as ``shingles`` does."""
         size = self.bits // 8
         hashes = b"".join(hashlib.blake2b(each, digest_size=size, person=b"shoal simhash 1").digest() for each in shingles(output))
         rows = torch.frombuffer(bytearray(hashes), dtype=torch.uint8).view(-1, size)
@@ -59,7 +59,7 @@ class SimHash:
         return bytes(packed.tolist())
 
     def compare(self, proof: bytes, output: str | Sequence[int]) -> Evidence:
-        """The Hamming distance to the own ``output``'s fingerprint, as a share of all bits."""
+        """Measure the Hamming distance to the own ``output``'s fingerprint, as a share of all bits."""
         own = self.make(output)
         if len(proof) != len(own):
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but a SimHash has {len(own)}")
@@ -67,12 +67,12 @@ class SimHash:
 
 
 def hamming(left: bytes, right: bytes) -> int:
-    """In how many bits two byte strings of equal length differ."""
+    """Count the bits in which two byte strings of equal length differ."""
     return (int.from_bytes(left, "big") ^ int.from_bytes(right, "big")).bit_count()
 
 
 class MinHashText:
-    """A fingerprint of a text: the smallest of its shingles' hashes under ``permutations`` permutations, 4 bytes each.
+    """Fingerprint of a text: the smallest of its shingles' hashes under ``permutations`` permutations, 4 bytes each.
 
     Its feature is one less the estimated Jaccard similarity of the two sets of shingles; the estimate's standard error is at most
     1 / (2 sqrt(permutations)). Needs the extra ``verify``.
@@ -87,14 +87,14 @@ class MinHashText:
         self.permutations = permutations
 
     def make(self, output: str | Sequence[int]) -> bytes:
-        """``4 * permutations`` bytes. Raises ``ValueError`` as ``shingles`` does, and if datasketch is not installed."""
+        """Return ``4 * permutations`` bytes. Raises ``ValueError`` as ``shingles`` does, and if datasketch is not installed."""
         # The scheme and its hash are part of the format: another release may have other defaults.
         sketch = _datasketch().MinHash(num_perm=self.permutations, seed=1, scheme="affine32", hashfunc=_hash32)
         sketch.update_batch(set(shingles(output)))
         return bytes(sketch.hashvalues.astype(">u4").tobytes())
 
     def compare(self, proof: bytes, output: str | Sequence[int]) -> Evidence:
-        """The share of permutations under which the smallest hashes differ."""
+        """Measure the share of permutations under which the smallest hashes differ."""
         own = self.make(output)
         if len(proof) != len(own):
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but a MinHash has {len(own)}")

@@ -1,4 +1,4 @@
-"""Exact tokens: equal or not. The cheapest test, for peers whose hardware and dtype agree.
+"""Fingerprint of exact tokens: equal or not. The cheapest test, for peers whose hardware and dtype agree.
 
 Greedy text of two dtypes differs soon, honestly.
 """
@@ -17,7 +17,7 @@ MOST_TOKENS, MOST_MODEL = 1 << 20, 256
 
 @dataclass(frozen=True)
 class Completion:
-    """What ``model`` (its id, at most 256 bytes of UTF-8) answered to ``prompt``; both are token ids in [0, 2^32)."""
+    """Answer of ``model`` (its id, at most 256 bytes of UTF-8) to ``prompt``; both are token ids in [0, 2^32)."""
 
     model: str
     prompt: Sequence[int]
@@ -25,13 +25,13 @@ class Completion:
 
 
 class ExactTokens:
-    """A fingerprint of a completion: SHA-256 of model, prompt and tokens, in 32 bytes."""
+    """Fingerprint of a completion: SHA-256 of model, prompt and tokens, in 32 bytes."""
 
     name = "tokens"
     features = (Feature("difference of tokens", 0.0),)
 
     def make(self, output: Completion) -> bytes:
-        """32 bytes. Raises ``ValueError`` if ``output`` is too large or holds what is not a token."""
+        """Return 32 bytes. Raises ``ValueError`` if ``output`` is too large or holds what is not a token."""
         model = output.model.encode()
         if len(model) > MOST_MODEL or len(output.prompt) + len(output.tokens) > MOST_TOKENS:
             raise ValueError(f"a completion has at most {MOST_TOKENS} tokens, and a model's id at most {MOST_MODEL} bytes")
@@ -46,7 +46,7 @@ class ExactTokens:
         return digest.digest()
 
     def compare(self, proof: bytes, output: Completion) -> Evidence:
-        """A fault unless ``proof`` is of exactly this ``output``; else a difference of 0."""
+        """Return a fault unless ``proof`` is of exactly this ``output``; else a difference of 0."""
         own = self.make(output)
         if len(proof) != len(own):
             return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of tokens has {len(own)}")

@@ -4,11 +4,11 @@ A count sketch (Charikar, Chen, Farach-Colton 2002): value i is added with a ran
 seed. It is linear, and inner products of sketches are those of the vectors up to a share of about 1 / sqrt(dims) (feature hashing,
 Weinberger et al. 2009, lemma 2), so two changes that are near have near sketches. It needs one pass and no matrix.
 
-What is sound. Who knows the seed can make other weights with the same sketch: ``dims`` equations, and millions of unknowns. So the
-seed must follow from the weights that it is to judge, as in ``node.verify.training``: it is a hash that includes the hash of the
-weights after. Who wants a fake to fit then has to find one whose own hash gives the projection in which it fits. And a sketch alone
-does not show which weights it is of: a prover may train rightly, publish that sketch, and go on from other weights. Whoever has the
-weights (an auditor that fetches them, a partner in an exchange) must make the sketch again and compare the bits.
+Soundness: a prover that knows the seed can make other weights with the same sketch: ``dims`` equations, millions of unknowns. So
+the seed must follow from the weights that it is to judge, as in `shoal.node.verify.training`: it hashes, among others, the hash of
+the weights after. A fake then fits only if its own hash gives the projection in which it fits. And a sketch alone does not show
+which weights it is of: a prover may train rightly, publish that sketch, and go on from other weights. Whoever has the weights (an
+auditor that fetches them, a partner in an exchange) must make the sketch again and compare the bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PART = 1 << 18  # values at once: 2 MB of mixed words, which stay in the cache
 
 
 class WeightProjection:
-    """A fingerprint of a pseudo-gradient: tensors of any shapes and floating dtypes, taken as one float32 vector, finite and not 0.
+    """Fingerprint of a pseudo-gradient: tensors of any shapes and floating dtypes, taken as one float32 vector, finite and not 0.
 
     The proof is its norm and its sketch, 4 * (1 + dims) bytes of little-endian float32: the same bits on every machine for the same
     values, since each sum is taken in float64 and in order. ``seed``: 0 <= seed < 2**63, public. ``dims``: a power of two.
@@ -54,7 +54,7 @@ class WeightProjection:
         return self._format.size
 
     def make(self, output: Sequence[Tensor]) -> bytes:
-        """The proof. Raises ``ValueError`` if ``output`` is not finite, or is 0 or beyond what float32 can hold."""
+        """Return the proof. Raises ``ValueError`` if ``output`` is not finite, or is 0 or beyond what float32 can hold."""
         sums, squares, count = torch.zeros(self.dims, dtype=torch.float64), torch.zeros(self.dims, dtype=torch.float64), 0
         for part in _parts(output):
             mixed = words(self._key, numbers(count, len(part)))
@@ -74,7 +74,7 @@ class WeightProjection:
         return proof
 
     def compare(self, proof: bytes, output: Sequence[Tensor]) -> Evidence:
-        """How far ``proof`` is from the own change. Raises ``ValueError`` only if that has no fingerprint."""
+        """Measure how far ``proof`` is from the own change. Raises ``ValueError`` only if that has no fingerprint."""
         own_norm, own = self._read(self.make(output))
         try:
             norm, sketch = self._read(proof)
@@ -88,7 +88,7 @@ class WeightProjection:
         return Evidence.single(self.features, turned, longer)
 
     def _read(self, proof: bytes) -> tuple[float, Tensor]:
-        """Norm and sketch (dims,) float64. Raises ``ProofError``."""
+        """Return the norm and the sketch (dims,) float64. Raises ``ProofError``."""
         if len(proof) != self._format.size:
             raise ProofError(f"the proof has {len(proof)} bytes, but a projection to {self.dims} numbers has {self._format.size}")
         norm, *sums = self._format.unpack(proof)
@@ -100,7 +100,7 @@ class WeightProjection:
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """All values in order, in pieces, float32 on the CPU."""
+    """Yield all values in order, in parts, float32 on the CPU."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"a change of weights must be of floating numbers, not {tensor.dtype}")

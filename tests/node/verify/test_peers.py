@@ -150,7 +150,7 @@ def test_a_name_is_no_markup():
         "peers": [
             {
                 "name": "[red]eve[/red][link=http://x]", "peer": "12D3KooWeve", "score": -1.0, "claims": Standing().claims,
-                "votes": Standing().seats, "banned_until": None, "why": "",
+                "votes": Standing().votes, "banned_until": None, "why": "",
             }
         ],
     }  # fmt: skip
@@ -162,5 +162,5 @@ def test_a_name_is_no_markup():
 def test_what_cost_reputation_is_said_in_a_few_words():
     assert reasons(Standing()) == ""
     standing = Standing()
-    standing.claims["invalid"], standing.seats["missed"], standing.seats["agreed"], standing.appeals["lost"] = 2, 1, 9, 1
+    standing.claims["invalid"], standing.votes["missed"], standing.votes["agreed"], standing.appeals["lost"] = 2, 1, 9, 1
     assert reasons(standing) == "2 claims found invalid, 1 planted claims approved, 1 disputes lost"

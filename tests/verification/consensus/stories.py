@@ -73,11 +73,11 @@ class Story:
     def claim(self, peer, round=10, slot=0, behaviours=("valid",) * 3, attempt=0, stating=None):
         claim = claim_of(peer, round, slot)
         self.records.append(claim)
-        seats = self.seats(claim)[attempt]
+        seats = self.verifiers(claim)[attempt]
         self.vote(claim.id, attempt, seats, behaviours, stating)
         return claim
 
-    def seats(self, claim):
+    def verifiers(self, claim):
         return first_draws(claim, self.electorates, self.rules)
 
     def dispute(self, peer, claim, vote, round=12, attempt=0):

@@ -50,7 +50,7 @@ class Scene:
         claim = claim_of(peer, ROUND, slot)
         self.take(claim)
         self.open()
-        return claim, self.consensus.ruling(claim.id).trials[0].seats
+        return claim, self.consensus.ruling(claim.id).trials[0].verifiers
 
     def duties(self, peer):
         return [duty.what for duty in self.consensus.duties(peer)]
@@ -125,7 +125,7 @@ def test_forged_and_replayed_records_are_refused():
     scene.refused(claim, "replayed")
     scene.open()
     scene.refused(claim, "replayed")
-    seats = scene.consensus.ruling(claim.id).trials[0].seats
+    seats = scene.consensus.ruling(claim.id).trials[0].verifiers
     commitment = parts(claim, seats[0])[0]
     scene.take(commitment)
     scene.refused(commitment, "replayed")
@@ -298,7 +298,7 @@ def test_openings_are_taken_for_what_the_lottery_planted_alone():
     scene.take(planted)
     scene.open()
     for claim in (lie, planted):
-        decided(scene, claim, fresh.ruling(claim.id).trials[0].seats, ("invalid",) * 3)
+        decided(scene, claim, fresh.ruling(claim.id).trials[0].verifiers, ("invalid",) * 3)
     link = chain.link(ROUND)
     scene.refused(Opening(peer=PEERS[0], round=ROUND + 2, claim=lie.id, attempt=0, link=link), "unfit")
     scene.refused(Opening(peer=PEERS[1], round=ROUND + 2, claim=planted.id, attempt=0, link=link), "unfit")

@@ -50,7 +50,7 @@ def test_fewer_than_a_quorum_of_drawn_peers_bans_nobody(events, hostile):
     story = Story(PEERS)
     for slot, (round, peer, _) in enumerate(events):
         claim = story.claim(peer, round, slot, ("absent",) * 3, stating=())
-        seats = story.seats(claim)[0]
+        seats = story.verifiers(claim)[0]
         count = sum(seat in hostile for seat in seats)
         if count >= quorum(3):
             continue
@@ -68,7 +68,7 @@ def test_statements_of_less_than_a_quorum_cost_nobody_anything(events):
     story = Story(PEERS)
     for slot, (round, peer, behaviours) in enumerate(events):
         claim = story.claim(peer, round, slot, behaviours, stating=())
-        alone = story.seats(claim)[0][0]
+        alone = story.verifiers(claim)[0][0]
         story.records.append(Verdict(peer=alone, case=claim.id, attempt=0, marks=("invalid", "absent", "withheld")))
     assert all(standing.score == 0 for standing in table(story).standings.values())
 
@@ -77,7 +77,7 @@ def score_of_seat(behaviour):
     """What the third seat of one valid claim, as the two others see it, gets for its behaviour."""
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("valid", "valid", behaviour))
-    return table(story, 10).score(story.seats(claim)[0][2])
+    return table(story, 10).score(story.verifiers(claim)[0][2])
 
 
 def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
@@ -133,7 +133,7 @@ def test_a_dispute_gives_back_what_was_taken_and_its_loser_pays():
         claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
         story.dispute(PEERS[0], claim, vote)
         assert table(story, 10).score(PEERS[0]) == change
-        seats = story.seats(claim)[0]
+        seats = story.verifiers(claim)[0]
         good = [p for p, said in zip(seats, ("invalid", "invalid", "valid"), strict=True) if said == vote]
         assert all((table(story, 10).score(p) > 0) == (p in good) for p in seats)
 
@@ -145,7 +145,7 @@ def test_who_approves_a_planted_claim_pays_most_and_its_author_nothing():
     story.open(claim)
     found = table(story, 10)
     assert found.score(PEERS[0]) == PRICES.upheld
-    assert found.score(story.seats(claim)[0][2]) == PRICES.missed
+    assert found.score(story.verifiers(claim)[0][2]) == PRICES.missed
     assert found.standings[PEERS[0]].claims["planted"] == 1
 
 
@@ -156,7 +156,7 @@ def test_an_author_who_planted_something_right_pays_and_those_who_approved_it_do
     story.open(claim, "valid")
     found = table(story, 10)
     assert found.score(PEERS[0]) == PRICES.lost
-    assert all(found.score(peer) == PRICES.agreed for peer in story.seats(claim)[0])
+    assert all(found.score(peer) == PRICES.agreed for peer in story.verifiers(claim)[0])
 
 
 def test_strangers_and_fresh_keys():

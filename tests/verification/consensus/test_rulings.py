@@ -59,14 +59,14 @@ def test_one_draw(behaviours):
         assert ruling.outcome == (decide(expected) or "unverified")
     else:
         assert ruling.outcome == "unverified"
-    assert PEERS[0] not in ruling.trials[0].seats
+    assert PEERS[0] not in ruling.trials[0].verifiers
 
 
 def test_undecided_draws_are_repeated_with_others_and_end_unverified():
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("valid", "invalid", "absent"))
     assert ruled(story, claim).outcome == "unverified"
-    draws = story.seats(claim)
+    draws = story.verifiers(claim)
     assert len({peer for seats in draws for peer in seats}) == 9
     story.vote(claim.id, 1, draws[1], ("absent", "absent", "valid"))
     assert ruled(story, claim).outcome == "unverified"
@@ -78,7 +78,7 @@ def test_undecided_draws_are_repeated_with_others_and_end_unverified():
 def test_nobody_puts_a_vote_into_anothers_mouth():
     story = Story(PEERS)
     claim = claim_of(PEERS[0])
-    seats = story.seats(claim)[0]
+    seats = story.verifiers(claim)[0]
     story.records.append(claim)
     story.vote(claim.id, 0, seats, ("valid", "valid", "absent"), stating=())
     # Two of three state a vote of the third that it never gave: at most they can leave it out.
@@ -90,7 +90,7 @@ def test_a_copied_vote_counts_for_nothing():
     """The copier commits with somebody's digest and reveals the same vote and salt: the digest holds its author's name."""
     story = Story(PEERS)
     claim = claim_of(PEERS[0])
-    seats = story.seats(claim)[0]
+    seats = story.verifiers(claim)[0]
     story.records.append(claim)
     story.vote(claim.id, 0, seats, ("valid", "valid", "absent"), stating=())
     source = next(r for r in story.records if isinstance(r, Reveal) and r.peer == seats[0])
@@ -104,7 +104,7 @@ def test_what_strangers_and_minorities_state_changes_nothing():
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("valid", "valid", "invalid"))
     before = ruled(story, claim)
-    seats = story.seats(claim)[0]
+    seats = story.verifiers(claim)[0]
     lie = ("absent", "absent", "invalid")
     story.records += [Verdict(peer=p, case=claim.id, attempt=0, marks=lie) for p in PEERS if p not in seats]
     assert ruled(story, claim) == before
@@ -117,7 +117,7 @@ def test_what_strangers_and_minorities_state_changes_nothing():
 def test_a_decision_cannot_be_taken_back_by_contradicting_oneself():
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "absent"))
-    seats = story.seats(claim)[0]
+    seats = story.verifiers(claim)[0]
     other = Reveal(peer=seats[0], case=claim.id, attempt=0, vote="valid", evidence=b"", salt=digest("other"))
     story.records += [other, Commitment(peer=seats[0], case=claim.id, attempt=0, digest=hide(other))]
     story.records.append(Verdict(peer=seats[0], case=claim.id, attempt=0, marks=("valid", "absent", "absent")))
@@ -132,14 +132,14 @@ def test_a_dispute_is_decided_by_seven_others():
     dispute = story.dispute(PEERS[0], claim, "valid")
     ruling = ruled(story, claim)
     assert (ruling.outcome, ruling.overturned, ruling.appeal) == ("valid", True, dispute)
-    assert len(ruling.trials[-1].seats) == 7
-    assert not {PEERS[0], *ruling.trials[0].seats} & set(ruling.trials[-1].seats)
+    assert len(ruling.trials[-1].verifiers) == 7
+    assert not {PEERS[0], *ruling.trials[0].verifiers} & set(ruling.trials[-1].verifiers)
 
 
 def test_an_undecided_dispute_changes_nothing_and_the_first_decided_one_is_final():
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
-    outsiders = [p for p in PEERS if p not in story.seats(claim)[0]]
+    outsiders = [p for p in PEERS if p not in story.verifiers(claim)[0]]
     story.dispute(outsiders[1], claim, None, round=11)
     assert ruled(story, claim).outcome == "invalid"
     first = story.dispute(outsiders[2], claim, "valid", round=12)
@@ -200,7 +200,7 @@ def test_planting_is_no_excuse_for_other_slots_other_chains_or_a_slot_used_twice
 def test_salts_are_those_of_votes_that_count():
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("valid", "withheld", "valid"))
-    seats = story.seats(claim)[0]
+    seats = story.verifiers(claim)[0]
     expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
     assert salts(10, Ledger(story.records), story.electorates, story.rules) == expected
     assert salts(11, Ledger(story.records), story.electorates, story.rules) == []

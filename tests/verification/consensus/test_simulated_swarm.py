@@ -99,7 +99,7 @@ def test_who_comes_late_learns_the_same_table_and_takes_part():
     assert banned(swarm) == {"liar-0"}
     standing = agreed(swarm).standings["honest-5"]
     assert standing.claims["valid"] > 0
-    assert standing.seats["agreed"] > 0
+    assert standing.votes["agreed"] > 0
 
 
 def test_who_comes_after_the_beginning_was_forgotten_gets_the_base():
@@ -115,7 +115,7 @@ def test_who_comes_after_the_beginning_was_forgotten_gets_the_base():
 def test_a_clock_that_is_a_second_off_does_no_harm(seconds):
     swarm = ran(("liar",), honest=6, rounds=20, world=replace(WORLD, clocks={"honest-5": seconds}))
     assert banned(swarm) == {"liar-0"}
-    assert not any(agreed(swarm).standings["honest-5"].seats[bad] for bad in ("absent", "withheld", "against"))
+    assert not any(agreed(swarm).standings["honest-5"].votes[bad] for bad in ("absent", "withheld", "against"))
 
 
 @pytest.mark.parametrize(("rounds", "reason"), [(2, "future"), (-2, "late")])
@@ -132,7 +132,7 @@ def test_who_shows_its_votes_to_half_of_the_others_divides_nobody():
     assert banned(swarm) <= {"withholder-0"}
     assert swarm.pulled > 0
     honest = [standing for name, standing in agreed(swarm).standings.items() if name != "withholder-0"]
-    assert not any(standing.seats[bad] for standing in honest for bad in ("absent", "withheld", "against", "missed"))
+    assert not any(standing.votes[bad] for standing in honest for bad in ("absent", "withheld", "against", "missed"))
 
 
 def test_who_claims_different_things_to_different_peers_divides_nobody():
@@ -163,7 +163,7 @@ def test_checks_that_take_a_while_cost_nobody_a_seat():
     swarm = ran(("liar",), honest=6, rounds=16, world=replace(WORLD, check_s=4.0))
     assert banned(swarm) == {"liar-0"}
     honest = [standing for name, standing in agreed(swarm).standings.items() if name != "liar-0"]
-    assert not any(standing.seats[bad] for standing in honest for bad in ("withheld", "against"))
+    assert not any(standing.votes[bad] for standing in honest for bad in ("withheld", "against"))
 
 
 def test_a_prover_cannot_pick_its_verifiers():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stories import digest
 
 from shoal.verification.consensus.planted_claims import Chain, belongs, must_plant
-from shoal.verification.consensus.sortition import LEAST, Electorate, beacon, is_audited, seats
+from shoal.verification.consensus.sortition import LEAST, Electorate, beacon, draw_verifiers, is_audited
 
 PEERS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=4), st.sampled_from("uvwxyz") | st.text("01", min_size=3), max_size=24
@@ -19,10 +19,10 @@ PEERS = st.dictionaries(
 @settings(deadline=None)
 @given(PEERS, st.sampled_from([3, 5, 7]), st.sets(st.sampled_from("uvwxyz"), max_size=2), st.integers(0, 99))
 def test_seats_are_disjoint_of_different_operators_and_never_the_barred(operators, size, barred, number):
-    drawn = seats(Electorate(1, digest(number), operators), digest("case"), size, barred)
+    drawn = draw_verifiers(Electorate(1, digest(number), operators), digest("case"), size, barred)
     shuffled = list(operators.items())
     random.Random(number).shuffle(shuffled)
-    assert drawn == seats(Electorate(1, digest(number), dict(shuffled)), digest("case"), size, barred)
+    assert drawn == draw_verifiers(Electorate(1, digest(number), dict(shuffled)), digest("case"), size, barred)
     sitting = [peer for attempt in drawn for peer in attempt]
     used = [operators[peer] for peer in sitting]
     assert len(set(used)) == len(used)
@@ -34,7 +34,7 @@ def test_seats_are_disjoint_of_different_operators_and_never_the_barred(operator
 
 def test_every_peer_is_drawn_as_often():
     electorate = Electorate(1, digest("beacon"), {f"p{i}": f"p{i}" for i in range(10)})
-    count = Counter(peer for number in range(3000) for peer in seats(electorate, digest(number), 3)[0])
+    count = Counter(peer for number in range(3000) for peer in draw_verifiers(electorate, digest(number), 3)[0])
     # 900 expected of each; five standard deviations of a binomial count are 126.
     assert all(abs(count[f"p{i}"] - 900) < 126 for i in range(10))
 
@@ -42,7 +42,7 @@ def test_every_peer_is_drawn_as_often():
 @pytest.mark.parametrize("size", [0, 1, 2, 4, 33])
 def test_sizes_that_cannot_vote_are_refused(size):
     with pytest.raises(ValueError, match="odd number"):
-        seats(Electorate(1, digest(0), {}), digest("case"), size)
+        draw_verifiers(Electorate(1, digest(0), {}), digest("case"), size)
 
 
 def test_a_beacon_has_32_bytes():
