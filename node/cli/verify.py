@@ -94,7 +94,9 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
 
 
 @verify.command()
-@click.option("--n", "seats", type=click.IntRange(1, 31), default=3, show_default=True, help="Verifiers of a claim, an odd number.")
+@click.option(
+    "--n", "verifiers", type=click.IntRange(1, 31), default=3, show_default=True, help="Verifiers of a claim, an odd number."
+)
 @click.option("--collude", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that votes against the truth.")
 @click.option("--lazy", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that approves without looking.")
 @click.option("--miss", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(who looks passes a wrong claim).")
@@ -104,12 +106,12 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
 @click.option("--gain", type=click.FloatRange(0), default=1.0, show_default=True, help="Of one cheat that is not found.")
 @click.option("--penalty", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="Of one that is found.")
 @_json_option
-def odds(seats: int, as_json: bool, **shares: Any) -> int:
+def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
     """How often drawn verifiers accept a wrong claim, or reject an honest one: in closed form, no network."""
     from shoal.node.verify.odds_table import odds_report, odds_table
 
     try:
-        report = odds_report(seats, **shares)
+        report = odds_report(verifiers, **shares)
     except ValueError as error:
         raise click.UsageError(f"{str(error)[:1].upper()}{str(error)[1:]}.") from error
     click.echo(json.dumps(report) if as_json else odds_table(report))

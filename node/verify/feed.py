@@ -1,4 +1,4 @@
-"""What verification has to tell: sentences for people, events for the metrics, standings for the report."""
+"""Output of verification: sentences for people, events for the metrics, standings for the report."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from shoal.node.verify.audit.auditing import Audit
 from shoal.node.verify.peers import reasons
 from shoal.verification.consensus.reputation import Table
 
-MOST_NEWS = 256  # sentences, and events, that wait to be told
+MOST_WAITING = 256  # sentences, and events, that wait to be passed on
 
 
 class Feed:
-    """Gathered by the thread of verification, told by another. ``name``: what a peer is called."""
+    """Queue filled by the thread of verification and drained by another. ``name`` returns a peer's display name."""
 
     def __init__(self, me: str, name: Callable[[str], str], round_s: float) -> None:
         self._me, self._name, self._round_s = me, name, round_s
-        self._sentences: deque[str] = deque(maxlen=MOST_NEWS)
-        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_NEWS)
+        self._sentences: deque[str] = deque(maxlen=MOST_WAITING)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._banned = dict[str, int]()
 
-    def tell(self, say: Callable[[str], None], write: Callable[..., None]) -> None:
-        """Hand on what happened since the last call: sentences to ``say``, events to ``write``."""
+    def drain(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
+        """Pass on what was queued since the last call: sentences to ``notify``, events to ``write``."""
         while self._sentences:
-            say(self._sentences.popleft())
+            notify(self._sentences.popleft())
         while self._events:
             write("verify", **self._events.popleft())
 
-    def say(self, sentence: str) -> None:
-        """For people."""
+    def notify(self, sentence: str) -> None:
+        """Queue a sentence for people."""
         self._sentences.append(sentence)
 
     def audited(self, audit: Audit) -> None:
-        """A claim was checked here: say so if it is invalid."""
+        """Report a claim that was checked here, if it is invalid."""
         if not audit.accepted:
-            self.say(f"claim {audit.claim.id.hex()[:12]} of {self._name(audit.claim.peer)} is invalid: {audit.reason}")
+            self.notify(f"claim {audit.claim.id.hex()[:12]} of {self._name(audit.claim.peer)} is invalid: {audit.reason}")
 
     def settled(self, table: Table, check_s: float) -> None:
-        """A further round is reckoned: say who is banned since. ``check_s``: seconds that checking took so far."""
+        """Report new bans by ``table``. ``check_s``: seconds that checking took so far."""
         banned = {peer: until for peer in table.standings if (until := table.banned_until(peer)) is not None}
         for peer, until in banned.items():
             if self._banned.get(peer) != until:
                 ends = time.strftime("%H:%M:%S", time.localtime((until + 1) * self._round_s))
                 who = "this node" if peer == self._me else self._name(peer)
-                self.say(f"{who} is banned until {ends}: {reasons(table.standings[peer])}")
+                self.notify(f"{who} is banned until {ends}: {reasons(table.standings[peer])}")
         self._banned = banned
         self._events.append({"round": table.round, "banned": sorted(banned), "check_s": check_s})
 
 
 def standings(table: Table) -> dict[str, Any]:
-    """Of each peer, for JSON."""
+    """Return the standing of each peer, for JSON."""
     return {
         peer: {
             "score": standing.score / 1000,

@@ -10,15 +10,15 @@ MORE = (1, 3, 5, 7, 9)  # numbers of verifiers to compare with
 
 
 def odds_report(
-    seats: int, collude: float, lazy: float, miss: float, alarm: float, population: int | None, audit: float | None, gain: float,
-    penalty: float,
+    verifiers: int, collude: float, lazy: float, miss: float, alarm: float, population: int | None, audit: float | None,
+    gain: float, penalty: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the command prints with ``--json``. Raises ValueError for what cannot be drawn, such as an even number of ``seats``."""
+    """Return the object that the command prints with ``--json``. Raises ValueError for an impossible draw, as of an even number."""
     rows = []
-    for n in sorted({seats, *MORE} if population is None else {seats, *(n for n in MORE if n <= population)}):
+    for n in sorted({verifiers, *MORE} if population is None else {verifiers, *(n for n in MORE if n <= population)}):
         found = vote(n, collude, lazy=lazy, miss=miss, alarm=alarm, population=population)
         rows.append({"n": n, "wrong_accepted": found.wrong_accepted, "honest_rejected": found.honest_rejected})
-    mine = next(row for row in rows if row["n"] == seats)
+    mine = next(row for row in rows if row["n"] == verifiers)
     detected = 1 - mine["wrong_accepted"]
     least = least_audit(gain, penalty, detected) if detected > 0 else float("inf")
     paying = {} if audit is None else {"audit": audit, "cheating_pays": bool(audit <= least)}
@@ -27,7 +27,7 @@ def odds_report(
 
 
 def odds_table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Format the report for people."""
     lines = [f"{'verifiers':>9}  {'wrong accepted':>14}  {'honest rejected':>15}"]
     lines += [f"{row['n']:>9}  {row['wrong_accepted']:>14.3%}  {row['honest_rejected']:>15.3%}" for row in report["table"]]
     least = report["least_audit"]

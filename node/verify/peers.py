@@ -1,7 +1,7 @@
-"""``shoal peers``: what the members of a swarm are worth to each other, looked up without being one of them.
+"""Work of ``shoal peers``: compute the reputation of a swarm's members without being one of them.
 
-The standings are not believed but computed: from the signed records that several members hand out. Which draws counted, only the
-members know; so where their logs give different tables, the one that most of them give is shown, and how many do.
+Standings are computed from the signed records that several members serve. Only members know which draws counted; so where their
+logs give different tables, the commonest is shown, and how many give it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LOG_S = 10.0
 
 
 def rules_of(verify: VerifySettings) -> Rules:
-    """What all peers of a swarm with these settings compute_scores by."""
+    """Return the rules by which all peers of a swarm with these settings compute scores."""
     return Rules(verifiers=verify.verifiers, audit=verify.audit_rate, planted=verify.planted, claims=verify.claims)
 
 
 def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
-    """The standings at the end of ``round`` by the signed records in ``log``; what is not signed does not count."""
+    """Compute the standings at the end of ``round`` from the records in ``log`` whose signature is valid."""
     records = [
         signed.record
         for signed in log.records
@@ -54,7 +54,7 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
 
 
 def read_peers(link: Link) -> dict[str, Any]:
-    """Of each member its standing. StartupError, NetworkError or MessageError."""
+    """Return the standing of each member. Raises StartupError, NetworkError or MessageError."""
     with visited(link) as (host, manifest, members):
         tables = _tables(host, link.swarm, manifest, members) if manifest.terms is not None else {}
     now, round_s = time.time(), manifest.verify.round_s
@@ -77,7 +77,7 @@ def read_peers(link: Link) -> dict[str, Any]:
 
 
 def _tables(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]) -> dict[str, Table]:
-    """By peer, of those who answered."""
+    """Return the table by peer, of the peers that answered."""
     round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest.verify)
     found: dict[str, Table] = {}
     for peer in secrets.SystemRandom().sample(sorted(members), min(ASKED, len(members))):
@@ -106,17 +106,17 @@ def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, 
 
 
 def reasons(standing: Standing) -> str:
-    """What cost a peer its reputation, in a few words; empty if nothing did."""
+    """Describe in a few words what cost a peer its reputation; empty if nothing did."""
     counts = {
         "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.votes["against"],
         "planted claims approved": standing.votes["missed"], "votes not revealed": standing.votes["withheld"],
-        "seats left empty": standing.votes["absent"], "disputes lost": standing.appeals["lost"],
+        "votes not cast": standing.votes["absent"], "disputes lost": standing.appeals["lost"],
     }  # fmt: skip
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Format the report for people."""
     if report["verify"] == "none":
         return f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
     title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"

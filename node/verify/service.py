@@ -1,6 +1,6 @@
-"""A node's part in verification while it runs: a thread of its own, between the network, the claims it makes and those it checks.
+"""Verification service of a running node: a thread between the network, the claims that it makes and those that it checks.
 
-Training hands over what is claimed (`kind`) and reads who is banned; it never waits for anything here.
+Training hands over what is claimed (`ClaimKind`) and reads who is banned; it never waits for anything here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 INBOX = 8192  # records that wait to be taken; the oldest go
-MOST_PULLED = 3  # peers who are asked for a log of records at a time
-JOIN_S = 10.0  # seconds in which the thread must have ended
+MOST_PULLED = 3  # peers to ask for a log of records at a time
+JOIN_S = 10.0  # seconds to wait for the thread's end
 
 
 class Verification:
-    """Claims what is of ``kind`` and checks what others claim, from `start` until `close`.
+    """Service that makes claims of ``kind`` and checks those of others, from `start` until `close`.
 
     ``clock``: Unix seconds; ``timer``: seconds that never go back; ``salt``: 32 fresh secret bytes with each call.
     """
@@ -54,7 +54,7 @@ class Verification:
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
         self._round_s = settings.verify.round_s
         self._budget = Budget(settings.node.verify_seconds, timer)
-        self._news = Feed(network.me, network.name, self._round_s)
+        self._feed = Feed(network.me, network.name, self._round_s)
         self._participant = Participant(
             network.me, network.swarm, operator=settings.node.operator or network.me, sign=network.sign, verify=network.verify,
             publish=lambda signed: network.publish(signed.record.encoded, signed.signature), check=self._check, clock=clock,
@@ -64,7 +64,7 @@ class Verification:
         self._lock = threading.Lock()  # guards the participant, but while a claim is checked: nothing else changes it then
         self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
         self._pull_at = 0.0
-        self._began, self._counts, self._told = timer(), Counter[str](), self._participant.table
+        self._began, self._counts, self._reported = timer(), Counter[str](), self._participant.table
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         network.open(self._take, self._log, self.is_banned)
@@ -72,37 +72,37 @@ class Verification:
     # -- for other threads -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Have a thread of its own `prepare`, and `step` again and again."""
+        """Start the thread, which calls `prepare`, and then `step` repeatedly."""
         self._thread.start()
 
     @property
     def table(self) -> Table:
-        """Everybody's standing, as of the newest round that is settled."""
+        """Standings of all peers as of the newest settled round."""
         return self._participant.table
 
     def is_banned(self, peer: str) -> bool:
-        """Whether ``peer`` is banned now. Quick, for any thread."""
+        """Return whether ``peer`` is banned now. Quick, for any thread."""
         return self.table.is_banned(peer, self._now())
 
     def _now(self) -> int:
-        """The round of verification."""
+        """Return the current round of verification."""
         return int(self._clock() // self._round_s)
 
     def after_step(self) -> None:
-        """For training, between two inner steps. Quick."""
+        """Do the training thread's part between two inner steps. Quick."""
         self._kind.after_step()
 
-    def tell(self, say: Callable[[str], None], write: Callable[..., None]) -> None:
-        """Hand on what happened since the last call, sentences for people and events for the metrics."""
-        self._news.tell(say, write)
+    def tell(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
+        """Pass on what was queued since the last call: sentences for people, events for the metrics."""
+        self._feed.drain(notify, write)
 
     def counted(self) -> dict[str, int]:
-        """Claims made here, checks done here, and how many of those found a claim invalid. Quick."""
+        """Return the numbers of claims made here, of checks, and of claims found invalid. Quick."""
         checks = self._auditor.counts if self._auditor is not None else Counter[str]()
         return {"claimed": self._counts["claimed"], "checked": checks["checked"], "invalid": checks["invalid"]}
 
     def report(self) -> dict[str, Any]:
-        """What came of it: numbers of claims, of checks, and the standings of all peers."""
+        """Return the numbers of claims and checks, and the standings of all peers."""
         counts = Counter(self._auditor.counts) if self._auditor is not None else Counter[str]()
         seconds = self._timer() - self._began
         return {
@@ -120,7 +120,7 @@ class Verification:
         }
 
     def close(self) -> None:
-        """Neither claim nor check any more."""
+        """Stop claiming and checking."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
@@ -136,17 +136,17 @@ class Verification:
                 self.step()
         except Exception as error:  # training must go on whatever happens here
             log.warning("verification ended", exc_info=True)
-            self._news.say(f"verification has ended ({type(error).__name__}: {error}): start the node again to take part in it")
+            self._feed.notify(f"verification has ended ({type(error).__name__}: {error}): start the node again to take part in it")
 
     def prepare(self) -> None:
-        """What takes long, once before the first `step`: learn what honest claims look like."""
-        checking = self._kind.prepare(self._news.say)
+        """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
+        checking = self._kind.prepare(self._feed.notify)
         self._auditor = Auditor(
             checking, self._network, self._budget, self._network.others, self._audited, self._round_s / 20, self._timer
         )
 
     def step(self) -> None:
-        """Whatever is due; takes as long as one check, or as fetching a log."""
+        """Do what is due; takes as long as one check, or as fetching a log."""
         made = self._made()
         with self._lock:
             self._step(made)
@@ -156,11 +156,11 @@ class Verification:
         try:
             return self._kind.take()
         except VerifyError as error:
-            self._news.say(str(error))
+            self._feed.notify(str(error))
             return []
 
     def _step(self, made: Sequence[Made]) -> None:
-        # At first: what came may be of a round that has begun since, and what was made of one that is over: others refuse that.
+        # First: waiting records may be of a round that has begun since, and made claims of one that is over, which others refuse.
         self._participant.tick(most=0)
         for one in made:
             self._claim(one)
@@ -172,9 +172,9 @@ class Verification:
                     self._kind.heard(signed.record)
         self._participant.tick(most=1)
         self._kind.offer(self._participant.slots())
-        if self._participant.table is not self._told:
-            self._told = self._participant.table
-            self._news.settled(self._told, self._budget.spent)
+        if self._participant.table is not self._reported:
+            self._reported = self._participant.table
+            self._feed.settled(self._reported, self._budget.spent)
 
     def _claim(self, made: Made) -> None:
         self._network.put(made.material)
@@ -207,7 +207,7 @@ class Verification:
     # -- the network -----------------------------------------------------------------------------------------------------
 
     def _take(self, author: str, data: bytes, signature: bytes) -> None:
-        """On the host's loop: decode only; the rest is this object's thread's."""
+        """Decode and queue a record; runs on the host's loop, so the rest is left to this object's thread."""
         try:
             record = decode(data)
         except ValueError as error:
@@ -221,7 +221,7 @@ class Verification:
             return encode_log(self._participant.log(since))
 
     def _pull(self) -> None:
-        """Fetch the records that this node seems to lack, from one who has them."""
+        """Fetch the records that this node seems to lack, from a peer that has them."""
         wanted = self._participant.wanted
         if wanted is None or not self._may_pull():
             return
@@ -241,7 +241,7 @@ class Verification:
             return
 
     def _may_pull(self) -> bool:
-        """Not again at once, whatever came of it."""
+        """Return whether enough time has passed since the last pull, whatever its outcome."""
         now = self._timer()
         if now < self._pull_at:
             return False
@@ -251,7 +251,7 @@ class Verification:
     # -- for people ------------------------------------------------------------------------------------------------------
 
     def _audited(self, audit: Audit) -> None:
-        self._news.audited(audit)
+        self._feed.audited(audit)
         if audit.material is not None:
             self._keep(audit.claim, audit.material, audit.snapshot)
 

@@ -1,4 +1,4 @@
-"""Verification of a node that has got into its swarm: of the kind that the swarm's manifest says, or none."""
+"""Start of a member's verification, of the kind in the swarm's manifest, or none."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shoal.swarm.membership.membership import Membership
 def start_verification(
     settings: Settings, membership: Membership, trainer: Trainer, shard: Shard, fresh: Callable[[], Task]
 ) -> Verification | None:
-    """None if nothing is claimed in the swarm. ``fresh`` makes the task once more.
+    """Start verification before training begins; return None if nothing is claimed in the swarm. ``fresh`` makes the task anew.
 
-    To be called before training begins. ConfigError or VerifyError if this node cannot take part.
+    Raises ConfigError or VerifyError if this node cannot take part.
     """
     terms, task = membership.manifest.terms, trainer.task
     if terms is None:
@@ -47,6 +47,6 @@ def start_verification(
 
 
 def announced_shard(membership: Membership, peer: str) -> Shard | None:
-    """The shard that ``peer`` says that it trains on."""
+    """Return the shard that ``peer`` announces."""
     member = membership.directory.everyone().get(peer)
     return None if member is None else Shard(member.shard, member.shards, membership.manifest.train.seed)

@@ -1,4 +1,4 @@
-"""The terms on which a swarm's nodes claim: made from the creator's settings; those of completions compared by those who join.
+"""Terms on which a swarm's nodes claim, made from the creator's settings; those of completions are compared at joining.
 
 A snapshot of a policy holds only what is trained, so all nodes must have the same kind of policy, on the same untrained weights.
 """
@@ -15,7 +15,7 @@ from shoal.swarm.manifest.verify import StretchTerms, Terms
 
 
 def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
-    """The terms of a new swarm; None if nothing is claimed in it. ConfigError if the task has no such thing to claim."""
+    """Make the terms of a new swarm; None if nothing is claimed in it. Raises ConfigError if the task cannot be claimed so."""
     if settings.verify.kind == "none":
         return None
     if settings.verify.kind == "training":
@@ -32,7 +32,7 @@ def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
 
 
 def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
-    """ConfigError if this node's policy is not the one that the swarm's claims are about."""
+    """Raise ConfigError if this node's policy is not the one that the swarm's claims are about."""
     own = policy_label(settings.rl.policy)
     if own != terms.policy:
         raise ConfigError(

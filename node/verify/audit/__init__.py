@@ -1,1 +1,1 @@
-"""What checks of all kinds of claims share: errors, findings, budget, snapshots and transport."""
+"""Parts that checks of all kinds of claims share: errors, findings, budget, snapshots and transport."""

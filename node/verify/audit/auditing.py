@@ -1,4 +1,4 @@
-"""Checking one claim of another peer: fetch what it was made of, repeat it, vote; within a budget of time."""
+"""Auditor of another peer's claims: fetch the material of a claim, repeat the work, vote; within a budget of time."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MOST_ASKED = 3  # peers besides the author who are asked for what it does not ha
 
 
 class Bodies(Protocol):
-    """As much of `shoal.swarm.topics.evidence.EvidenceStore` as checking needs."""
+    """Part of `shoal.swarm.topics.evidence.EvidenceStore` that checking needs."""
 
     def put(self, body: bytes) -> bytes:
-        """Hand it out, too; returns its SHA-256."""
+        """Serve ``body`` to other peers; return its SHA-256."""
         ...
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """The body with that hash. NetworkError or MessageError."""
+        """Fetch the body with that hash. Raises NetworkError or MessageError."""
         ...
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A claim that was checked here, for people."""
+    """Result of a check on this node, for people."""
 
     claim: Claim
     accepted: bool
@@ -46,8 +46,8 @@ class Audit:
 
 
 class Auditor:
-    """``others``: peers that may have fetched the same already; ``told``: is given each audit. ``fetch_s``: seconds for a body from
-    its author, and as many for one that is asked from others instead; three times that for all of a claim.
+    """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each audit. ``fetch_s``:
+    seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Auditor:
         bodies: Bodies,
         budget: Budget,
         others: Callable[[], Sequence[str]],
-        told: Callable[[Audit], None],
+        on_audit: Callable[[Audit], None],
         fetch_s: float,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._checker, self._bodies, self._budget, self._others, self._told = checker, bodies, budget, others, told
+        self._checker, self._bodies, self._budget, self._others, self._on_audit = checker, bodies, budget, others, on_audit
         self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
         self.counts: Counter[str] = Counter()
 
@@ -81,7 +81,7 @@ class Auditor:
         vote: Vote = "valid" if found.accepted else "invalid"
         self.counts["checked"] += 1
         self.counts[vote] += 1
-        self._told(Audit(claim, found.accepted, found.reason, material, snapshot))
+        self._on_audit(Audit(claim, found.accepted, found.reason, material, snapshot))
         return Checked(vote, found.evidence)
 
     def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
@@ -97,7 +97,7 @@ class Auditor:
         return self._checker.check(claim, material, snapshot), material, snapshot
 
     def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
-        """From the author or, if it has chosen whom to answer, from somebody whom it did."""
+        """Fetch a body from the author or, if it answers only some peers, from another peer that has it."""
         body = self._ask(claim.peer, sha256, most, self._fetch_s)
         until = min(self._timer() + self._fetch_s, self._until)
         for peer in [peer for peer in self._others() if peer != claim.peer][:MOST_ASKED]:

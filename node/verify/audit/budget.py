@@ -1,4 +1,4 @@
-"""How much of a node's time checking may take: so many seconds in each minute, saved up for one minute at most."""
+"""Budget of checking: some seconds of a node's time in each minute, saved up for one minute at most."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MINUTE = 60.0
 
 
 class Budget:
-    """``seconds``: in each minute; ``clock``: seconds. A check that was begun is finished, so the account may go below zero."""
+    """Time budget of ``seconds`` in each minute; ``clock``: seconds. A check that was begun is finished, so it may be overdrawn."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._rate, self._most, self._clock = seconds / MINUTE, seconds, clock
@@ -17,13 +17,13 @@ class Budget:
 
     @property
     def is_open(self) -> bool:
-        """Whether a check may begin now."""
+        """True if a check may begin now."""
         now = self._clock()
         self._left = min(self._most, self._left + (now - self._since) * self._rate)
         self._since = now
         return self._left > 0
 
     def spend(self, seconds: float) -> None:
-        """What a check took."""
+        """Charge the seconds of a check."""
         self.spent += seconds
         self._left -= seconds

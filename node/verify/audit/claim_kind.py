@@ -1,4 +1,4 @@
-"""What is claimed in a swarm, as far as taking part in the vote about it needs to know: how claims are made, and how checked."""
+"""Protocols of a kind of claim: how claims are made, and how they are checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.verification.consensus.records import Claim, Signed
 
 @dataclass(frozen=True)
 class Made:
-    """A claim for ``slot``, and what its author hands out to those who check it."""
+    """Claim for ``slot``, with the bytes that its author serves to verifiers."""
 
     slot: Slot
     claim: Claim
@@ -22,55 +22,55 @@ class Made:
 
 
 class Checking(Protocol):
-    """Judges claims, one at a time; what their authors hand out was fetched by somebody else."""
+    """Checker of claims, one at a time, whose material and snapshot have been fetched already."""
 
     @property
     def most_material_bytes(self) -> int:
-        """No material that it can use is larger."""
+        """Size of the largest material that it can use."""
         ...
 
     @property
     def most_snapshot_bytes(self) -> int:
-        """No snapshot that it can use is larger."""
+        """Size of the largest snapshot that it can use."""
         ...
 
     def knows(self, model: bytes) -> bool:
-        """Whether it still has the snapshot of that digest, so that it need not be fetched."""
+        """Return whether it still has the snapshot of that digest, so that it need not be fetched."""
         ...
 
     def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
-        """What is found; ``snapshot`` is None only if it ``knows(claim.model)``. NotCheckable if this node cannot tell."""
+        """Check ``claim``; ``snapshot`` is None only if it ``knows(claim.model)``. Raises NotCheckable if this node cannot tell."""
         ...
 
 
 class ClaimKind(Protocol):
-    """One thing that can be claimed. All but `after_step` is for the thread of verification; each claim of its own is made once."""
+    """Kind of claim. All methods but `after_step` are for the thread of verification; each own claim is made once."""
 
     @property
     def seconds(self) -> float:
-        """What making claims took of the training thread's time."""
+        """Time of the training thread spent on making claims."""
         ...
 
     def after_step(self) -> None:
-        """In the training thread, between two inner steps."""
+        """Do the training thread's part between two inner steps."""
         ...
 
-    def prepare(self, say: Callable[[str], None]) -> Checking:
-        """What takes long, once before all that follows; ``say`` is told sentences for people."""
+    def prepare(self, notify: Callable[[str], None]) -> Checking:
+        """Do the slow preparation, once before all that follows; ``notify`` is given sentences for people."""
         ...
 
     def offer(self, slots: Sequence[Slot]) -> None:
-        """What is to be claimed now, in place of what was."""
+        """Replace the slots for which claims are to be made."""
         ...
 
     def take(self) -> list[Made]:
-        """What was made for slots since the last call. VerifyError if what training came to cannot be claimed."""
+        """Return the claims made since the last call. Raises VerifyError if the outcome of training cannot be claimed."""
         ...
 
     def heard(self, claim: Claim) -> None:
-        """A signed claim of anybody, this node's too; perhaps not for the first time."""
+        """Note a signed claim of any peer, also of this node; perhaps not for the first time."""
         ...
 
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
-        """A claim of this node, or one that it checked, so that people can look at it later."""
+        """Store a claim of this node, or one that it checked, so that people can inspect it later."""
         ...

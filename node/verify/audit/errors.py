@@ -1,4 +1,4 @@
-"""What can go wrong on this node while it proves or checks; what a prover did wrong is a finding, never an error."""
+"""Errors of this node while it proves or checks; a prover's faults are findings, never errors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from shoal.swarm.errors import ShoalError
 
 
 class VerifyError(ShoalError):
-    """A claim, a snapshot or a calibration cannot be made or read here."""
+    """Failure to make or read a claim, a snapshot or a calibration on this node."""
 
 
 class NotCheckable(VerifyError):
-    """This node cannot say whether a claim is true: no calibration, no such policy here, or the snapshot cannot be had."""
+    """Inability of this node to judge a claim: no calibration, no such policy, or no snapshot."""
 
 
 class NotCalibrated(NotCheckable):
-    """There is no calibration of the policy for the dtypes of prover and verifier."""
+    """Missing calibration of the policy for the dtypes of prover and verifier."""

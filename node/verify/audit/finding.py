@@ -1,4 +1,4 @@
-"""What a check of one claim found, for the vote and for people."""
+"""Result of checking one claim, for the vote and for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REASON = 200  # characters of the reason that travel
 
 @dataclass(frozen=True)
 class Finding:
-    """``reason``: one sentence, also if the claim was accepted. ``statistics``: finite figures by name. ``seconds`` it took."""
+    """Result of a check. ``reason``: one sentence, also if accepted. ``statistics``: finite, by name. ``seconds`` it took."""
 
     accepted: bool
     reason: str
@@ -20,7 +20,7 @@ class Finding:
 
     @property
     def evidence(self) -> bytes:
-        """At most 512 bytes of JSON: the reason, cut, and as many figures as there is room for."""
+        """At most 512 bytes of JSON: the reason, cut, and as many figures as fit."""
         reason, figures = ascii(self.reason[:_REASON])[1:-1][:_REASON], dict(self.statistics)
         while True:
             said = {"accepted": self.accepted, "reason": reason, **{name: float(f"{value:.4g}") for name, value in figures.items()}}

@@ -1,4 +1,4 @@
-"""What verification needs of the swarm it runs in, and how it gets that from the network of a node."""
+"""Network interface of verification, and its implementation on a node's membership."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ PULL_S = 5.0  # seconds for a log of records
 
 
 class Network(Bodies, Protocol):
-    """As much of a swarm as a `shoal.node.verify.service.Verification` needs. For any thread."""
+    """Part of a swarm that `shoal.node.verify.service.Verification` needs. For any thread."""
 
     me: str
     """This node's peer id."""
     swarm: str
 
     def sign(self, record: bytes) -> bytes:
-        """This node's signature over an encoded record."""
+        """Sign an encoded record as this node."""
         ...
 
     def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
-        """Whether ``peer`` signed the encoded record. Never raises."""
+        """Return whether ``peer`` signed the encoded record. Never raises."""
         ...
 
     def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
-        """From now on give ``take`` the records of others as (author, record, signature), hand out ``log(since)``, and leave out
-        whoever ``is_banned``. All three are called from other threads; ``take`` refuses by MessageError, and must not wait.
+        """Start to give ``take`` the records of others as (author, record, signature), to serve ``log(since)``, and to leave out
+        banned peers. All three are called from other threads; ``take`` refuses by MessageError, and must not wait.
         """
         ...
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """Give a record of this node to everybody, soon; never waits."""
+        """Send a record of this node to everybody soon, without waiting."""
         ...
 
     def fetch_log(self, peer: str, since: int) -> bytes:
-        """The log of ``peer`` from round ``since`` on. NetworkError or MessageError; waits for some seconds at most."""
+        """Fetch the log of ``peer`` from round ``since`` on, within seconds. Raises NetworkError or MessageError."""
         ...
 
     def others(self) -> Sequence[str]:
-        """The members but this node, in no order that anybody knows."""
+        """Return the members but this node, in secret random order."""
         ...
 
     def name(self, peer: str) -> str:
-        """What ``peer`` calls itself, for people."""
+        """Return the display name of ``peer``."""
         ...
 
     @property
     def counts(self) -> dict[str, Any]:
-        """How many records were sent, received and refused."""
+        """Numbers of records sent, received and refused."""
         ...
 
     def close(self) -> None:
-        """Neither take nor hand out any more."""
+        """Stop taking and serving records."""
         ...
 
 
 class SwarmNetwork:
-    """`Network` of a node that is a member. ``gossip`` carries the records."""
+    """`Network` of a member. ``gossip`` carries the records."""
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
@@ -74,54 +74,54 @@ class SwarmNetwork:
         self._logs: LogServer | None = None
 
     def sign(self, record: bytes) -> bytes:
-        """As `Network.sign`."""
+        """Implement `Network.sign`."""
         return sign_record(self._membership.identity, record)
 
     def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
-        """As `Network.verify`."""
+        """Implement `Network.verify`."""
         return verify_record(peer, record, signature)
 
     def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
-        """As `Network.open`; once."""
+        """Implement `Network.open`; call it once."""
         self._records = Attestations(self._gossip, take)
         self._logs = LogServer(self._membership.host, self.swarm, log)
         self._membership.directory.barred = is_banned
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """As `Network.publish`, after `open`."""
+        """Implement `Network.publish`, after `open`."""
         assert self._records is not None
         self._records.publish(record, signature)
 
     def put(self, body: bytes) -> bytes:
-        """As `shoal.swarm.topics.evidence.Evidence.put`."""
+        """Implement `Bodies.put`."""
         return self._bodies.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """As `shoal.swarm.topics.evidence.Evidence.get`."""
+        """Implement `Bodies.get`."""
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:
-        """As `Network.fetch_log`; at most 8 MiB, in 5 s."""
+        """Implement `Network.fetch_log`: at most 8 MiB, in 5 s."""
         return fetch_log(self._membership.host, peer, self._membership.directory.addresses(peer), self.swarm, since, PULL_S)
 
     def others(self) -> list[str]:
-        """As `Network.others`; nobody who is banned."""
+        """Implement `Network.others`, without banned peers."""
         peers = [peer for peer in self._membership.directory.members() if peer != self.me]
         secrets.SystemRandom().shuffle(peers)
         return peers
 
     def name(self, peer: str) -> str:
-        """As `Network.name`; its id if it is gone."""
+        """Implement `Network.name`: the id of a peer that is gone."""
         member = self._membership.directory.everyone().get(peer)
         return member.name if member is not None else peer
 
     @property
     def counts(self) -> dict[str, Any]:
-        """As `Network.counts`."""
+        """Counts as of `Network.counts`."""
         return {} if self._records is None else self._records.counts
 
     def close(self) -> None:
-        """As `Network.close`."""
+        """Implement `Network.close`."""
         if self._records is not None and self._logs is not None:
             self._records.close()
             self._logs.close()

@@ -1,6 +1,6 @@
-"""A policy's weights as bytes: what its name does not say already, so that others can compute what it computed.
+"""A policy's trained weights as bytes, so that others can compute what it computed.
 
-These are the trained parameters: of tiny all, of a model with an adapter the adapter's. They travel as float32 safetensors,
+Of tiny these are all parameters, of a model with an adapter the adapter's. They travel as float32 safetensors,
 whatever the module computes in (float32 holds bfloat16 and float16 exactly), and a policy is known by the SHA-256 of these bytes.
 """
 
@@ -21,12 +21,12 @@ _HEAD, _ENTRY = 1024, 256  # bytes that safetensors' header has at most, besides
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a snapshot holds, by name, in the order of names."""
+    """Return the parameters that a snapshot holds, in the order of names."""
     return {name: value for name, value in sorted(module.named_parameters()) if value.requires_grad}
 
 
 def snapshot(policy: Policy) -> bytes:
-    """The trained parameters, at most 64 MiB; equal weights give equal bytes.
+    """Encode the trained parameters in at most 64 MiB; equal weights give equal bytes.
 
     Raises VerifyError if they are more, none, or not finite.
     """
@@ -44,7 +44,7 @@ def snapshot(policy: Policy) -> bytes:
 
 
 def base(module: nn.Module) -> str:
-    """Hex SHA-256 of what is not trained, and so not in a snapshot: equal for peers that can check each other."""
+    """Return the hex SHA-256 of the untrained state, which no snapshot holds: equal for peers that can check each other."""
     found = hashlib.sha256(b"shoal policy base 1\0")
     own, state = trained(module), module.state_dict()
     for name in sorted(state.keys() - own.keys()):
@@ -55,12 +55,12 @@ def base(module: nn.Module) -> str:
 
 
 def digest(data: bytes) -> bytes:
-    """SHA-256, 32 bytes: what a claim names the policy by."""
+    """Return the SHA-256, 32 bytes, by which a claim names the policy."""
     return hashlib.sha256(data).digest()
 
 
 def most_bytes(module: nn.Module) -> int:
-    """No snapshot of this module is larger."""
+    """Return the size of the largest snapshot of this module."""
     return _HEAD + sum(4 * value.numel() + _ENTRY + 6 * len(name) for name, value in trained(module).items())
 
 

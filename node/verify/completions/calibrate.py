@@ -1,4 +1,4 @@
-"""What honest claims of a policy look like, measured on this machine: for each pair of dtypes of prover and verifier."""
+"""Calibration of a policy: honest claims, measured on this machine for each pair of dtypes of prover and verifier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.verification.calibration.calibration import FEWEST, RATE, Calibration
 from shoal.verification.calibration.file import load_calibration, save_calibration
 from shoal.verification.fingerprints import Evidence
 
-QUESTIONS = 2**61  # the seed of the questions that are asked
+QUESTIONS = 2**61  # the seed of the questions
 Progress = Callable[[int, int], None]
 """(claims done, of how many)"""
 
@@ -24,7 +24,7 @@ def self_calibrate(
     policy: Policy, env: Env, agreed: Agreed, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
     progress: Progress = lambda done, of: None,
 ) -> Calibration:  # fmt: skip
-    """Honest claims of ``policy``, ``claims`` for each pair of ``dtypes``, of prover and of verifier; the policy stays as it is.
+    """Calibrate with ``claims`` honest claims of ``policy`` for each pair of ``dtypes``; the policy does not change.
 
     Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the dtypes.
     """
@@ -56,9 +56,9 @@ def calibrate(
     policy: Policy, env: Env, agreed: Agreed, out: Path, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
     rate: float = RATE, progress: Progress = lambda done, of: None,
 ) -> str:  # fmt: skip
-    """``self_calibrate`` into the file ``out``. Returns a warning if there are too few claims for ``rate``, or an empty text.
+    """Write ``self_calibrate`` to the file ``out``. Returns a warning if there are too few claims for ``rate``, or an empty text.
 
-    Raises VerifyError as that, or if the file cannot be written; and ValueError for a rate that is none.
+    Raises VerifyError as that, or if the file cannot be written; and ValueError for a rate out of range.
     """
     made = self_calibrate(policy, env, agreed, policy_name=policy_name, claims=claims, dtypes=dtypes, progress=progress)
     warning = next(iter(made.pairs.values())).warning(rate)
@@ -70,9 +70,9 @@ def calibrate(
 
 
 def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
-    """What ``calibrate`` wrote, for checking claims of that policy in float32.
+    """Read a file of ``calibrate``, for checking claims of that policy in float32.
 
-    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: a seat that stays empty costs reputation.
+    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs reputation.
     """
     try:
         found = load_calibration(path)

@@ -1,8 +1,8 @@
-"""Checking one claim with a policy of one's own, cheapest things first. No network: the bytes come from whoever fetched them.
+"""Checker of one claim with a policy of its own, cheapest tests first, without network.
 
-What is wrong with a claim is a finding, one sentence for each kind of wrong; an error means that this node cannot tell.
-A prover names the dtype that it computed in, and the test is as lenient as that dtype's rounding: it may name a coarse one to hide
-small changes of the weights in it. So a swarm whose nodes all compute in float32 should allow no other.
+A fault of a claim is a finding, one sentence for each kind; an error means that this node cannot tell. A prover names the dtype
+that it computed in, and the test is as lenient as that dtype's rounding, so a coarse dtype can hide small changes of the weights.
+A swarm whose nodes all compute in float32 should therefore allow no other.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ WORDS = {
 
 
 class _Wrong(Exception):
-    """One sentence: why the claim is refused."""
+    """Refusal of a claim, with the reason in one sentence."""
 
 
 class Checker:
-    """For one thread. ``make_policy`` makes its own instance when a claim first needs one; ``policy_name`` as `policy_label` says.
+    """Checker for one thread. ``make_policy`` makes its instance when first needed; ``policy_name`` as `policy_label` returns it.
 
-    ``dtype``: what it computes in. ``rate``: of honest claims that each of both tests may refuse. ``allowed``: dtypes of provers.
+    ``dtype``: of its computation. ``rate``: of honest claims that each of both tests may refuse. ``allowed``: dtypes of provers.
     """
 
     most_material_bytes = Material.LIMIT
@@ -58,23 +58,23 @@ class Checker:
 
     @property
     def policy(self) -> Policy:
-        """The own instance."""
+        """Own instance of the policy."""
         if self._policy is None:
             self._policy = self._make_policy()
             self._policy.module.to(self._dtype).eval()
         return self._policy
 
     def knows(self, model: bytes) -> bool:
-        """Whether the snapshot of that digest is still here, so that it need not be fetched."""
+        """Return whether the snapshot of that digest is still here, so that it need not be fetched."""
         return model in self._snapshots or model == self._loaded
 
     @property
     def most_snapshot_bytes(self) -> int:
-        """No snapshot that this checker can use is larger."""
+        """Size of the largest snapshot that this checker can use."""
         return most_bytes(self.policy.module)
 
     def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
-        """What is found about ``claim``, given what its author handed out; ``snapshot`` may be None if ``knows(claim.model)``.
+        """Check ``claim`` with its author's ``material``; ``snapshot`` may be None if ``knows(claim.model)``.
 
         Raises NotCheckable if this node cannot tell: a dtype that was not calibrated, no snapshot, or numbers that overflow in the
         own dtype; and whatever making the own policy raises.
@@ -103,7 +103,7 @@ class Checker:
             raise _Wrong(f"The claimed policy computes nonsense for these tokens: {error}.") from None
         return self._judge(found, material, statistics)
 
-    # -- what costs nothing ----------------------------------------------------------------------------------------------
+    # -- cheap tests -----------------------------------------------------------------------------------------------------
 
     def _opened(self, claim: Claim, data: bytes) -> Material:
         if fingerprint(data) != claim.fingerprint:
@@ -154,10 +154,10 @@ class Checker:
                 raise _Wrong(f"{where} says that it ended otherwise than it did.")
         return rows
 
-    # -- what costs ------------------------------------------------------------------------------------------------------
+    # -- costly tests ----------------------------------------------------------------------------------------------------
 
     def _load(self, model: bytes, nbytes: int, data: bytes | None) -> None:
-        """Have the policy hold the snapshot of that digest."""
+        """Load the snapshot of that digest into the policy."""
         if data is not None:
             if digest(data) != model:
                 raise _Wrong("The snapshot is not the one that the claim names.")

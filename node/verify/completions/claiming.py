@@ -1,4 +1,4 @@
-"""The training thread's part in verification: it writes the groups that are to be claimed. All the rest is done elsewhere."""
+"""The training thread's part in verification: writing the groups of completions that are to be claimed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shoal.node.verify.completions.prover import Proven, prove
 from shoal.verification.consensus.participant import Slot
 
 MOST_WRITTEN = 64  # groups that wait to be claimed
-ASIDE = 2**40  # from a question to those of which one is answered in its place where a claim has to be wrong
-ASIDES = 64  # how many of these are looked at: where there are few questions, the same one comes up again
+ASIDE = 2**40  # distance to the questions of which one is answered instead where a claim has to be wrong
+ASIDES = 64  # questions to try there: where there are few, the same one comes up again
 
 
 @dataclass(frozen=True)
 class Written:
-    """A group to claim for ``slot``, and the weights that it was written with."""
+    """Group to claim for ``slot``, and the weights with which it was written."""
 
     slot: Slot
     proven: Proven
@@ -31,9 +31,9 @@ class Written:
 
 
 class Claimer:
-    """Answers questions for the slots that it was offered. ``offer`` and ``take`` are for one other thread.
+    """Writer of groups for the slots that it was offered. ``offer`` and ``take`` are for one other thread.
 
-    ``round``: of verification, now: a slot of an earlier one is too late.
+    ``round`` returns the current round of verification; a slot of an earlier one is too late.
     """
 
     def __init__(self, env: Env, agreed: Agreed, run: str, peer: str, *, policy_name: str, round: Callable[[], int]) -> None:
@@ -44,24 +44,24 @@ class Claimer:
         self._filled: set[tuple[int, int]] = set()
         self._written: deque[Written] = deque(maxlen=MOST_WRITTEN)
         self.seconds = 0.0
-        """What writing such groups took of the training thread's time, generating included."""
+        """Time of the training thread spent on writing such groups, generating included."""
 
     def offer(self, slots: Sequence[Slot]) -> None:
-        """What is to be claimed now, in place of what was."""
+        """Replace the slots for which groups are to be written."""
         with self._lock:
             self._filled &= {(slot.round, slot.slot) for slot in slots}
             self._slots = deque(slot for slot in slots if (slot.round, slot.slot) not in self._filled)
 
     def take(self) -> list[Written]:
-        """What was written since the last call."""
+        """Return the groups written since the last call."""
         with self._lock:
             written = list(self._written)
             self._written.clear()
         return written
 
     def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
-        """As `shoal.node.rl.task.Claiming.write`."""
-        del question  # the prover makes it anew, as those who check it do
+        """Implement `shoal.node.rl.task.Claiming.write`."""
+        del question  # the prover makes it anew, as verifiers do
         with self._lock:
             slot = self._slots.popleft() if self._slots else None
             if slot is None or slot.round != self._round():
@@ -83,7 +83,7 @@ class Claimer:
         return Claimed(proven.completions, slot.planted)
 
     def _aside(self, seed: int, index: int) -> str | None:
-        """The prompt of another question; None if there seems to be no other: an answer to the same one would be a right claim."""
+        """Return the prompt of another question, or None if none was found: an answer to the same one would be a right claim."""
         asked = self._env.made.question(seed, index).prompt
         others = (self._env.made.question(seed, index + ASIDE + number).prompt for number in range(ASIDES))
         return next((prompt for prompt in others if prompt != asked), None)

@@ -1,4 +1,4 @@
-"""Writing a group so that it can be checked, and checking one: both work in the same parts, so that only rounding may differ.
+"""Generation of a group that can be checked, and its examination: in the same parts, so that only rounding may differ.
 
 A group is written at most PART completions at a time, each row with the same prompt, so nothing is padded before it. Token number
 s of completion number r is drawn by Gumbel-max with the noise of position r * STRIDE + s of the claim's seed.
@@ -31,18 +31,18 @@ ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
 
 
 def seed_bytes(seed: int) -> bytes:
-    """A claim's seed as the noise wants it."""
+    """Encode a claim's seed for the noise."""
     return seed.to_bytes(8, "big")
 
 
 def together(agreed: Agreed) -> int:
-    """How many completions go into one call of the module."""
+    """Return how many completions go into one call of the module."""
     return max(1, min(PART, AT_ONCE // agreed.max_tokens))
 
 
 @torch.no_grad()
 def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> tuple[list[Completion], Tensor]:
-    """``agreed.group`` completions of ``prompt``, and the states (n, width) that their n tokens were drawn from, row after row."""
+    """Write ``agreed.group`` completions of ``prompt``; also return the states (n, width) of their n tokens, row after row."""
     written: list[Completion] = []
     states: list[Tensor] = []
     for first in range(0, agreed.group, together(agreed)):
@@ -72,7 +72,7 @@ def _chooser(seed: int, temperature: float, first: int) -> Choose:
 
 @torch.no_grad()
 def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int) -> tuple[Tensor, Tensor]:
-    """The own states (n, width) of the n tokens of all ``rows``, and their margins (n,) in the draw with ``seed``, by prefills.
+    """Return the own states (n, width) of the n tokens of all ``rows``, and their margins (n,) with ``seed``, by prefills.
 
     Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so many tokens.
     """
@@ -97,19 +97,19 @@ def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agr
 def examine(
     policy: Policy, prompt: str, rows: Sequence[Sequence[int]], proof: bytes, agreed: Agreed, seed: int
 ) -> dict[str, Evidence]:
-    """How far ``proof`` and the tokens are from what ``policy`` computes for them, by the name of the fingerprint.
+    """Measure how far ``proof`` and the tokens are from what ``policy`` computes for them, by fingerprint.
 
-    Raises ValueError as `read`; what is wrong with the proof is said in the evidence.
+    Raises ValueError as `read`; faults of the proof are in the evidence.
     """
     states, found = read(policy, prompt, rows, agreed, seed)
     return {ACTIVATIONS.name: ACTIVATIONS.compare(proof, states), SAMPLING.name: SAMPLING.measured(found)}
 
 
 def width_of(policy: Policy) -> int:
-    """Of the last hidden state."""
+    """Return the width of the last hidden state."""
     return int(getattr(output_head(policy.module), "weight").shape[1])  # noqa: B009
 
 
 def dtype_of(policy: Policy) -> str:
-    """What the policy's module computes in, such as "float32"."""
+    """Return the dtype of the policy's module, such as "float32"."""
     return str(next(policy.module.parameters()).dtype).removeprefix("torch.")

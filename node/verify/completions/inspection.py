@@ -1,4 +1,4 @@
-"""What ``shoal verify`` does: check one stored claim with whatever this machine has, and calibrate a policy by its name."""
+"""Work of ``shoal verify``: check one stored claim on this machine, and calibrate a policy by its name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shoal.verification.calibration.file import load_calibration
 
 
 def inspect(stored: Stored, model: str, env: str | None, calibration: Path | None, claims: int) -> Finding:
-    """Check ``stored`` with the policy that the user names; without a ``calibration`` one is made, if it comes to that, of
-    ``claims`` honest claims of the very snapshot.
+    """Check ``stored`` with the policy that the user names; if a ``calibration`` is needed and not given, one is made from
+    ``claims`` honest claims of the same snapshot.
 
-    Raises NotCheckable and others of ShoalError if it cannot be told here. What is not built in is loaded only if a user names it.
+    Raises NotCheckable and other ShoalErrors if this node cannot tell. Only built-in code, or code that the user names, is loaded.
     """
     use_threads()
     if not stored.signed:
@@ -58,7 +58,7 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
     except NotCalibrated:
         if calibration is not None:
             raise
-    # All that needs no calibration has been found in order, so the policy holds the claimed weights.
+    # All tests that need no calibration have passed, so the policy holds the claimed weights.
     dtypes: list[Dtype] = sorted({material.dtype, "float32"})
     honest = self_calibrate(checker.policy, made, stored.agreed, policy_name=name, claims=claims, dtypes=dtypes)
     checker.calibration.pairs.update(honest.pairs)
@@ -70,7 +70,7 @@ def _environment(material: Material, spec: str | None) -> Env:
         options = cast("dict[str, Option]", json.loads(material.env_config))
     except ValueError:
         options = {}
-    if spec is None and not re.fullmatch(r"[a-z0-9_]{1,64}", material.env):  # only a user says what is imported
+    if spec is None and not re.fullmatch(r"[a-z0-9_]{1,64}", material.env):  # only a user decides what is imported
         raise NotCheckable(f"The claim is about {material.env!r}, which is not built in: name its file with --env.")
     return load_env(spec or material.env, options if isinstance(options, dict) else {})
 
@@ -83,7 +83,7 @@ def _loaded(path: Path) -> Calibration:
 
 
 def report(stored: Stored, finding: Finding) -> dict[str, Any]:
-    """What the command prints with ``--json``."""
+    """Return the object that the command prints with ``--json``."""
     claim = stored.claim
     about = {"claim": claim.id.hex(), "peer": claim.peer, "run": claim.run, "round": claim.round, "slot": claim.slot}
     found = {"accepted": finding.accepted, "reason": finding.reason, "statistics": finding.statistics, "seconds": finding.seconds}
@@ -91,7 +91,7 @@ def report(stored: Stored, finding: Finding) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Format the report for people."""
     head = "accepted" if report["accepted"] else "refused"
     lines = [f"{head}: {report['reason']}", f"claim {report['claim'][:16]} of {report['peer']}, round {report['round']}"]
     lines += [f"  {name}: {value:.4g}" for name, value in report["statistics"].items()]
@@ -102,7 +102,7 @@ def calibrate_spec(
     model: str, env: str, dtypes: Sequence[str], claims: int, rate: float, out: Path, *, group: int, max_tokens: int,
     temperature: float, warm: int, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Calibrate the policy that ``model`` names into ``out``; what ``shoal verify calibrate --json`` prints."""
+    """Calibrate the policy named ``model`` into ``out``; return the object of ``shoal verify calibrate --json``."""
     use_threads()
     made = load_env(env, {})
     policy = load_policy(model, made, 0, warm)

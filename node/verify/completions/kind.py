@@ -1,4 +1,4 @@
-"""What is claimed where `verify.kind` is activations: groups of completions, as the policy's author wrote them."""
+"""Claims where `verify.kind` is activations: groups of completions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from shoal.verification.consensus.records import Claim, Signed
 
 log = logging.getLogger(__name__)
 
-CLAIMS = "claims"  # the folder of them, in the node's
-PROVERS = ("float32",)  # what nodes write in; one that claims a coarser dtype would be judged more leniently
+CLAIMS = "claims"  # their folder, within the node's
+PROVERS = ("float32",)  # the dtype of nodes; a coarser one would be judged more leniently
 SELF_CLAIMS = 64  # honest claims of its own that a node without a calibration measures
 KEPT = 256  # claims in the node's folder
 PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
 
 class Completions:
-    """`node.verify.kind.Kind` of what ``task`` writes. ``clock``: Unix seconds.
+    """`ClaimKind` of the completions of ``task``. ``clock``: Unix seconds.
 
     Raises VerifyError if the settings name a calibration that cannot be used.
     """
@@ -56,22 +56,22 @@ class Completions:
 
     @property
     def seconds(self) -> float:
-        """As `Kind.seconds`."""
+        """Seconds as of `ClaimKind.seconds`."""
         return self.claimer.seconds
 
     def after_step(self) -> None:
-        """Nothing: the task asks for the claimer where it writes."""
+        """Do nothing: the task calls the claimer where it writes."""
 
-    def prepare(self, say: Callable[[str], None]) -> Checker:
-        """Learn what honest claims look like."""
+    def prepare(self, notify: Callable[[str], None]) -> Checker:
+        """Calibrate on honest claims."""
         self._hand_out_again()
         return Checker(
-            lambda: self._policy, self._env, self._agreed, self._calibration or self._calibrate(say), self._policy_name,
+            lambda: self._policy, self._env, self._agreed, self._calibration or self._calibrate(notify), self._policy_name,
             rate=self._rate, allowed=PROVERS,
         )  # fmt: skip
 
     def _hand_out_again(self) -> None:
-        """What was claimed before a restart may be asked for yet, and counts as withheld otherwise."""
+        """Serve the claims of before a restart again: a verifier may still ask for them, and they would count as withheld."""
         oldest = self._round() - PENDING
         for stored in store.newest(self._folder, KEPT):
             claim = stored.claim
@@ -80,17 +80,17 @@ class Completions:
                 if stored.snapshot is not None:
                     self._network.put(stored.snapshot)
 
-    def _calibrate(self, say: Callable[[str], None]) -> Calibration:
+    def _calibrate(self, notify: Callable[[str], None]) -> Calibration:
         found = self_calibrate(self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS)
-        say(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
+        notify(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
         return found
 
     def offer(self, slots: Sequence[Slot]) -> None:
-        """As `Kind.offer`."""
+        """Implement `ClaimKind.offer`."""
         self.claimer.offer(slots)
 
     def take(self) -> list[Made]:
-        """As `Kind.take`."""
+        """Implement `ClaimKind.take`."""
         made = []
         for written in self.claimer.take():
             proven, slot = written.proven, written.slot
@@ -102,10 +102,10 @@ class Completions:
         return made
 
     def heard(self, claim: Claim) -> None:
-        """Nothing: a question may be answered again."""
+        """Do nothing: a question may be answered again."""
 
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
-        """For `shoal verify`."""
+        """Store the claim for `shoal verify`."""
         try:
             store.save(self._folder, signed, material, self._agreed, snapshot, KEPT)
         except VerifyError as error:

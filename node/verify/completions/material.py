@@ -1,7 +1,7 @@
-"""What a claim about a group of completions is about, in bytes: what its author hands out, and the hashes that the claim holds.
+"""Material of a claim about a group of completions, as its author serves it, and the hashes that the claim holds.
 
-The claim is a record of `verification.claims`; its field ``prompt`` is the hash of the question's coordinates, ``sampling`` that
-of what the swarm agreed on, ``output`` that of the tokens, and ``fingerprint`` that of the whole material, its address.
+The claim is a `shoal.verification.consensus.records.Claim`; its field ``prompt`` is the hash of the question's coordinates,
+``sampling`` that of the agreed settings, ``output`` that of the tokens, and ``fingerprint`` that of the whole material.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Agreed:
-    """How completions that are claimed are drawn: the swarm's settings, not the author's."""
+    """The swarm's settings of how claimed completions are drawn."""
 
     temperature: float
     max_tokens: int
@@ -41,13 +41,13 @@ class Agreed:
 
     @property
     def hash(self) -> bytes:
-        """For `Claim.sampling`."""
+        """Hash for `Claim.sampling`."""
         return _hash("sampling", struct.pack(">dII", self.temperature, self.max_tokens, self.group))
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A question, as a rollout names it."""
+    """Coordinates by which a rollout names a question."""
 
     env: str
     version: str
@@ -57,18 +57,18 @@ class Coordinates:
 
     @staticmethod
     def of(env: Env, seed: int, index: int) -> Coordinates:
-        """The question number ``index`` of ``seed`` in ``env``."""
+        """Return the coordinates of question number ``index`` of ``seed`` in ``env``."""
         return Coordinates(env.label, env.made.version, env.config, seed, index)
 
     @property
     def hash(self) -> bytes:
-        """For `Claim.prompt`."""
+        """Hash for `Claim.prompt`."""
         return _hash("question", bytes(msgpack.packb([self.env, self.version, self.config, self.seed, self.index])))
 
 
 class Material(Message):
-    """Of one claim. ``policy`` is the name of the policy whose snapshot it is, such as "tiny", and ``snapshot`` its size in bytes;
-    ``proof`` that of the activations of all completions, one after the other; ``dtype`` what its author computed in.
+    """Material of one claim. ``policy``: name of the policy of the snapshot, such as "tiny"; ``snapshot``: its size in bytes;
+    ``proof``: of the activations of all completions, one after the other; ``dtype``: of the author's computation.
     """
 
     KIND, LIMIT = "claim-material", 4096 * KIB
@@ -94,21 +94,21 @@ class Material(Message):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Of the question."""
+        """Coordinates of the question."""
         return Coordinates(self.env, self.env_version, self.env_config, self.seed, self.index)
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Token ids of each completion; anyone's numbers, so they may be negative."""
+        """Return the token ids of each completion; unchecked, so they may be negative."""
         return [struct.unpack(f"<{len(part) // 4}i", part) for part in self.tokens or ()]
 
 
 def encode(material: Material) -> bytes:
-    """At most 4 MiB. Raises MessageError if it would be more."""
+    """Encode ``material`` in at most 4 MiB. Raises MessageError if it would be more."""
     return pack(material)
 
 
 def decode(data: bytes) -> Material:
-    """What ``encode`` wrote. Raises MessageError for whatever else it is."""
+    """Decode what ``encode`` returned. Raises MessageError for other bytes."""
     return unpack(data, Material)
 
 
@@ -116,7 +116,7 @@ def material_of(
     at: Coordinates, rows: Sequence[Sequence[int]], finish: Sequence[Finish], *,
     proof: bytes, policy: str, dtype: str, snapshot: int,
 ) -> Material:  # fmt: skip
-    """Of one's own completions. Raises pydantic's ValidationError, a ValueError, for what no claim can hold."""
+    """Make the material of one's own completions. Raises pydantic's ValidationError, a ValueError, for what no claim can hold."""
     fields = {"env": at.env, "env_version": at.version, "env_config": at.config, "seed": at.seed, "index": at.index}
     packed = tuple(pack_tokens(row) for row in rows)
     said = {"policy": policy, "proof": proof, "dtype": dtype, "snapshot": snapshot}
@@ -124,12 +124,12 @@ def material_of(
 
 
 def output_hash(rows: Sequence[Sequence[int]]) -> bytes:
-    """Of the tokens of each completion, int32, for `Claim.output`."""
+    """Hash the tokens of each completion, int32, for `Claim.output`."""
     return _hash("output", b"".join(struct.pack(">I", len(row)) + pack_tokens(row) for row in rows))
 
 
 def seed_of(run: str, round: int, peer: str, slot: int, prompt: bytes) -> int:
-    """The seed of `Claim.seed`, below 2^63: it follows from where the claim stands, so its author cannot try several."""
+    """Return `Claim.seed`, below 2^63: it follows from the place of the claim, so its author cannot try several."""
     return int.from_bytes(_hash("seed", bytes(msgpack.packb([run, round, peer, slot, prompt])))[:8], "big") >> 1
 
 

@@ -1,4 +1,4 @@
-"""Writing a group of completions such that others can check who wrote it, and the claim that says so."""
+"""Prover of completions: a group written so that others can check which policy wrote it, and its claim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.verification.consensus.records import Claim
 
 @dataclass(frozen=True)
 class Proven:
-    """A group that can be claimed. ``material``: to be handed out to those who ask for `Claim.fingerprint`."""
+    """Group that can be claimed. ``material`` is served to those who ask for `Claim.fingerprint`."""
 
     at: Coordinates
     agreed: Agreed
@@ -26,12 +26,12 @@ class Proven:
 
     @property
     def tokens(self) -> int:
-        """Of all completions."""
+        """Number of tokens of all completions."""
         return sum(len(one.tokens) for one in self.completions)
 
 
 def policy_label(spec: str) -> str:
-    """A policy's name among peers: tiny whatever its habit was, since a snapshot holds all of it; a model's without its folder."""
+    """Return a policy's name among peers: tiny without its habit, since a snapshot holds all of it; a model without its folder."""
     kind, _, rest = spec.partition(":")
     name = kind if kind == "tiny" else f"{kind}:{rest.rstrip('/').rpartition('/')[2]}"
     return re.sub(r"[^A-Za-z0-9_.:+-]", "_", name)[:128]
@@ -41,10 +41,10 @@ def prove(
     policy: Policy, env: Env, at: Coordinates, agreed: Agreed, seed: int, *, policy_name: str, snapshot_bytes: int,
     planted_prompt: str | None = None,
 ) -> Proven:  # fmt: skip
-    """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and prove which policy did.
+    """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and prove which policy wrote it.
 
-    The dtype is that of the policy's module. ``planted_prompt``: of another question, which is answered in place of the one that
-    is claimed, so that the claim is wrong and cannot be told from others without checking.
+    The dtype is that of the policy's module. ``planted_prompt``: of another question, which is answered in place of the claimed
+    one, so that the claim is wrong but looks like others until it is checked.
 
     Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens or computes nonsense.
     """
@@ -66,7 +66,7 @@ def prove(
 
 
 def make_claim(proven: Proven, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
-    """The record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot.
+    """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot.
 
     Raises ValueError if ``proven`` was drawn with another seed than that of this round and slot.
     """
@@ -76,7 +76,7 @@ def make_claim(proven: Proven, *, run: str, round: int, peer: str, slot: int, mo
 
 
 def claim_of(proven: Proven, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
-    """``make_claim`` without a look at the seed."""
+    """Do ``make_claim`` without a check of the seed."""
     output = output_hash([one.tokens for one in proven.completions])
     return Claim(
         peer=peer, run=run, round=round, slot=slot, model=model, prompt=proven.at.hash, sampling=proven.agreed.hash,
@@ -85,5 +85,5 @@ def claim_of(proven: Proven, *, run: str, round: int, peer: str, slot: int, mode
 
 
 def fingerprint(material: bytes) -> bytes:
-    """For `Claim.fingerprint`: the SHA-256 by which the material is asked for."""
+    """Return the SHA-256 of the material, its address, for `Claim.fingerprint`."""
     return hashlib.sha256(material).digest()

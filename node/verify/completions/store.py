@@ -1,4 +1,4 @@
-"""Claims on disk, so that anybody can check them later: ``claims/ID.claim``, and beside it the policy, ``claims/HASH.safetensors``.
+"""Store of claims on disk, for later checks: ``claims/ID.claim``, and beside it the policy, ``claims/HASH.safetensors``.
 
 A claim's file holds the signed record, its material and the agreed settings; the policy's weights are found by their hash, because
 several claims may be of one policy. Files are written whole or not at all. A file may come from a stranger: its size is bounded
@@ -27,8 +27,8 @@ from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
 from shoal.verification.consensus.records import LIMIT, Claim, Signed, decode
 
 CLAIM, WEIGHTS = ".claim", ".safetensors"
-KEEP = 64  # of a node's own, the newest
-CONTEXT = "shoal/verification/1"  # of the signature over a record
+KEEP = 64  # newest claims in a folder
+CONTEXT = "shoal/verification/1"  # context of the signature over a record
 
 
 class _File(Message):
@@ -43,7 +43,7 @@ class _File(Message):
 
 @dataclass(frozen=True)
 class Stored:
-    """A claim as it was found on disk; ``snapshot`` is None if the policy is not beside it."""
+    """Claim as found on disk; ``snapshot`` is None if the policy is not beside it."""
 
     claim: Claim
     signature: bytes
@@ -53,7 +53,7 @@ class Stored:
 
     @property
     def signed(self) -> bool:
-        """Whether its author signed it."""
+        """True if its author signed it."""
         return verify(self.claim.peer, CONTEXT, self.claim.encoded, self.signature)
 
 
@@ -81,7 +81,7 @@ def save(folder: Path, signed: Signed, material: bytes, agreed: Agreed, snapshot
 
 
 def load(path: Path) -> Stored:
-    """Read what ``save`` wrote. Raises VerifyError; a wrong signature, or weights of another policy, are for a check to find."""
+    """Read what ``save`` wrote. Raises VerifyError; a wrong signature, or weights of another policy, are left to a check."""
     found = _opened(path)
     try:
         claim = decode(found.record)
@@ -96,7 +96,7 @@ def load(path: Path) -> Stored:
 
 
 def newest(folder: Path, count: int) -> Iterator[Stored]:
-    """The claims in ``folder`` that were written last, at most ``count``; what cannot be read is left out."""
+    """Yield the ``count`` claims in ``folder`` that were written last, without unreadable ones."""
     paths = sorted(folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in paths[:count]:
         with contextlib.suppress(VerifyError):
@@ -104,7 +104,7 @@ def newest(folder: Path, count: int) -> Iterator[Stored]:
 
 
 def find(name: str, folders: Sequence[Path]) -> Path:
-    """The file of a claim: ``name`` is its path, or its id in hex or the first 4 or more digits of it, looked for in ``folders``.
+    """Find the file of a claim: ``name`` is its path, or the first 4 or more hex digits of its id, looked for in ``folders``.
 
     Raises VerifyError if there is none, or several.
     """
@@ -166,7 +166,7 @@ def _prune(folder: Path, keep: int, newest: Path) -> None:
 
 
 def _model_of(path: Path) -> str:
-    """Of a stored claim, the digest of its policy in hex; empty if it cannot be read."""
+    """Return the hex digest of a stored claim's policy; empty if it cannot be read."""
     try:
         claim = decode(_opened(path).record)
     except (VerifyError, ValueError):

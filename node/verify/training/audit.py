@@ -1,18 +1,18 @@
-"""The prover of training: keeps a stretch of inner steps as it happens, and makes a claim of it (verification.md, section 6).
+"""Prover of training: keeps a stretch of inner steps as it happens, and makes a claim of it (verification.md, section 6).
 
     audit = TrainingAudit(trainer, terms)
     trainer.run(after_step=audit.after_step)        # costs nothing until asked
-    audit.request()                                 # any thread: keep the next stretch that no exchange falls into
+    audit.request()                                 # any thread: keep the next stretch without an exchange in it
     kept = audit.take()                             # any thread: it, or None
     proven = prove(kept, terms, run=..., round=..., peer=..., slot=...)     # not in the training thread
 
-What a claim that stands shows: from this state, ``steps`` inner steps of the task on this shard lead to these weights, up to what
-honest machines differ by; and the prover had fixed them before it knew how they would be compared. What it does not show:
+A valid claim shows: from this state, ``steps`` inner steps of the task on this shard lead to these weights, up to the differences
+between honest machines; and the prover had fixed them before it knew how they would be compared. It does not show:
 
-* What happened between claimed stretches: who knows which ones it claims can rest in between. The share of steps that is claimed is
-  the share that must be done. Where stretches follow each other within a round, ``output`` of one claim is ``before`` of the next.
-* The last step before an exchange, whose weights the outer rule has replaced by the time they could be kept; and that the weights
-  that are exchanged are those of the claims.
+* What happened between claimed stretches: a prover that knows which it will claim can rest in between. The share of steps that is
+  claimed is the share that must be done. Where stretches are adjacent, ``output`` of one claim is ``before`` of the next.
+* The last step before an exchange, whose weights the outer rule has replaced by the time they could be kept; and that the exchanged
+  weights are those of the claims.
 * That the optimizer's numbers in the snapshot (momentum) come from honest steps: they are taken as they are.
 
 The steps must be repeatable: batches that depend on the shard and the step alone, on data that the auditor has too (so not
@@ -41,7 +41,7 @@ from shoal.verification.fingerprints.weights import WeightProjection
 
 @dataclass(frozen=True)
 class Kept:
-    """A stretch with the state before it and the trainable weights ``names`` after it, all on the CPU."""
+    """Stretch with the state before it and the trainable weights ``names`` after it, all on the CPU."""
 
     stretch: Stretch
     state: State
@@ -51,7 +51,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Proven:
-    """A claim and what those who check it ask for."""
+    """Claim and the bytes that its verifiers ask for."""
 
     claim: Claim
     material: bytes
@@ -59,7 +59,7 @@ class Proven:
 
 
 class TrainingAudit:
-    """Keeps stretches of ``trainer``'s steps, one at a time, when asked. It copies weights and changes nothing.
+    """Recorder of stretches of ``trainer``'s steps, one at a time, on request. It copies weights and changes nothing.
 
     ``since``: stretches from this step on, so that a resumed run does not claim again what it claimed before.
 
@@ -88,11 +88,11 @@ class TrainingAudit:
         self._wanted = True
 
     def take(self) -> Kept | None:
-        """What was kept, once."""
+        """Return the kept stretch, once."""
         return self._done.popleft() if self._done else None
 
     def after_step(self) -> None:
-        """For `Trainer.run`, after whatever else is done between steps. VerifyError if the optimizer keeps what is not a number."""
+        """Record between steps, after all other work there. Raises VerifyError if the optimizer's state is not all numbers."""
         if not self._wanted:
             return
         opt = self._trainer.opt
@@ -110,14 +110,14 @@ class TrainingAudit:
 
 
 def change(names: tuple[str, ...], state: State, after: tuple[Tensor, ...]) -> list[Tensor]:
-    """The pseudo-gradient, weights before - weights after, float32."""
+    """Return the pseudo-gradient, weights before - weights after, float32."""
     return [old.float() - new.float() for old, new in zip(weights_in(state, names, MODEL), after, strict=True)]
 
 
 def prove(
     kept: Kept, terms: TrainingTerms, *, run: str, round: int, peer: str, slot: int, dtype: str = "float32", planted: bool = False
 ) -> Proven:
-    """The claim about ``kept``. ``dtype``: what the steps are computed in. ``planted``: make it wrong (half of the change).
+    """Make the claim about ``kept``. ``dtype``: of the computation. ``planted``: make it wrong (half of the change).
 
     Raises VerifyError if the steps changed nothing, or what they led to is not finite.
     """
@@ -137,7 +137,7 @@ def prove(
 def assemble(
     kept: Kept, terms: TrainingTerms, project: Callable[[int], bytes], *, run: str, round: int, peer: str, slot: int, dtype: str
 ) -> Proven:
-    """The claim about ``kept`` with the projection that ``project`` makes of the seed that follows."""
+    """Make the claim about ``kept`` with the projection that ``project`` makes from the resulting seed."""
     after = kept.after
     snapshot = snapshot_of(kept.state, kept.names, after)
     model, output = hashlib.sha256(snapshot).digest(), weights_hash(kept.names, after)

@@ -1,4 +1,4 @@
-"""What honest auditors of training differ by: the same stretches done twice, as provers and as this node compute.
+"""Calibration of training audits: the same stretches done twice, under a prover's conditions and under this node's.
 
 Same machine, same number of threads and same dtype give the same bits, so a calibration needs conditions that differ as machines
 do. It trains, so do it in a process of its own.
@@ -26,7 +26,7 @@ from shoal.verification.fingerprints.weights import WeightProjection
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Sums are taken in another order by another number of threads."""
+    """Compute with another number of threads, which sums in another order."""
     known = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -37,7 +37,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Torch's own kernels in place of oneDNN's, as another processor may take."""
+    """Compute with torch's own kernels in place of oneDNN's, as another processor may."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there is no GPU of Intel's
         with torch.backends.mkldnn.flags(enabled=False):
@@ -45,16 +45,16 @@ def plain_kernels() -> Iterator[None]:
 
 
 def half() -> AbstractContextManager[None]:
-    """Computing in bfloat16 (autocast) on weights of float32."""
+    """Compute in bfloat16 (autocast) on weights of float32."""
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 OTHERS: tuple[Condition, ...] = (*[plain_kernels] * 9, lambda: threads(2))
-"""Ways to compute the same in float32 with other rounding. Threads seldom: on a busy machine they wait long for each other."""
+"""Conditions of computing the same in float32 with other rounding. Threads seldom: on a busy machine they wait for each other."""
 
 
 def stretches(task: Task, terms: TrainingTerms, shard: Shard, outer: OuterSettings | None = None) -> Iterator[Kept]:
-    """All stretches that can be claimed of a training run alone, to the end of its steps, or without end."""
+    """Yield all stretches that can be claimed of a training run without partners, to the end of its steps, or without end."""
     trainer = Trainer(task, outer or OuterSettings(method="none", every=16 * terms.steps), terms.train)
     trainer.connect(Alone(), "run", shard)
     audit = TrainingAudit(trainer, terms)
@@ -73,7 +73,7 @@ def stretches(task: Task, terms: TrainingTerms, shard: Shard, outer: OuterSettin
 def honest_evidence(
     kept: Iterable[Kept], replica: Replica, terms: TrainingTerms, provers: Sequence[Condition], verifier: Condition
 ) -> list[Evidence]:
-    """For `Calibration.add`: what each stretch shows, done by ``provers`` in turn and by ``verifier``."""
+    """Return the evidence of each stretch for `Calibration.add`, done under ``provers`` in turn and under ``verifier``."""
     found = []
     for number, (one, prover) in enumerate(zip(kept, cycle(provers), strict=False)):
         stretch = one.stretch

@@ -1,4 +1,4 @@
-"""The auditor of training: does a claimed stretch of inner steps again and compares (verification.md, section 6)."""
+"""Checker of training: repeats a claimed stretch of inner steps and compares (verification.md, section 6)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MOST_HEARD = 1 << 16  # claims that are remembered, the newest
 
 
 class TrainingChecker:
-    """Checks claims about training. Not for several threads at once; see `Replica` for tasks that draw random numbers.
+    """Checker of claims about training. Not for several threads at once; see `Replica` for tasks that draw random numbers.
 
     Args:
         replica: the swarm's task, with the same options and data as the provers'.
-        terms: what the swarm agreed on.
+        terms: the swarm's agreed terms.
         calibration: of pairs (weights, ``label``, dtype of the prover, ``dtype``).
-        label: what the calibration calls the model.
-        dtype, condition: what the steps are computed in here.
+        label: the calibration's name of the model.
+        dtype, condition: of the computation of the steps here.
         rate: of false alarms.
     """
 
@@ -51,21 +51,21 @@ class TrainingChecker:
         self._first: OrderedDict[tuple[str, bytes], tuple[int, int, bytes]] = OrderedDict()
 
     def heard(self, claim: Claim) -> None:
-        """Tell it all claims that go round, also those that it need not check: nobody may claim a stretch twice."""
+        """Note a claim of any peer, also one that need not be checked: nobody may claim a stretch twice."""
         key, place = (claim.peer, claim.prompt), (claim.round, claim.slot, claim.id)
         self._first[key] = min(place, self._first.get(key, place))
         while len(self._first) > MOST_HEARD:
             self._first.popitem(last=False)
 
     def is_again(self, claim: Claim) -> bool:
-        """Whether its author has claimed the same stretch before, in a claim that was heard."""
+        """Return whether its author has claimed the same stretch before, in a noted claim."""
         place = (claim.round, claim.slot, claim.id)
         return self._first.get((claim.peer, claim.prompt), place) < place
 
     def check(self, claim: Claim, material: bytes, snapshot: bytes, shard: Shard | None = None) -> Finding:
-        """Whether ``claim`` holds. ``shard``: the one that the prover was given, if that is known.
+        """Check ``claim``. ``shard``: the one that the prover was given, if that is known.
 
-        Raises NotCalibrated where this node cannot say: there is no calibration, and the weights differ.
+        Raises NotCalibrated if this node cannot tell: there is no calibration, and the weights differ.
         """
         began = time.monotonic()
         statistics: dict[str, float] = {}
@@ -83,7 +83,7 @@ class TrainingChecker:
         return Finding(judged.accepted, reason, statistics, time.monotonic() - began)
 
     def _material(self, claim: Claim, material: bytes, shard: Shard | None) -> TrainingMaterial:
-        """All that can be told without the snapshot."""
+        """Do all checks that need no snapshot."""
         if hashlib.sha256(material).digest() != claim.fingerprint:
             raise NotAsClaimed("The material is not the one that was claimed")
         try:

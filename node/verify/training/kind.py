@@ -1,4 +1,4 @@
-"""What is claimed where `verify.kind` is training: stretches of inner steps, which others do again."""
+"""Claims where `verify.kind` is training: stretches of inner steps, which verifiers repeat."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from shoal.verification.fingerprints.weights import WeightProjection
 
 log = logging.getLogger(__name__)
 
-LABEL, DTYPE = "task", "float32"  # what the calibration calls them
+LABEL, DTYPE = "task", "float32"  # names in the calibration
 SELF_CLAIMS = 30  # honest stretches that a node measures, fewer where a run has fewer
 
 
 class InnerSteps:
-    """`node.verify.kind.Kind` of the steps of ``trainer``. Make it before training begins: it draws random numbers, and puts
-    the state of torch's generator back. While it measures honest stretches, at the start, training may round otherwise than it
-    would (oneDNN is off for moments), as on another machine.
+    """`ClaimKind` of the steps of ``trainer``. Make it before training begins: it draws random numbers, and restores the state of
+    torch's generator. While it measures honest stretches, at the start, training may round differently (oneDNN is off for
+    moments), as on another machine.
 
     Args:
         task: an instance of its own, with the options and data of the trainer's.
         shard: the trainer's.
-        shard_of: which shard a peer says that it trains on; None if that is not known.
+        shard_of: returns the shard that a peer announces; None if that is not known.
         clock: Unix seconds.
 
     Raises VerifyError if the steps of this task, or this swarm's settings, cannot be verified.
@@ -69,34 +69,34 @@ class InnerSteps:
         self.seconds = 0.0
 
     def after_step(self) -> None:
-        """As `Kind.after_step`."""
+        """Implement `ClaimKind.after_step`."""
         began = time.perf_counter()
         self._audit.after_step()
         self.seconds += time.perf_counter() - began
 
-    def prepare(self, say: Callable[[str], None]) -> StepChecker:
-        """Learn how far honest stretches differ. VerifyError if the run is too short for that."""
+    def prepare(self, notify: Callable[[str], None]) -> StepChecker:
+        """Measure how far honest stretches differ. Raises VerifyError if the run is too short for that."""
         calibration, many = Calibration(), claims_of(self._terms)
         evidence = honest_evidence(islice(self._honest, many), self._replica, self._terms, OTHERS, nullcontext)
         try:
             calibration.add(Pair(WeightProjection.name, LABEL, DTYPE, DTYPE), evidence)
         except CalibrationError as error:
             raise VerifyError(f"Training cannot be verified ({error}): make the run longer, or leave --verify out.") from error
-        self._honest = iter(())  # and with it a model
-        say(f"measured {many} honest stretches of steps of its own, to check others by")
+        self._honest = iter(())  # frees a model
+        notify(f"measured {many} honest stretches of steps of its own, to check others by")
         checker = TrainingChecker(self._replica, self._terms, calibration, label=LABEL, dtype=DTYPE, rate=self._rate)
         self._checker = StepChecker(checker, self._replica.most_bytes(), self._shard_of)
         return self._checker
 
     def offer(self, slots: Sequence[Slot]) -> None:
-        """As `Kind.offer`; the stretch that comes next is for the first of them."""
+        """Implement `ClaimKind.offer`; the next stretch is for the first of them."""
         self._filled &= {(slot.round, slot.slot) for slot in slots}
         self._slots = deque(slot for slot in slots if (slot.round, slot.slot) not in self._filled)
         if self._slots:
             self._audit.request()
 
     def take(self) -> list[Made]:
-        """As `Kind.take`."""
+        """Implement `ClaimKind.take`."""
         kept = self._audit.take()
         if kept is None or not self._slots or self._slots[0].round != int(self._clock() // self._round_s):
             return []
@@ -112,16 +112,16 @@ class InnerSteps:
         return [Made(slot, proven.claim, proven.material, proven.snapshot)]
 
     def heard(self, claim: Claim) -> None:
-        """As `Kind.heard`: nobody may claim a stretch twice."""
+        """Implement `ClaimKind.heard`: nobody may claim a stretch twice."""
         if self._checker is not None:
             self._checker.heard(claim)
 
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
-        """Nothing: who has no node in the swarm lacks the task, its options and its data."""
+        """Do nothing: outside the swarm the task, its options and its data are not known, so nobody could check the claim."""
 
 
 class StepChecker:
-    """`shoal.node.verify.audit.claim_kind.Checking` by ``checker``, which takes snapshots of at most ``most_snapshot_bytes``."""
+    """`Checking` by ``checker``, for snapshots of at most ``most_snapshot_bytes``."""
 
     most_material_bytes = TrainingMaterial.LIMIT
 
@@ -130,22 +130,22 @@ class StepChecker:
         self._shards: OrderedDict[bytes, Shard | None] = OrderedDict()  # that authors named when their claims came
 
     def knows(self, model: bytes) -> bool:
-        """No: each stretch has a state of its own."""
+        """Return False: each stretch has a state of its own."""
         return False
 
     def heard(self, claim: Claim) -> None:
-        """Remember who claims what, and the author's shard: after a restart it may have another."""
+        """Note a claim, and its author's shard: after a restart the author may have another."""
         self._checker.heard(claim)
         self._shards.setdefault(claim.id, self._shard_of(claim.peer))
         while len(self._shards) > MOST_HEARD:
             self._shards.popitem(last=False)
 
     def is_again(self, claim: Claim) -> bool:
-        """Whether its author has claimed these steps before."""
+        """Return whether its author has claimed these steps before."""
         return self._checker.is_again(claim)
 
     def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
-        """As `Checking.check`."""
+        """Implement `Checking.check`."""
         if snapshot is None:
             raise NotCheckable("The state before the claimed steps is not here: fetch it from the claim's author.")
         shard = self._shards.get(claim.id) or self._shard_of(claim.peer)
@@ -153,12 +153,12 @@ class StepChecker:
 
 
 def claims_of(terms: TrainingTerms) -> int:
-    """How many stretches a node measures."""
+    """Return how many stretches a node measures."""
     return min(SELF_CLAIMS, terms.train.steps // terms.steps) if terms.train.steps else SELF_CLAIMS
 
 
 def check_replica(replica: Replica) -> None:
-    """VerifyError if what ``replica`` does cannot be done again beside training, or handed out."""
+    """Raise VerifyError if the steps of ``replica`` cannot be repeated beside training, or its state is too large to serve."""
     if replica.random:
         raise VerifyError(
             "The task's steps draw random numbers (dropout, for example), so they cannot be done again beside training: "

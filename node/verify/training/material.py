@@ -1,7 +1,7 @@
-"""What a claim about inner steps is about, in bytes, and the hashes that the claim holds.
+"""Material of a claim about inner steps, and the hashes that the claim holds.
 
-The claim is a record of `verification.claims`. Of its fields, ``model`` is the SHA-256 of the snapshot (`node.verify.replica`),
-``prompt`` that of the stretch (which steps on which shard), ``sampling`` that of the terms, ``output`` that of the weights after,
+Of the fields of `shoal.verification.consensus.records.Claim`, ``model`` is the SHA-256 of the snapshot (`Replica`), ``prompt``
+that of the stretch (which steps on which shard), ``sampling`` that of the terms, ``output`` that of the weights after,
 ``fingerprint`` that of the material; ``tokens`` is the number of inner steps. ``seed`` is that of the projection: it follows from
 all these but the last, so the prover has fixed the weights after before it knows in which projection they are compared.
 """
@@ -27,9 +27,9 @@ MOST_FIRST = 1 << 24
 
 @dataclass(frozen=True)
 class TrainingTerms:
-    """What all peers agree on. ``task`` names it with its options and whatever else the steps depend on, such as the manifest's
-    digest; ``steps`` is the length of a stretch, which begins at a multiple of it, so that no two overlap; ``dims`` is that of the
-    projection; ``dtypes`` are those that one may compute in: each needs a calibration, and a coarse one hides small cheats.
+    """Terms on which all peers agree. ``task`` names it with its options and all else on which the steps depend, such as the
+    manifest's digest; ``steps`` is the length of a stretch, which begins at a multiple of it, so that no two overlap; ``dims`` is
+    that of the projection; ``dtypes`` are allowed for computing: each needs a calibration, and a coarse one hides small cheats.
 
     Raises ValueError for numbers out of range.
     """
@@ -46,7 +46,7 @@ class TrainingTerms:
 
     @property
     def hash(self) -> bytes:
-        """For `Claim.sampling`."""
+        """Hash for `Claim.sampling`."""
         said = [self.task, self.train.steps, self.train.seed, self.steps, self.dims, list(self.dtypes)]
         return _hash("terms", json.dumps(said).encode())
 
@@ -61,13 +61,13 @@ class Stretch:
 
     @property
     def hash(self) -> bytes:
-        """For `Claim.prompt`."""
+        """Hash for `Claim.prompt`."""
         said = [self.shard.index, self.shard.of, self.shard.seed, self.first, self.steps]
         return _hash("stretch", json.dumps(said).encode())
 
 
 class TrainingMaterial(Message):
-    """Of one claim. ``before``: the hash of the trainable weights before, ``snapshot``: its size in bytes."""
+    """Material of one claim. ``before``: hash of the trainable weights before; ``snapshot``: its size in bytes."""
 
     KIND, LIMIT = "training-material", (MOST_DIMS * 4) + KIB
     index: Annotated[int, Field(ge=0, lt=2**31)]
@@ -82,12 +82,12 @@ class TrainingMaterial(Message):
 
     @property
     def stretch(self) -> Stretch:
-        """Which steps."""
+        """Claimed steps."""
         return Stretch(Shard(self.index, self.of, self.seed), self.first, self.steps)
 
 
 def projection_seed(place: tuple[str, int, str, int], model: bytes, stretch: bytes, terms: bytes, output: bytes) -> int:
-    """``place``: run, round, peer, slot; then the claim's hashes. Below 2**63."""
+    """Return the seed, below 2**63, from ``place`` (run, round, peer, slot) and the claim's hashes."""
     digest = _hash("projection", json.dumps(place).encode() + b"\0" + model + stretch + terms + output)
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -1,8 +1,8 @@
-"""A second copy of a task's model and inner optimizer, in which training steps are done again; and its state as bytes.
+"""Replica of a task's model and inner optimizer, in which training steps are repeated; and its state as bytes.
 
-A snapshot is safetensors, nothing is pickled. It holds what moves: trainable parameters, buffers, and the numbers of the inner
-optimizer; never its settings: a learning rate is what the task says, not what a prover says. A reader knows each name, shape and
-dtype beforehand, because it has the same task.
+A snapshot is safetensors, nothing is pickled. It holds what training changes: trainable parameters, buffers, and the numbers of the
+inner optimizer; never its settings: the task sets the learning rate, not a prover. A reader knows each name, shape and dtype
+beforehand, because it has the same task.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shoal.swarm.manifest.outer import TrainSettings
 
 State = dict[str, Tensor]
 Condition = Callable[[], AbstractContextManager[Any]]
-"""Under what steps are done: another number of threads, another dtype of computing."""
+"""Context in which steps are done, such as another number of threads or another dtype of computing."""
 MODEL, OPTIMIZER, AFTER, RANDOM = "model.", "optimizer.", "after.", "random"
 HEADER = 256  # bytes that safetensors spends at most on a tensor beside its name
 REFUSED = "The snapshot is not one of this task's model"
 
 
 class NotAsClaimed(VerifyError):
-    """What a prover sent is no such thing; a check makes a finding of it."""
+    """A prover's bytes that are not what it claimed; a check makes a finding of it."""
 
 
 def moving(model: nn.Module) -> State:
-    """What training moves in ``model``, by name, not copied: trainable parameters, each once, and the buffers that are kept."""
+    """Return what training changes in ``model``, by name, not copied: trainable parameters, each once, and persistent buffers."""
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     found: State = {}
     seen: set[int] = set()
@@ -48,12 +48,12 @@ def moving(model: nn.Module) -> State:
 
 
 def trainable(model: nn.Module) -> State:
-    """The trainable parameters by name, each once, not copied."""
+    """Return the trainable parameters by name, each once, not copied."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def numbers_of(inner: torch.optim.Optimizer) -> State:
-    """The optimizer's numbers, named by the parameter's place and their own name. VerifyError for what is not a number."""
+    """Return the optimizer's numbers, named by the parameter's place and their own name. Raises VerifyError for other values."""
     found: State = {}
     for index, state in inner.state_dict()["state"].items():
         for name, value in state.items():
@@ -67,12 +67,12 @@ def numbers_of(inner: torch.optim.Optimizer) -> State:
 
 
 def copied(state: Mapping[str, Tensor]) -> State:
-    """On the CPU, apart from whatever ``state`` shares memory with."""
+    """Copy ``state`` to the CPU, without shared memory."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
 
 
 def before(model: nn.Module, inner: torch.optim.Optimizer) -> State:
-    """All that the coming steps depend on, copied. VerifyError if the optimizer keeps what is not a number."""
+    """Copy all on which the coming steps depend. Raises VerifyError if the optimizer's state is not all numbers."""
     return {
         **copied({MODEL + name: value for name, value in moving(model).items()}),
         **copied({OPTIMIZER + name: value for name, value in numbers_of(inner).items()}),
@@ -81,12 +81,12 @@ def before(model: nn.Module, inner: torch.optim.Optimizer) -> State:
 
 
 def weights_in(state: Mapping[str, Tensor], names: Sequence[str], prefix: str) -> list[Tensor]:
-    """The tensors of ``names``, in that order."""
+    """Return the tensors of ``names``, in that order."""
     return [state[prefix + name] for name in names]
 
 
 def weights_hash(names: Sequence[str], weights: Sequence[Tensor]) -> bytes:
-    """SHA-256 of weights on the CPU, with their names, dtypes and shapes."""
+    """Return the SHA-256 of weights on the CPU, with their names, dtypes and shapes."""
     digest = hashlib.sha256(b"shoal weights 1\0")
     for name, tensor in zip(names, weights, strict=True):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
@@ -95,18 +95,18 @@ def weights_hash(names: Sequence[str], weights: Sequence[Tensor]) -> bytes:
 
 
 class Replica:
-    """``task`` as the trainer makes it. Not for several threads at once.
+    """``task`` set up as the trainer does. Not for several threads at once.
 
-    Making it draws from torch's global random numbers and puts them back, so make it before training begins, or in a process of
-    its own; ``random`` says whether the steps draw from them too (dropout): then ``replay`` must not run beside training either.
+    Making it draws from torch's global random numbers and restores them, so make it before training begins, or in a process of
+    its own. If ``random``, the steps draw from them too (dropout): then ``replay`` must not run beside training either.
 
-    Raises VerifyError if the optimizer keeps what is not a number.
+    Raises VerifyError if the optimizer's state is not all numbers.
     """
 
     def __init__(self, task: Task, train: TrainSettings, device: torch.device | None = None) -> None:
         self.task, self.train, self.device = task, train, device or torch.device("cpu")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(train.seed)  # as the trainer does: parameters that are not trained are those of everybody
+            torch.manual_seed(train.seed)  # as the trainer does: untrained parameters are equal on all nodes
             self.model = task.model().to(self.device)
             self.names = list(trainable(self.model))
             inner, _ = self._fresh()
@@ -120,14 +120,14 @@ class Replica:
         self._whole = {key: dict(state) for key, state in inner.state_dict()["state"].items()}
 
     def most_bytes(self) -> int:
-        """No snapshot is larger."""
+        """Return the size of the largest snapshot."""
         after = {AFTER + name: self._moving[MODEL + name] for name in self.names}
         every = {**self._moving, **self._numbers, **after, RANDOM: _kind(torch.get_rng_state())}
         sizes = (len(name.encode()) + HEADER + dtype.itemsize * shape.numel() for name, (dtype, shape) in every.items())
         return sum(sizes) + HEADER
 
     def open(self, snapshot: bytes, first: int) -> tuple[State, list[Tensor]]:
-        """State before step ``first`` and weights after. NotAsClaimed, one sentence, unless all is there, fits and is finite."""
+        """Return the state before step ``first`` and the weights after. NotAsClaimed unless it is complete, fits and is finite."""
         if len(snapshot) > self.most_bytes():
             raise NotAsClaimed(f"{REFUSED}: it has {len(snapshot)} bytes, and at most {self.most_bytes()} are possible")
         try:
@@ -145,9 +145,9 @@ class Replica:
         return state, [state.pop(AFTER + name) for name in self.names]
 
     def replay(self, state: State, shard: Shard, first: int, steps: int, condition: Condition = nullcontext) -> list[Tensor]:
-        """The trainable weights after ``steps`` steps from ``state``, on the CPU. Whatever the task raises, it raises.
+        """Return the trainable weights after ``steps`` steps from ``state``, on the CPU. Passes on the task's errors.
 
-        NotAsClaimed if the task has no such batches, or the loss is not finite.
+        Raises NotAsClaimed if the task has no such batches, or the loss is not finite.
         """
         self._load_model({name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)})
         inner, scheduler = self._fresh()
@@ -186,7 +186,7 @@ class Replica:
         return inner, self.task.lr_scheduler(inner, self.train.steps)
 
     def _step(self, inner: torch.optim.Optimizer, batch: Any) -> Tensor:
-        """As `Trainer.step`, without anybody else."""
+        """Do one `Trainer.step` without exchanges."""
         loss = self.task.loss(self.model, to_device(batch, self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         inner.step()
@@ -202,14 +202,14 @@ class Replica:
         found: dict[Any, dict[str, Any]] = {}
         for index, template in self._whole.items():
             for name, like in template.items():
-                # Cloned: an optimizer works on the very tensors that it is given.
+                # Cloned: an optimizer changes the tensors that it is given.
                 value = None if like is None else state[f"{OPTIMIZER}{index}.{name}"].clone()
                 found.setdefault(index, {})[name] = value if like is None or isinstance(like, Tensor) else type(like)(value)
         return found
 
 
 def snapshot_of(state: State, names: Sequence[str], after: Sequence[Tensor]) -> bytes:
-    """The bytes of the state before and the trainable weights ``names`` after."""
+    """Encode the state before and the trainable weights ``names`` after."""
     return save({**state, **{AFTER + name: value for name, value in zip(names, after, strict=True)}})
 
 

@@ -1,6 +1,6 @@
-"""The terms on which a swarm's nodes claim inner steps: made from the creator's settings, and compared by those who join.
+"""Terms on which a swarm's nodes claim inner steps, made from the creator's settings, and compared at joining.
 
-Steps can be done again only on the same data, by the same schedule of learning rates.
+Steps can be repeated only on the same data, with the same schedule of learning rates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.verification.fingerprints.weights import DIMS
 
 
 def make_stretch_terms(settings: Settings, task: Task) -> StretchTerms:
-    """The terms of a new swarm. ConfigError if the task's steps cannot be done again by others, or are too few."""
+    """Make the terms of a new swarm. Raises ConfigError if others cannot repeat the task's steps, or they are too few."""
     if isinstance(task, RLTask):
         raise ConfigError("What a policy learns from cannot be had again by others: say --verify activations with --task rl.")
     steps, stretch = settings.train.steps, settings.verify.stretch
@@ -42,7 +42,7 @@ def make_stretch_terms(settings: Settings, task: Task) -> StretchTerms:
 
 
 def check_stretch_terms(terms: StretchTerms, manifest: Manifest, train: TrainSettings, task: Task) -> None:
-    """ConfigError if this node cannot do again what others do: it trains otherwise, or has other data."""
+    """Raise ConfigError if this node cannot repeat others' steps: it trains otherwise, or has other data."""
     if train.steps != manifest.train.steps:
         raise ConfigError(
             f"The swarm verifies training, and its learning rates are for {manifest.train.steps} steps, not {train.steps}: "
@@ -56,12 +56,12 @@ def check_stretch_terms(terms: StretchTerms, manifest: Manifest, train: TrainSet
 
 
 def training_terms(terms: StretchTerms, manifest: Manifest, swarm: str) -> TrainingTerms:
-    """What all peers agree on; ``swarm``, the digest of the manifest, stands for the task and its options."""
+    """Return the terms of all peers; ``swarm``, the digest of the manifest, stands for the task and its options."""
     return TrainingTerms(swarm, manifest.train, steps=terms.steps, dims=terms.dims)
 
 
 def data_digest(task: Task, shards: int, seed: int) -> str:
-    """Hex SHA-256 of the first batches of the first and the last shard. Draws from no global generator in the end."""
+    """Return the hex SHA-256 of the first batches of the first and the last shard. Restores the global random numbers."""
     found = hashlib.sha256(b"shoal batches 1\0")
     with torch.random.fork_rng(devices=[]):
         for index in sorted({0, shards - 1}):
@@ -70,7 +70,7 @@ def data_digest(task: Task, shards: int, seed: int) -> str:
 
 
 def _feed(found: Any, batch: Any) -> None:
-    """What `shoal.node.training.trainer.to_device` moves, with its kind and shape; whatever else a batch holds is not compared."""
+    """Hash the tensors that `to_device` moves, with kind and shape; nothing else of a batch is compared."""
     if isinstance(batch, Tensor):
         tensor = batch.detach().to("cpu").contiguous()
         found.update(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
