@@ -26,7 +26,7 @@ from shoal.optim.exchange.base import Mean, RoundKey, weighted_mean
 GRID = 2**20  # shares are whole multiples of 1 / GRID
 SLAB = 2**18  # values of a contribution that are in float64 at a time
 ITERATIONS = 30
-NOTHING = 1e4  # in usual distances: a contribution beyond it has no share, because its square would drown the others'
+CUTOFF = 1e4  # in usual distances: a contribution beyond it has no share, because its square would drown the others'
 
 Tensors = Sequence[Tensor]
 Contributions = Sequence[tuple[str, float, Iterable[Tensor]]]
@@ -123,7 +123,7 @@ def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]
     count = len(squares)
     start = min(range(count), key=lambda place: (median(squares[place]), place))
     if math.isfinite(times):
-        near = [place for place in range(count) if squares[start][place] <= NOTHING**2 * median(squares[start])]
+        near = [place for place in range(count) if squares[start][place] <= CUTOFF**2 * median(squares[start])]
         if len(near) < count:
             among = dict(zip(near, centered_clip([[squares[i][j] for j in near] for i in near], times), strict=True))
             return [among.get(place, 0) for place in range(count)]

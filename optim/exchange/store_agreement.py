@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import Store
 logger = logging.getLogger(__name__)
 
 MEAN, VOID, ABSENT = "mean", "void", "-"
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between two checks of a waiting process whether the missing peers are still alive."""
+LONGEST_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class StoreConsensus:
         """Wait for the expected peers, then return the round's members. Fewer than two, or without this peer: no exchange."""
         if self.process.peer not in ticket.expected or len(ticket.expected) < 2:
             return ()
-        began = looked = time.monotonic()
+        began = checked = time.monotonic()
         until, processes = began, -1
         pause = Pause(ticket.closed)
         while not self.store.check([f"{ticket.name}/members"]):
@@ -98,8 +99,8 @@ class StoreConsensus:
             if processes == len(ticket.expected) * self.process.shards or ticket.closed.is_set():
                 self._propose(ticket)
                 break
-            if processes != before or now - looked > LOOK_S:  # is a missing peer worth the wait?
-                looked, until = now, began + self._patience(ticket, 0.0)
+            if processes != before or now - checked > CHECK_S:  # is a missing peer worth the wait?
+                checked, until = now, began + self._patience(ticket, 0.0)
             if now >= until:
                 self._patience(ticket, now - began)
                 self._propose(ticket)
@@ -184,8 +185,8 @@ class StoreConsensus:
 class Pause:
     """Waiting time between two polls, longer each time; ends early when ``closed`` is set."""
 
-    def __init__(self, closed: threading.Event, longest: float = 0.02) -> None:
-        self._closed, self._longest, self._seconds = closed, longest, 0.0005
+    def __init__(self, closed: threading.Event) -> None:
+        self._closed, self._seconds = closed, 0.0005
 
     def __call__(self) -> None:
         """Wait once."""
@@ -193,4 +194,4 @@ class Pause:
             time.sleep(self._seconds)  # without it the caller would poll in a busy loop
         else:
             self._closed.wait(self._seconds)
-        self._seconds = min(1.5 * self._seconds, self._longest)
+        self._seconds = min(1.5 * self._seconds, LONGEST_PAUSE_S)

@@ -24,8 +24,8 @@ LOW, HIGH = 0.2, 0.28
 """The ratio of new to old policy is clipped to [1 - LOW, 1 + HIGH] (SAPO; the asymmetry is DAPO's, 2503.14476, section 3.1)."""
 EPSILON = 1e-8
 """Added to the standard deviation of a group's rewards."""
-MOST = 20.0
-"""Logarithms of ratios are clamped to +-MOST, so that no ratio overflows: e^20 is far beyond every clip and cap."""
+MAX_LOG = 20.0
+"""Logarithms of ratios are clamped to +-MAX_LOG, so that no ratio overflows: e^20 is far beyond every clip and cap."""
 
 
 def group_advantages(rewards: Tensor, group: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Completions:
     def _ratio(self, above: Tensor, below: Tensor) -> Tensor:
         # Both are masked before the subtraction: the padding may be infinite or NaN.
         difference = _wide(above).masked_fill(~self.mask, 0.0) - _wide(below).masked_fill(~self.mask, 0.0)
-        return difference.clamp(-MOST, MOST).exp()
+        return difference.clamp(-MAX_LOG, MAX_LOG).exp()
 
 
 def _wide(tensor: Tensor) -> Tensor:

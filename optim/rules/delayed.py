@@ -16,7 +16,7 @@ from shoal.optim.rules.base import START, RoundContext, State, assign, check_rat
 from shoal.optim.rules.diloco import outer_step
 from shoal.optim.rules.stability import warn_if_unstable
 
-USUAL = 0.9
+DECAY = 0.9
 """Decay of the running mean of the mean pseudo-gradient's length."""
 
 
@@ -98,7 +98,7 @@ class CO2Rule:
             return self.penalty
         length = _length(mean)
         usual = state["usual"][0]
-        usual = torch.where(usual > 0, USUAL * usual + (1 - USUAL) * length, length)
+        usual = torch.where(usual > 0, DECAY * usual + (1 - DECAY) * length, length)
         assign(state["usual"], [usual] * len(mean))
         moved = torch.stack(state["moved"]).sum().sqrt()
         return 1 + torch.where(usual > 0, moved / usual.clamp_min(torch.finfo(usual.dtype).tiny), 0.0)

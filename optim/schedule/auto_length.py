@@ -15,24 +15,22 @@ GRID = 4
 """Lengths are powers of 2^(1/GRID)."""
 
 
-def agreed_seconds(
-    speeds: Iterable[float], *, steps: int = STEPS, shortest: float = SHORTEST_S, longest: float = LONGEST_S
-) -> float:
-    """Return the seconds in which the slowest useful peer makes at least ``steps`` inner steps (if ``longest`` allows it).
+def agreed_seconds(speeds: Iterable[float]) -> float:
+    """Return the seconds in which the slowest useful peer makes at least ``STEPS`` inner steps (if ``LONGEST_S`` allows it).
 
     A pure function of the peers' inner steps a second, in any order (0, NaN and negative numbers: not measured yet). Slightly
     different views give the same length, since it is rounded up to a coarse grid. One liar among at least three peers cannot move
     it beyond 8 times what the others' speeds allow: a slow liar is at best just useful, a fast one only shifts the median to
     another honest peer. The median of an even number is the lower middle one, so of two peers both are useful. (Ours.)
 
-    Without any speed it is ``shortest``: a new swarm measures them soon.
+    Without any speed it is ``SHORTEST_S``: a new swarm measures them soon.
     """
     known = sorted(speed for speed in speeds if 0 < speed < math.inf)
     if not known:
-        return shortest
+        return SHORTEST_S
     median = known[(len(known) - 1) // 2]
     slowest = next(speed for speed in known if speed >= median * USEFUL)
-    wanted = min(max(steps / slowest, shortest), longest)
+    wanted = min(max(STEPS / slowest, SHORTEST_S), LONGEST_S)
     # The small amount allows for rounding of the logarithm, so that a length on the grid is not changed.
     rounded = math.pow(2.0, math.ceil(math.log2(wanted) * GRID - 1e-9) / GRID)
-    return min(max(rounded, shortest), longest)
+    return min(max(rounded, SHORTEST_S), LONGEST_S)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.robust import GRID, NOTHING, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.robust import CUTOFF, GRID, centered_clip, clipped_gossip, norms, squared_distances
 from tests.verification import reference_robust as robust
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -122,7 +122,7 @@ def test_equal_contributions_and_a_stranger():
     same = [[torch.ones(5)] for _ in range(3)]
     assert centered_clip(squared_distances(same), 1.0) == [1, 1, 1]
     assert centered_clip(squared_distances([*same, [torch.zeros(5)]]), 1.0) == [1, 1, 1, 0]
-    far = [[torch.full((5,), float(value))] for value in (1, 2, 3, 4 * NOTHING)]
+    far = [[torch.full((5,), float(value))] for value in (1, 2, 3, 4 * CUTOFF)]
     assert centered_clip(squared_distances(far), 1.0)[3] == 0
 
 
