@@ -155,9 +155,7 @@ class OuterOptimizer(OuterState):
             self.position = position
             for action in self.schedule.at(position):
                 if isinstance(action, Send):
-                    yield from [
-                        in_flight.handle for in_flight in self._in_flight.get(action.fragment, ()) if not in_flight.finished
-                    ]
+                    yield from [pending.handle for pending in self._in_flight.get(action.fragment, ()) if not pending.finished]
                     self._send(action.fragment)
                 else:
                     due = self._find_due(action.fragment, action.after)
@@ -210,8 +208,8 @@ class OuterOptimizer(OuterState):
     def _send(self, fragment: int) -> None:
         if fragment >= len(self._parts):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
-        for in_flight in self._in_flight[fragment]:
-            in_flight.wait(self._codecs[fragment])  # a fragment is in one exchange at a time
+        for pending in self._in_flight[fragment]:
+            pending.wait(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
@@ -230,56 +228,56 @@ class OuterOptimizer(OuterState):
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
                 self.exchange.absent(context.key)
-        in_flight = PendingExchange(
+        pending = PendingExchange(
             handle, context, contribution, self.steps, self.position, finished=weight == 0, listening=listening
         )
-        self._in_flight[fragment].append(in_flight)
+        self._in_flight[fragment].append(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
     def _find_due(self, fragment: int, after: int | None) -> PendingExchange | None:
-        return next((f for f in self._in_flight[fragment] if after is None or f.position == self.position - after), None)
+        return next((p for p in self._in_flight[fragment] if after is None or p.position == self.position - after), None)
 
     def _due(self, fragment: int, after: int | None) -> None:
-        under_way, due = self._in_flight[fragment], self._find_due(fragment, after)
+        exchanges, due = self._in_flight[fragment], self._find_due(fragment, after)
         if due is not None:
             self._apply(fragment, due)
-        elif under_way and under_way[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
+        elif exchanges and exchanges[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
-                self.rule.apply(slow, fast, [], state, RoundContext(under_way[-1].context.key, members=0))
+                self.rule.apply(slow, fast, [], state, RoundContext(exchanges[-1].context.key, members=0))
             self._restart(self._parts[fragment])
 
     def _detach(self) -> None:
         """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
-        just_sent = [in_flight for under_way in self._in_flight.values() for in_flight in under_way if in_flight.step == self.steps]
+        just_sent = [pending for exchanges in self._in_flight.values() for pending in exchanges if pending.step == self.steps]
         ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
-        for in_flight in just_sent:
-            in_flight.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in in_flight.contribution]
+        for pending in just_sent:
+            pending.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in pending.contribution]
 
     @torch.no_grad()
-    def _apply(self, fragment: int, in_flight: PendingExchange) -> None:
-        in_flight.wait(self._codecs[fragment])
-        lag, mean, part = self.steps - in_flight.step, in_flight.mean, self._parts[fragment]
+    def _apply(self, fragment: int, pending: PendingExchange) -> None:
+        pending.wait(self._codecs[fragment])
+        lag, mean, part = self.steps - pending.step, pending.mean, self._parts[fragment]
         if lag > 0:
             self._detach()
             self._read_fast(part)
         slow, fast, state = self._of(fragment)
-        count, weight = len(in_flight.contribution), in_flight.context.weight
+        count, weight = len(pending.contribution), pending.context.weight
         total, members = weight, 1
         if mean is not None:
             total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
-            if in_flight.listening and members < len(mean.members):  # if all weights are 0, all count
+            if pending.listening and members < len(mean.members):  # if all weights are 0, all count
                 weight = 0.0
-        context = RoundContext(in_flight.context.key, weight, total, members, lag, in_flight.contribution)
-        tensors = in_flight.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
+        context = RoundContext(pending.context.key, weight, total, members, lag, pending.contribution)
+        tensors = pending.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
         self.rule.apply(slow, fast, tensors, state, context)
         self._restart(part)
         if mean is not None and fragment == 0:
             assign(self._buffers, mean.tensors[count:])
         # Removed last: had anything above raised, a second call would still find the exchange.
-        self._in_flight[fragment].remove(in_flight)
+        self._in_flight[fragment].remove(pending)
         self.applied[fragment] = context.key.round
         self._report(context.key, mean, lag)
 
@@ -306,9 +304,9 @@ class OuterOptimizer(OuterState):
         ``average``: then take the plain mean of the slow weights (and the averaged buffers) over the group once more, as float32,
         also into the model. Gossip leaves the peers with different weights; this makes the group equal. All peers must do it.
         """
-        for fragment, under_way in self._in_flight.items():
-            for in_flight in list(under_way):
-                self._apply(fragment, in_flight)
+        for fragment, exchanges in self._in_flight.items():
+            for pending in list(exchanges):
+                self._apply(fragment, pending)
         if not average:
             return
         key = RoundKey(self.run, self.round, len(self._parts))

@@ -84,9 +84,9 @@ class OuterState(torch.optim.Optimizer):
         """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
-        for fragment, under_way in self._in_flight.items() if START in rule else ():
-            for in_flight in under_way:
-                for index, motion in zip(self._parts[fragment], in_flight.contribution, strict=True):
+        for fragment, exchanges in self._in_flight.items() if START in rule else ():
+            for pending in exchanges:
+                for index, motion in zip(self._parts[fragment], pending.contribution, strict=True):
                     rule[START][index].add_(motion)
         return {
             "inner": self.inner.state_dict(),
@@ -153,7 +153,7 @@ class OuterState(torch.optim.Optimizer):
 
     def in_flight(self, fragment: int) -> list[int]:
         """Return the rounds in which a fragment was sent that are not applied yet."""
-        return [in_flight.context.key.round for in_flight in self._in_flight[fragment]]
+        return [pending.context.key.round for pending in self._in_flight[fragment]]
 
     @property
     def anchored(self) -> bool:
@@ -238,14 +238,14 @@ class OuterState(torch.optim.Optimizer):
 
     def _unsent(self, fragment: int) -> list[Tensor] | None:
         """Return the contribution whose outcome is not known yet, or None."""
-        return next((in_flight.contribution for in_flight in self._in_flight[fragment] if not in_flight.finished), None)
+        return next((pending.contribution for pending in self._in_flight[fragment] if not pending.finished), None)
 
     def _drop(self, fragment: int, until: float = math.inf) -> None:
         """Cancel the exchanges in flight of a fragment from rounds up to ``until``."""
-        under_way = self._in_flight[fragment]
-        for in_flight in [in_flight for in_flight in under_way if in_flight.context.key.round <= until]:
-            in_flight.cancel(self._codecs[fragment])
-            under_way.remove(in_flight)
+        exchanges = self._in_flight[fragment]
+        for pending in [pending for pending in exchanges if pending.context.key.round <= until]:
+            pending.cancel(self._codecs[fragment])
+            exchanges.remove(pending)
 
 
 def _copied(tensor: Tensor, copy: bool) -> Tensor:
