@@ -14,6 +14,8 @@ COVERAGE_FLOOR ?= 85
 PEERS ?= 4
 ROUNDS ?= 40
 ARGS ?=
+WORKERS ?= 2
+EXTRAS ?= test
 
 BIN := $(VENV)/bin
 CORE := $(VENV)/.installed
@@ -44,7 +46,7 @@ demo: $(CORE)
 install: $(CORE)
 
 test: $(TEST)
-	$(BIN)/python -m pytest -m "not slow" --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --durations=25 $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -79,7 +81,7 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 
 $(TEST): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing shoal and what its tests need into $(VENV)"
-	@$(INSTALL) -e '.[test]'
+	@$(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $(CORE) $@
 
 $(BENCH): pyproject.toml constraints.txt | $(BIN)/python

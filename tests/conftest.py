@@ -1,12 +1,31 @@
-"""What every test wants: one thread, so that tests do not fight for the cores and sums are added in one order; and loggers as they
-were, for commands that run in the test's own process choose how much is said.
+"""What every test wants: one thread, so that tests do not fight for the cores and sums are added in one order; loggers as they
+were, for commands that run in the test's own process choose how much is said; and a place among the workers of pytest-xdist.
 """
 
 import logging
+from pathlib import Path
 
+import pytest
 import torch
 
+HERE = Path(__file__).parent
+TIMED = (
+    "e2e", "exchanges", "swarm/exchange", "swarm/membership", "swarm/p2p", "swarm/security", "swarm/training", "node/runtime",
+    "test_readme.py", "test_examples.py",
+)  # fmt: skip
+"""Tests with real processes or with deadlines on the real clock."""
+
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Give all timed tests to one worker, so that they do not delay each other, and every other file to one, with its fixtures."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            path = item.path.relative_to(HERE)
+            timed = any(path.is_relative_to(place) for place in TIMED)
+            item.add_marker(pytest.mark.xdist_group("timed" if timed else path.as_posix()))
 
 
 def pytest_runtest_teardown():
