@@ -78,7 +78,7 @@ def test_deadlines_are_the_defaults():
 def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {ENVELOPE} bytes longer" in PAGE
     assert f"at most {MAX_HANDLERS} streams at a time, {MAX_HANDLERS_PER_PEER} per peer" in PAGE
-    assert f"{MAX_STRANGERS} of peers that are no members" in PAGE
+    assert f"{MAX_STRANGERS} of peers that are not members" in PAGE
     assert f"{Rates().streams} streams a minute" in PAGE
     assert f"{Rates().calls} calls and {Rates().call_bytes >> 20} MiB a minute" in PAGE
     assert f"parts of at most {PART // 1024} KiB" in PAGE
@@ -92,7 +92,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
     assert f"records of others, at most {MAX_NAMED} " in PAGE
     assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
-    assert "at most two snapshots, none two minutes after the last question" in PAGE
+    assert "at most two snapshots, none two minutes after the last request" in PAGE
     assert "four chunks of both" in PAGE
     assert f"{RateLimit().messages} messages and {RateLimit().nbytes >> 20} MiB a minute" in PAGE
     assert f"its newest {ROUNDS} rounds" in PAGE
@@ -104,5 +104,5 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"a port from {LOWEST_PORT} up" in PAGE
     assert f"{DIALS_EACH} times a minute for one address and {DIALS} times in all" in PAGE
     assert f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a minute" in PAGE
-    assert f"{TESTS} times in\nall, and never" in PAGE
+    assert f"{TESTS} times in all, and\nnever" in PAGE
     assert f"at most {MAX_LOG >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

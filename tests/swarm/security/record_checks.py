@@ -374,7 +374,7 @@ class Gates(Court):
 
 
 COURTS = {
-    "`member`, in the DHT": Directories, "`member`, at a seed": Seeds, "`manifest`": Manifests, "`invitation`": Doors,
+    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds, "`manifest`": Manifests, "`invitation`": Doors,
     "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
     "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
     "`attestation`": Records, "`status`": Gates,
