@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass
 class CommitState(Generic[R]):
-    """What became of a contribution. It is written in the host's loop only, in one assignment, and never twice."""
+    """The outcome of an attempt so far. It is written in the host's loop only, in one assignment, and never twice."""
 
     received: R | None = None
     """Set at the commit."""

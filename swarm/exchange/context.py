@@ -1,4 +1,4 @@
-"""What every part of an exchange is given: the node and its swarm, and how long it may wait."""
+"""The bundles that every part of an exchange is given: the node in its swarm, and the time limits."""
 
 from __future__ import annotations
 

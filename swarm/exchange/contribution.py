@@ -1,4 +1,4 @@
-"""What one peer brings to one round."""
+"""One peer's contribution to one round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BARRED = "this node has banned its caller for a while, for what it said in verif
 
 @dataclass(frozen=True)
 class Contribution:
-    """``payload`` is a uint8 tensor, encoded by ``codec`` from tensors of ``shapes``; ``sha256`` is its digest."""
+    """An encoded contribution: ``payload`` (uint8) is made by ``codec`` from tensors of ``shapes``; ``sha256`` is its digest."""
 
     key: RoundKey
     payload: Tensor
@@ -29,15 +29,15 @@ class Contribution:
     sha256: bytes
 
     def view(self) -> memoryview:
-        """The payload's bytes, without a copy."""
+        """Return the payload's bytes without a copy."""
         return self.payload.numpy().data
 
     def tensors(self) -> list[Tensor]:
-        """As the others decode them; may be views into the payload."""
+        """Decode the payload, as the others do. The tensors may be views into it."""
         return self.codec.decode(self.payload, self.shapes)
 
     def differs(self, theirs: Offer) -> str | None:
-        """Why this cannot be averaged with what is offered, in words, or None."""
+        """Return the reason why this cannot be averaged with the offered contribution, or None."""
         if theirs.codec != self.codec.name:
             return f"the codec is {self.codec.name} here and {theirs.codec} there"
         if theirs.fragment != self.key.fragment:
@@ -49,7 +49,7 @@ class Contribution:
 
 
 def encode_contribution(swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec) -> Contribution:
-    """Encode ``tensors``. ValueError if ``key`` is of another run than ``swarm``, or the codec refuses them."""
+    """Encode ``tensors``. Raises ValueError if ``key`` is of another run than ``swarm``, or if the codec refuses them."""
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     payload = codec.encode(tensors)
@@ -69,7 +69,7 @@ def parameters_digest(parameters: Iterable[tuple[torch.dtype, Sequence[int]]]) -
 
 
 def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | None:
-    """The first difference between two lists of shapes, in words, or None."""
+    """Return the first difference between two lists of shapes, in words, or None."""
     if len(mine) != len(theirs):
         return f"the model has {len(mine)} tensors here and {len(theirs)} there"
     for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):

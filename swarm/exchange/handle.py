@@ -1,4 +1,4 @@
-"""The synchronous side of every exchange over the network: the training thread's handle on a round that the host's loop runs."""
+"""The synchronous side of network exchanges: the training thread's handle on a round that runs on the host's loop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ R = TypeVar("R")
 
 
 class RoundCounter(Protocol):
-    """Whatever knows the round that a node is in."""
+    """A holder of the number of a node's next round."""
 
     next_round: int
 
 
 class ExchangeBase:
-    """What the rounds of one exchange share: which is next, how long the training thread may wait for them, and how long it did."""
+    """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
     def __init__(self, host: Host, counter: RoundCounter, limit: float) -> None:
         self.host = host
@@ -38,13 +38,13 @@ class ExchangeBase:
         """Seconds that one round can take at most."""
         self.until = float("inf")
         self.stats = ExchangeStats()
-        """How its exchanges went."""
+        """The outcomes of its exchanges."""
         self.waited = 0.0
-        """Seconds that the calling thread was blocked here, in all."""
+        """Total seconds for which the calling thread was blocked here."""
 
     @property
     def next_round(self) -> int:
-        """The label of the next round; more than one ahead of the last when this node caught up with the swarm."""
+        """The number of the next round; more than one above the last one's if this node caught up with the swarm."""
         return self._counter.next_round
 
     @next_round.setter
@@ -52,7 +52,7 @@ class ExchangeBase:
         self._counter.next_round = round
 
     def hurry(self, seconds: float) -> None:
-        """Let no round take longer than ``seconds`` from now on: the node is about to leave. Callable from a signal handler."""
+        """Limit every round to ``seconds`` from now on, because the node is about to leave. Callable from a signal handler."""
         self.until = time.monotonic() + seconds
 
 
@@ -67,11 +67,11 @@ class ExchangeHandle(Generic[R]):
         self._mean: Mean | None = None
 
     def done(self) -> bool:
-        """True once ``result`` would not wait."""
+        """Return whether ``result`` would return at once."""
         return self._future.done()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds (None: the exchange's own limits), then go on alone: the round is called off."""
+        """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""
         began = time.monotonic()
         limit = self._exchange.limit if deadline is None else min(deadline, self._exchange.limit)
         try:
@@ -83,7 +83,7 @@ class ExchangeHandle(Generic[R]):
         return self._mean_of(received)
 
     async def settled(self) -> Mean | None:
-        """As ``result()``, for a coroutine on the host's loop and by its clock."""
+        """Do the same as ``result()`` in a coroutine on the host's loop, by the loop's clock."""
         work = asyncio.wrap_future(self._future)
         await asyncio.wait({work}, timeout=self._exchange.limit)
         if not work.done():
@@ -117,5 +117,5 @@ class ExchangeHandle(Generic[R]):
 
 
 async def _close(commit: CommitState[Any]) -> None:
-    """In the loop, so that it comes either before the commit, which then does not happen, or after it."""
+    """Close the commit state in the loop: either before a commit, which then does not happen, or after it."""
     commit.closed = True

@@ -1,33 +1,33 @@
-"""How a node defends itself against updates that are well formed and hostile: what lies too far away is refused, the rest clipped.
+"""The protection against updates that are well formed and hostile: those too far away are refused, the others clipped.
 
 **Rejection** (``outer.suspect``, off unless it is given, because of newcomers, below). A contribution is refused if it lies more
 than ``suspect`` times as far from the own one as the last 8 did in the median. Refused means that the exchange does not count: a
-pair goes apart, each with its own step whole, and a group goes on without that member. What must not be refused is an honest peer:
+pair goes apart, each with its own step whole, and a group goes on without that member. An honest peer must not be refused:
 
-* The first rounds. Until 12 distances are known nothing is usual yet: with gossip and a warm-up they grow in 5 rounds to 3 times
-  their median. Till then the bound is the own contribution's norm, times 1.5 where weights travel (a peer that learnt from the same
+* The first rounds. Until 12 distances are known no distance is usual: with gossip and a warm-up they grow in 5 rounds to 3 times
+  their median. Until then the bound is the own contribution's norm, times 1.5 where weights travel (a peer from the same
   start is nearer than that; minus the weights is at 2) and times 4 for pseudo-gradients (peers may have made different numbers of
   steps).
 * A newcomer. Its inner optimizer begins anew, so its first contribution may be many times as far as usual; refused, it goes on
   alone, and is further away in the next round. A swarm that others join should rather clip (``outer.robust``) than refuse.
-* A bound that grows. What was refused counts as 1.5 times the usual distance, so when all distances grow for good (a larger
+* A bound that grows. A refused contribution counts as 1.5 times the usual distance, so when all distances grow for good (a larger
   learning rate) the bound grows by half in 5 rounds; a minority cannot widen it. A warm-up grows slower than the bound.
 * A pseudo-gradient within the own one's norm. Its effect is bounded by that, however alike the others were so far.
 * Distances of 0, among peers that all stand still, say nothing about how far they will be once they move: they are not counted.
 
-A peer that went astray alone for long may be refused where weights travel: its weights are far from everybody's, and nothing tells
-it from a hostile one. It must take over the swarm's weights, as one that joins does.
+A peer that trained without partners for long may be refused where weights travel: its weights are far from everybody's, and nothing
+distinguishes it from a hostile one. It must take over the swarm's weights, as a newcomer does.
 
-**Robust rules** (``outer.robust``). ClippedGossip (pairs) and CenteredClip (groups) of verification/shares.py bound what a
-contribution that passed can do. What they cost:
+**Robust rules** (``outer.robust``). ClippedGossip (pairs) and CenteredClip (groups) of `shoal.optim.exchange.robust` limit the
+influence of a contribution that passed. Their cost:
 
 * *Pairs*: each side clips by its own radius, ``times`` the median of the distances that it saw, so partners no longer hold the
   same mean, and the mean over all peers is conserved only in exchanges that neither clips (or both by the same factor). Where
   neither clips, both get the bits of the plain mean. In a node's first 5 rounds nothing is clipped.
 * *Groups*: every member computes the same from the same payloads, so all hold the same bits, as before; but the result is not the
-  mean, and payloads are gathered, never all-reduced. Rules that ask for their own share in the mean (eager) are told an equal one.
+  mean, and payloads are gathered, never all-reduced. Rules that ask for their own share in the mean (eager) get an equal one.
 
-A stated weight is a claim that nobody checks, so the robust rules want equal weights. Where weights differ and whole weights
+A stated weight is an unchecked claim, so the robust rules want equal weights. Where weights differ and whole weights
 travel, they travel divided by the peer's weight, distances between them mean nothing, and ``suspect`` has no effect.
 """
 
@@ -47,9 +47,9 @@ from shoal.optim.exchange.base import Mean, RoundKey, weighted_mean
 from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
-FIRST, LAST = 5, 16  # distances known before any contribution is clipped, and kept in mind for it
-LEAST, RECENT = 12, 8  # known before the bound is made of them, and of which it is made: few, so that it follows honest peers
-WIDER = 1.5  # times the usual distance: as what a refused one counts
+FIRST, LAST = 5, 16  # distances known before any contribution is clipped, and remembered for it
+LEAST, RECENT = 12, 8  # known before they make the bound, and used for it: few, so that it follows honest peers
+WIDER = 1.5  # times the usual distance: what a refused one counts as
 COLD = {"weights": 1.5, "displacement": 4.0}
 STILL = 1e-9  # of the own norm: peers that are nearer than this have not moved
 REMEMBERED = 1024  # radii and refusals
@@ -69,7 +69,7 @@ class RejectedUpdate:
 
 
 class UpdateScreen:
-    """An ``optim.defence.Defence``.
+    """An `UpdateScreen` that refuses updates by their distance and averages or clips the rest.
 
     Args:
         robust: the rule in place of the mean.
@@ -96,24 +96,24 @@ class UpdateScreen:
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
         self._radius: OrderedDict[tuple[int, str], tuple[float, float]] = OrderedDict()
-        self._suspicions: OrderedDict[tuple[RoundKey, str], RejectedUpdate] = OrderedDict()
+        self._rejected: OrderedDict[tuple[RoundKey, str], RejectedUpdate] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def gathers(self) -> bool:
-        """CenteredClip does."""
+        """True for CenteredClip, which needs every contribution by itself."""
         return self.robust == "centered-clip"
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """What is wrong with a contribution that lies too far away."""
+        """Return why a contribution that lies too far away is refused, or None."""
         if not self._measures:
             return None
         distance, norm = norms(own(), theirs)
         if not math.isfinite(distance):
             return "it holds NaN or infinity"
         with self._lock:
-            suspicion = self._judge(key, peer, distance, norm)
-        return None if suspicion is None else str(suspicion)
+            rejected = self._judge(key, peer, distance, norm)
+        return None if rejected is None else str(rejected)
 
     def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> RejectedUpdate | None:
         seen = self._seen[key.fragment]
@@ -128,13 +128,13 @@ class UpdateScreen:
             seen.append(WIDER * usual if math.isfinite(usual) else norm)
         if not self.suspect or distance <= bound:
             return None
-        suspicion = self._suspicions[key, peer] = RejectedUpdate(key, peer, distance, bound)
-        while len(self._suspicions) > REMEMBERED:
-            self._suspicions.popitem(last=False)
-        return suspicion
+        rejected = self._rejected[key, peer] = RejectedUpdate(key, peer, distance, bound)
+        while len(self._rejected) > REMEMBERED:
+            self._rejected.popitem(last=False)
+        return rejected
 
     def _bound(self, usual: float, norm: float) -> float:
-        """The distance beyond which a contribution is refused."""
+        """Return the distance beyond which a contribution is refused."""
         if norm == 0:
             return math.inf
         if math.isinf(usual):
@@ -142,11 +142,11 @@ class UpdateScreen:
         return max((self.suspect or 3.0) * usual, norm if self._sends == "displacement" else 0.0)
 
     def mean(self, me: str, fragment: int, contributions: Contributions) -> Mean:
-        """The plain mean, or what the robust rule makes of it."""
+        """Return the plain mean, or the robust rule's replacement for it."""
         if self.robust == "none":
             return weighted_mean(contributions)
         everyone = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
-        # Who has weight 0 does not move the others; it takes over what they come to, with one partner within its own clip.
+        # A peer of weight 0 does not move the others; it takes over their result, in a pair within its own clip.
         whole = [item for item in everyone if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)]
         whole = whole if any(weight for _, weight, _ in everyone) else everyone
         if len(whole) == 1:
@@ -162,13 +162,13 @@ class UpdateScreen:
         return Mean(mean.tensors, total, tuple(peer for peer, _, _ in everyone), len(whole))
 
     def forget(self) -> None:
-        """This node's weights are others' now: how far those were from its own says nothing any more."""
+        """Forget the distances seen: this node has taken over others' weights, so they no longer tell anything."""
         with self._lock:
             self._seen.clear()
 
     def suspicions(self) -> list[RejectedUpdate]:
-        """Those since the last call."""
+        """Return the updates rejected since the last call."""
         with self._lock:
-            found = list(self._suspicions.values())
-            self._suspicions.clear()
+            found = list(self._rejected.values())
+            self._rejected.clear()
         return found

@@ -1,13 +1,13 @@
-"""How this node's exchanges went of late: what failed, with whom and in which way, and how long transfers took.
+"""The recent exchanges of this node: what failed, with which peer and how, and how long transfers took.
 
-Kinds of failures, one word each, as the node that met them saw them:
+Kinds of failures, as seen by the node that counts them:
 
     unreachable   no connection to the peer came about
     timeout       connected, and then nothing for longer than a deadline, or not there when its group was formed
     refused       the peer said no, or called it off
     broken        the connection ended in the middle
-    damaged       what came is malformed, not what was announced, or not finite
-    suspicious    well formed, and too far from this node's own (swarm/defence.py)
+    damaged       the received bytes are malformed, not as announced, or not finite
+    suspicious    well formed, and too far from this node's own (`shoal.swarm.exchange.robust`)
 
 That a peer is busy, or in another round, is no failure. Of each peer only the first failure in a round counts.
 """
@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.errors import MessageError, NetworkError
 
 if TYPE_CHECKING:
-    from shoal.optim.exchange.base import RoundKey  # no import: whoever reads records, as a seed does, has no torch
+    from shoal.optim.exchange.base import RoundKey  # not imported: a process that only reads records, as a seed does, has no torch
 from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, Failure
 
-WINDOW = 64  # exchanges that are remembered: some minutes to hours of rounds, so that what was mended is soon forgotten
-RECENT = 8  # transfers whose median is told: with different partners, so that a slow link shows at its owner
+WINDOW = 64  # exchanges that are remembered: minutes to hours of rounds, so that a mended fault is soon forgotten
+RECENT = 8  # transfers whose median is reported: with different partners, so that a slow link shows at its owner
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a contribution cannot be used, in a few words."""
+    """The reason, in a few words, why a contribution cannot be used."""
 
     kind: Failure
     text: str
@@ -42,7 +42,7 @@ class Problem:
 
 
 def kind_of(error: NetworkError | MessageError) -> Failure:
-    """The kind of failure that an error is."""
+    """Return the kind of failure that an error is."""
     for kind in FAILURES:
         if kind == error.reason:
             return kind
@@ -50,7 +50,7 @@ def kind_of(error: NetworkError | MessageError) -> Failure:
 
 
 class ExchangeStats:
-    """Counts the exchanges of one node; for any thread."""
+    """The counters of one node's exchanges. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,20 +58,20 @@ class ExchangeStats:
         self._seconds: deque[float] = deque(maxlen=RECENT)
 
     def failed(self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure) -> None:
-        """The exchange of round ``key`` with ``peer`` failed."""
+        """Count a failed exchange of round ``key`` with ``peer``."""
         kind = problem if isinstance(problem, str) else kind_of(problem)
         with self._lock:
             if not any(known == key and other == peer for known, other, _ in self._events):
                 self._events.append((key, peer, kind))
 
     def done(self, key: RoundKey, seconds: float) -> None:
-        """An exchange was committed, whose bytes took ``seconds`` to move."""
+        """Count a committed exchange whose bytes took ``seconds`` to move."""
         with self._lock:
             self._events.append((key, "", None))
             self._seconds.append(seconds)
 
     def turned_down(self) -> int:
-        """By how many peers in a row this node was refused, or found them suspicious, since its last exchange with anybody."""
+        """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""
         with self._lock:
             peers = set()
             for _, peer, kind in reversed(self._events):
@@ -82,7 +82,7 @@ class ExchangeStats:
             return len(peers)
 
     def report(self) -> dict[str, Any]:
-        """The fields of ``shoal.swarm.wire.member.Member`` that say so."""
+        """Return the fields of `shoal.swarm.wire.member.Member` that describe the exchanges."""
         with self._lock:
             events, seconds = list(self._events), list(self._seconds)
         kinds = Counter(kind for _, _, kind in events if kind is not None)

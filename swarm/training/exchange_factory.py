@@ -12,7 +12,7 @@ from shoal.swarm.membership.membership import Membership
 
 
 def make_screen(outer: OuterSettings) -> UpdateScreen:
-    """How a node defends itself against what others send."""
+    """Return the update screen for the settings."""
     method = method_named(outer.method)
     # Methods with one partner divide whole weights by what the peer counts.
     return UpdateScreen(
@@ -25,9 +25,9 @@ def make_screen(outer: OuterSettings) -> UpdateScreen:
 
 
 def make_exchange(
-    membership: Membership, outer: OuterSettings, watch: UpdateScreen, *, seed: int, model: str, fragments: int = 1
+    membership: Membership, outer: OuterSettings, screen: UpdateScreen, *, seed: int, model: str, fragments: int = 1
 ) -> PairExchange | GroupExchange:
-    """The exchange of the swarm's method, which asks ``watch`` what to refuse. ``fragments``: that its optimizer sends in turn."""
+    """Return the exchange of the swarm's method. ``fragments``: how many its optimizer sends in turn."""
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
     context = PeerContext(host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred)
     timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s)
@@ -41,6 +41,6 @@ def make_exchange(
             max_group=outer.max_group,
             # A mask belongs to its round: in another one the others would send other values.
             follow=outer.method != "sparta",
-            screen=watch,
+            screen=screen,
         )
-    return PairExchange(context, timeouts, departed=directory.departed, screen=watch)
+    return PairExchange(context, timeouts, departed=directory.departed, screen=screen)

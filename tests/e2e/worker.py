@@ -208,7 +208,8 @@ class Worker:
             os.kill(os.getpid(), number)
             threading.Event().wait(60)  # a stop reaches this thread a little after the call
 
-        offer, hear, tell, advance = PairMatchmaker._offer, PairTransfer._hear, PairTransfer._tell, digest_module.HashList.advance
+        offer, advance = PairMatchmaker._offer, digest_module.HashList.advance
+        hear, tell = PairTransfer._receive, PairTransfer._send
 
         def at_offer(*args):
             now()
@@ -272,10 +273,10 @@ class Worker:
             "settle": (DecisionLog, "settle", at_settle),
             "offer": (PairMatchmaker, "_offer", at_offer),
             "chunk": (digest_module.HashList, "advance", at_chunk),
-            "ready": (PairTransfer, "_hear", at_ready),
-            "decided": (PairTransfer, "_tell", at_decided),
-            "commit": (PairTransfer, "_tell", at_commit),
-            "heard": (PairTransfer, "_hear", at_heard),
+            "ready": (PairTransfer, "_receive", at_ready),
+            "decided": (PairTransfer, "_send", at_decided),
+            "commit": (PairTransfer, "_send", at_commit),
+            "heard": (PairTransfer, "_receive", at_heard),
         }[point]
         setattr(network, name, wrapped)
         self.say("armed")

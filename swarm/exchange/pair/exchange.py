@@ -1,7 +1,7 @@
-"""The exchange with one partner over libp2p: what ``optim.Exchange`` promises, with strangers over the internet.
+"""The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the internet.
 
-Who meets whom is in swarm/rendezvous.py; how the bytes move and when they count, in swarm/transfer.py; how the training thread
-starts a round, goes on computing and fetches the mean, in swarm/handle.py.
+See `shoal.swarm.exchange.pair.matchmaking` for the choice of the partner, `transfer` for the bytes and the commit, and
+`shoal.swarm.exchange.handle` for the training thread's side.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PairExchange(ExchangeBase):
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
     ) -> ExchangeHandle[PartnerContribution]:
-        """Begin to look for a partner. ValueError if ``key`` is of another run than this swarm."""
+        """Start looking for a partner. Raises ValueError if ``key`` is of another run than this swarm."""
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec)
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._meet(attempt), lambda received: self._mean(mine, received))
@@ -57,6 +57,6 @@ class PairExchange(ExchangeBase):
         return received
 
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
-        """Both sides compute it from the same bytes in the same order."""
+        """Compute the mean. Both sides do so from the same bytes in the same order."""
         contributions = [(self._context.me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.tensors)]
         return self._screen.mean(self._context.me, mine.key.fragment, contributions)

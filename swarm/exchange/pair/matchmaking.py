@@ -1,6 +1,6 @@
-"""How two peers that finish a round at different times find each other, without a coordinator and without waiting for the dead.
+"""Matchmaking of peers that finish a round at different times, without a coordinator and without waiting for the dead.
 
-Each peer computes its mate of the round (optim/pairing.py) and calls it. A call is answered
+Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and calls it. A call is answered
 
     accept    I am at that round and free for you
     (held)    I am not at that round yet: the answer comes when I am
@@ -9,12 +9,12 @@ Each peer computes its mate of the round (optim/pairing.py) and calls it. A call
     passed    I am beyond that round; my next one is ``round``
     refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
 
-When mates call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
-it. A peer whose mate cannot be had (busy, wrong view of the membership) tries the next candidates, then calls back those
-whom it turned away meanwhile, then listens for a moment for others in the same plight, then goes on alone. So of two peers that
-are left over and called each other too early, neither listens before it has called the other again. If it knows beforehand that
-its mate is dead, it calls only those who are left over too, and goes on at once if there are none (swarm/mates.py). If a transfer
-breaks off it goes on alone at once, for the time of the round is spent. A peer that is told "passed" moves its contribution to the
+When partners call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
+it. A peer whose partner is not available (busy, other view of the membership) tries the next candidates, then calls back those
+that it turned away meanwhile, then listens for a moment for other peers without a partner, then goes on without one. So of two free
+peers that called each other too early, neither listens before it has called the other again. If it knows beforehand that its
+partner is dead, it calls only peers that are free too, and goes on at once if there are none (`PairSelector`). If a transfer
+breaks off it goes on at once, because the time of the round is spent. A peer that gets "passed" moves its contribution to the
 swarm's round and tries there: so a slow peer, or one that slept, meets the others again. A call is held only by a peer that is
 behind its caller, so no cycle of peers can wait for each other; every wait also ends at the round's deadline.
 """
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 EXCHANGE_PROTOCOL = "/shoal/exchange/1"
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
-PROBE_S = 1.0  # seconds for a candidate who is not the mate to answer
-SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all that a peer whose mate cannot be had tries
+PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
+SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all other candidates
 MAX_HELD = 64
-LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a peer left over listens for others left over
+LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a free peer listens for others
 WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class PairingAttempt:
     """One round of this node."""
 
     attempt: Attempt
-    mate: str | None = None
-    """Whom the round belongs with: only its failure to come is one, for others may well be busy."""
+    partner: str | None = None
+    """The computed partner: only its failures are counted, since other candidates may well be busy."""
     dialing: str | None = None
     expecting: str | None = None
     """A peer that said "wait"."""
@@ -75,7 +75,7 @@ class PairingAttempt:
     broken: bool = False
     """A transfer began and was not committed."""
     swarm_round: int = 0
-    """The furthest round that a peer told of while we tried to meet it."""
+    """The furthest round that a peer reported while this node tried to meet it."""
 
     @property
     def key(self) -> RoundKey:
@@ -96,20 +96,20 @@ class PairMatchmaker:
         self._context, self._timeouts, self._transfers = context, timeouts, transfers
         self._meeting: PairingAttempt | None = None
         self._began = float("-inf")
-        """When this node began to look for a partner in its last round."""
+        """The loop's time at which this node began to look for a partner in its last round."""
         self._selector = PairSelector(context, departed)
         self._held: dict[str, tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
         self.next_round = 0
-        """The round that this node will be in next; callers for earlier ones are told so."""
+        """The round that this node will be in next; it is the answer to callers for earlier ones."""
         context.host.serve(EXCHANGE_PROTOCOL, self._serve)
 
     async def meet(self, attempt: Attempt) -> tuple[PartnerContribution | None, RoundKey]:
-        """Find a partner and exchange. Returns what was received, or None, and the round in which it happened."""
+        """Find a partner and exchange. Returns the received contribution, or None, and the round in which it happened."""
         meeting = self._meeting = PairingAttempt(attempt)
         self.next_round = attempt.key.round
         try:
             return await self._meet(meeting), meeting.key
-        except Exception:  # whatever a peer made this node stumble over costs one round, never the training
+        except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", meeting.key.round, exc_info=True)
             return attempt.commit.received, meeting.key
         finally:
@@ -122,17 +122,17 @@ class PairMatchmaker:
         deadline, period, self._began = began + self._timeouts.wait, began - self._began, began
         while True:
             partner, order = self._selector.of(meeting.key.round)
-            meeting.mate = partner
+            meeting.partner = partner
             self._release_held(keep=partner)
             if partner is None or not order:
-                return None  # the odd one out, whom nobody expects in this round, the last one here, or its mate is dead
+                return None  # the odd one out, the last one here, or a peer whose partner is dead while nobody is free
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (meeting.turned_away and called_back < TRIED):
                 if not queue:
                     called_back += 1
                 peer = queue.popleft() if queue else meeting.turned_away.popleft()
-                if peer != partner and until == deadline:  # most others have mates of their own: not worth the round's whole wait
+                if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
                     until = min(deadline, loop.time() + min(self._timeouts.wait * SEARCH, SEARCH_S, period * WORTH))
                 left = until - loop.time()
                 if left <= 0:
@@ -152,7 +152,7 @@ class PairMatchmaker:
             return await self._listen(meeting, min(deadline - loop.time(), self._timeouts.wait * LINGER, LINGER_S, period * WORTH))
 
     async def _try(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
-        """One candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
+        """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
         until = asyncio.get_running_loop().time() + seconds
         held = self._held.get(peer)
         if held is not None and held[0] == meeting.key.round and not held[1].done():
@@ -164,7 +164,7 @@ class PairMatchmaker:
             received = await self._call(meeting, peer, seconds)
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", meeting.key.round, error)
-            if peer == meeting.mate:
+            if peer == meeting.partner:
                 meeting.attempt.failed(peer, error)
             received = None
         finally:
@@ -175,7 +175,7 @@ class PairMatchmaker:
         return received or await self._outcome(meeting)
 
     async def _listen(self, meeting: PairingAttempt, seconds: float) -> PartnerContribution | None:
-        """Let anybody call who is left over too."""
+        """Let any other peer without a partner call for a while."""
         meeting.listening = True
         await self._until_called(meeting, asyncio.get_running_loop().time() + seconds)
         meeting.listening = False
@@ -190,7 +190,7 @@ class PairMatchmaker:
         meeting.called.set()
 
     async def _outcome(self, meeting: PairingAttempt) -> PartnerContribution | None:
-        """The end of an exchange in which this node was called, or None at once if it was not."""
+        """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
         if meeting.engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
@@ -251,7 +251,7 @@ class PairMatchmaker:
             if difference is not None or not same:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
-            meeting.dialing = None  # a call of his crosses mine no more
+            meeting.dialing = None  # a call from this peer no longer crosses this node's
             received = await self._transfers.run(stream, meeting.attempt, theirs, caller=True)
             meeting.broken = received is None
             return received
@@ -261,10 +261,10 @@ class PairMatchmaker:
     def _note(self, meeting: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", meeting.key.round, short(peer), answer.verdict, answer.reason)
         if answer.verdict == "passed":
-            # No further than half of the members say they are: one peer alone cannot send us to a round where nobody is.
-            # Records are seconds old; what this peer just said of itself is newer than its own.
-            said = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
-            usual = sorted(said.values())[len(said) // 2] + 1
+            # No further than half of the members report: one peer must not send this node to a round where nobody is.
+            # Records are seconds old; this peer's answer is newer than its own.
+            rounds = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
+            usual = sorted(rounds.values())[len(rounds) // 2] + 1
             meeting.swarm_round = max(meeting.swarm_round, min(answer.round, usual))
         elif answer.verdict == "wait":
             meeting.expecting = peer
@@ -276,7 +276,7 @@ class PairMatchmaker:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._timeouts.chunk)
         signer, offer = unseal(data, Offer)
         if signer != stream.peer_id:
-            raise MessageError(f"peer {short(stream.peer_id)} passed on an offer that another peer signed: it was refused.")
+            raise MessageError(f"peer {short(stream.peer_id)} sent an offer that another peer signed: it was refused.")
         return offer
 
     async def _serve(self, stream: Stream) -> None:
@@ -284,7 +284,7 @@ class PairMatchmaker:
         patience = self._timeouts.chunk
         try:
             offer = await self._receive_offer(stream)
-        except MessageError as error:  # another version, most likely: say so, its user can mend it
+        except MessageError as error:  # most likely another version: tell the peer, whose user can mend it
             await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self.next_round)), patience)
             return
         meeting, answer = await self._judge(stream, offer)
@@ -303,48 +303,48 @@ class PairMatchmaker:
                 engaged.set_result(received)
 
     async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer]:
-        """What to answer; a meeting is returned only with "accept", and is then engaged."""
+        """Return the answer to a call; with "accept" also the meeting, which is then engaged."""
         peer = stream.peer_id
         self._selector.alive(peer)
 
-        def say(verdict: str, reason: str = "") -> tuple[None, Answer]:
+        def reply(verdict: str, reason: str = "") -> tuple[None, Answer]:
             return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": self.next_round})
 
         if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
-            return say("refuse", BARRED)
+            return reply("refuse", BARRED)
         if peer not in self._context.members():
-            self._context.look()  # a newcomer: the sooner he is known here, the sooner somebody waits for him
+            self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
         if offer.swarm != self._context.swarm:
-            return say("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
+            return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
         if offer.model != self._context.model and self._meeting is None:
-            return say("refuse", "the models differ in the shapes or types of their parameters")
+            return reply("refuse", "the models differ in the shapes or types of their parameters")
         meeting = self._meeting
         taken = False
         if meeting is None or meeting.key.round < offer.round:
             if offer.round < self.next_round:
-                return say("passed")
+                return reply("passed")
             if len(self._held) >= MAX_HELD:
-                return say("busy", "too many wait for this node")
+                return reply("busy", "too many wait for this node")
             meeting = await self._hold(stream, offer.round)
             taken = meeting is not None
             if meeting is None:
                 self._turn_away(peer, offer.round)
-                return say("busy", "this node did not come to that round in time")
+                return reply("busy", "this node did not come to that round in time")
         if meeting.key.round > offer.round:
-            return say("passed")
+            return reply("passed")
         difference = meeting.attempt.contribution.differs(offer)
         if difference is not None:
             if taken and meeting.engaged is not None and not meeting.engaged.done():
                 meeting.engaged.set_result(None)
-            return say("refuse", difference)
+            return reply("refuse", difference)
         if not taken:
             crossing = meeting.dialing == peer
             if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
                 self._turn_away(peer, offer.round)
-                return say("busy")
+                return reply("busy")
             if crossing and self._rank(peer, offer.round) > self._rank(self._context.me, offer.round):
-                self._turn_away(peer, offer.round)  # lest the call of ours on which it waits has just been turned away there
-                return say("wait")
+                self._turn_away(peer, offer.round)  # in case this node's call, for which it waits, was just turned away there
+                return reply("wait")
             self._engage(meeting)
         return meeting, Answer(verdict="accept", round=offer.round)
 
@@ -376,7 +376,7 @@ class PairMatchmaker:
             await asyncio.wait({gone})  # only one may read from a stream
 
     def _release_held(self, keep: str | None) -> None:
-        """Answer "busy" to the calls that were held for this round or an earlier one, but for the mate's."""
+        """Answer "busy" to the calls held for this round or an earlier one, except the partner's."""
         for peer, (round, taken) in self._held.items():
             past = round < self.next_round or (round == self.next_round and peer != keep)
             if past and not taken.done():

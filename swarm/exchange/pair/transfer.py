@@ -1,21 +1,21 @@
-"""Moving two contributions between two peers, and the confirm that makes the exchange count for both or for neither.
+"""The transfer of two contributions between two peers, and the commit that makes it count for both or for neither.
 
-The *caller* opened the stream, the *callee* accepted. After the offers are agreed (swarm/rendezvous.py):
+The *caller* opened the stream, the *callee* accepted. After the offers are agreed (`shoal.swarm.exchange.pair.matchmaking`):
 
     both     send their payload and receive the other's into scratch, checking size, digest and finiteness
     callee   READY  -> caller      "I hold your whole contribution"
     caller   decides: commits      (or ABORT, if its own copy is not whole)
     caller   COMMIT -> callee      callee commits
 
-What is guaranteed, whatever dies or is cut at whatever point:
+Guarantees, whatever dies or is cut at whatever point:
 
 1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the scratch becomes the result
    only at the commit, as a whole.
 2. Neither commits before both hold verified copies, and the callee commits only if the caller has: the decision is one
    assignment in the caller's event loop.
 3. They can disagree in one case only: the caller decided, and the callee can reach it neither over the stream nor by asking
-   again over a new one (OUTCOME) before its time is up: the caller died or the link broke within that one message's flight
-   (or the callee was told to leave, and stopped waiting, in that same moment).
+   again over a new one (OUTCOME) before its time is up: the caller died or the link broke while that one message was in flight
+   (or the callee was ordered to leave, and stopped waiting, in that same moment).
    Then the caller holds the pair's mean and the callee its own contribution. Each is one whole outcome; the swarm's mean
    moves by half the pair's difference over the number of peers, once. No protocol can do better: this is the two generals'
    problem, and the callee prefers its own weights to a guess.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
-REMEMBERED = 1024  # outcomes kept for callees that ask again
+REMEMBERED = 1024  # outcomes remembered for callees that ask again
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
 Outcome = Literal["committed", "aborted"]
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PartnerContribution:
-    """A partner's whole, verified contribution, and what was decided with it."""
+    """A partner's whole, verified contribution."""
 
     peer: str
     weight: float
@@ -96,15 +96,15 @@ class PairTransfer:
         return attempt.commit.received
 
     def _settle(self, exchange: tuple[str, bytes], outcome: Outcome) -> None:
-        """The one decision of an exchange in which this node is the caller; whoever comes later finds it made."""
+        """Record the one decision of an exchange in which this node is the caller; later questions find it made."""
         self._undecided.discard(exchange)
         self._outcomes[exchange] = outcome
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
     async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer) -> PartnerContribution:
-        """Receive into scratch and verify. Raises NetworkError or MessageError; nothing of the scratch is used then."""
-        # The size equals our own payload's (rendezvous checked it), so a peer cannot make us allocate more than that.
+        """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""
+        # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
         scratch = buffer(theirs.nbytes)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
@@ -120,34 +120,34 @@ class PairTransfer:
         if hashes.digest() == theirs.sha256:
             problem, tensors = await asyncio.to_thread(attempt.problem, stream.peer_id, scratch)
         if problem is not None:
-            await self._tell(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
+            await self._send(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
             raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
         return PartnerContribution(stream.peer_id, theirs.weight, tensors)
 
     async def _decide(
         self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution]
     ) -> None:
-        """The caller's half of the confirm."""
-        reply = await self._hear(stream, Ready, Abort)
+        """Do the caller's half of the commit."""
+        reply = await self._receive(stream, Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
             raise _called_off(reply)
         exchange = (stream.peer_id, offer.nonce)
-        # Not so if the callee gave up, asked and was told that it is off, or if this node's own time was up.
+        # Not if the callee gave up, asked and was answered "aborted", nor if this node's own time was up.
         if exchange in self._undecided and not commit.closed:
             self._settle(exchange, "committed")
             commit.received = received
-            await self._tell(stream, Commit(nonce=offer.nonce))
+            await self._send(stream, Commit(nonce=offer.nonce))
 
     async def _follow(
         self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution]
     ) -> None:
-        """The callee's half of the confirm."""
+        """Do the callee's half of the commit."""
         try:
             await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self._timeouts.chunk)
         except NetworkError:
-            raise _called_off(await self._hear(stream, Abort)) from None  # it closed the stream: maybe it said why before
+            raise _called_off(await self._receive(stream, Abort)) from None  # it may have sent its reason before
         try:
-            reply = await self._hear(stream, Commit, Abort)
+            reply = await self._receive(stream, Commit, Abort)
             if isinstance(reply, Abort):
                 raise _called_off(reply)
             committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
@@ -157,12 +157,12 @@ class PairTransfer:
             commit.received = received
 
     async def _ask(self, peer: str, nonce: bytes) -> bool:
-        """The confirm was lost: ask the caller once more, over a new stream."""
+        """Ask the caller once more, over a new stream, after its confirmation was lost."""
         try:
             reply = await asyncio.wait_for(self._asked(peer, nonce), ASK_S)
         except (NetworkError, MessageError, asyncio.TimeoutError) as error:
             why = str(error) or f"no answer within {ASK_S:g} s"
-            log.warning("the confirm of an exchange was lost and its peer cannot be asked (%s): going on alone", why)
+            log.warning("the confirmation of an exchange was lost and its peer cannot be asked (%s): the round is given up", why)
             return False
         return reply.outcome == "committed"
 
@@ -177,17 +177,17 @@ class PairTransfer:
     async def _answer_outcome(self, stream: Stream) -> None:
         request = unpack(await stream.receive(OutcomeRequest.LIMIT, self._timeouts.chunk), OutcomeRequest)
         exchange = (stream.peer_id, request.nonce)
-        if exchange in self._undecided:  # the callee gives up, so it is off; a READY that is still on its way comes too late
+        if exchange in self._undecided:  # the callee gives up, so it is aborted; a READY still in flight comes too late
             self._settle(exchange, "aborted")
         outcome: Literal["committed", "aborted", "unknown"] = self._outcomes.get(exchange, "unknown")
         await stream.send(pack(OutcomeReply(outcome=outcome)), self._timeouts.chunk)
 
-    async def _hear(self, stream: Stream, *types: type[M]) -> M:
+    async def _receive(self, stream: Stream, *types: type[M]) -> M:
         limit = max(kind.LIMIT for kind in types)
         return unpack(await stream.receive(limit, self._timeouts.chunk), *types)
 
-    async def _tell(self, stream: Stream, message: Message) -> None:
-        """Send what need not arrive: if it does not, the peer's deadline or its question does the same."""
+    async def _send(self, stream: Stream, message: Message) -> None:
+        """Send a message that need not arrive: without it the peer's deadline or its question has the same effect."""
         try:
             await stream.send(pack(message), self._timeouts.chunk)
         except NetworkError as error:

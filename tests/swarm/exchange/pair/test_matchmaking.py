@@ -58,7 +58,7 @@ def until(condition, seconds=5.0):
 
 
 def a_round(ids, wanted):
-    """A round in which the mates are as wanted: pairs of peers."""
+    """A round in which the partners are as wanted: pairs of peers."""
     for round in range(1000):
         if all(partner_of(SEED, round, a, ids) == b for a, b in wanted):
             return round
@@ -169,7 +169,7 @@ def test_peers_that_disagree_about_the_membership_still_come_to_an_end(network):
 
 
 def test_peers_left_over_meet_each_other(network):
-    # The mates of a and of b are dead.
+    # The partners of a and of b are dead.
     a, b, c, d = peers = [Peer(network, wait=10.0) for _ in range(4)]  # listening: a second
     round = a_round([peer.id for peer in peers], [(a.id, c.id), (b.id, d.id)])
     c.host.die()
@@ -284,14 +284,14 @@ OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
 
 @pytest.mark.parametrize("change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys())
 def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, caplog, change):
-    a, mate = Peer(network), network.host()
+    a, partner = Peer(network), network.host()
 
     async def answer(stream):
         _, offer = unseal(await stream.receive(Offer.LIMIT + ENVELOPE, 2), Offer)
         await stream.send(pack(Answer(verdict="accept", round=offer.round)), 2)
-        await stream.send(seal(offer.model_copy(update=change), mate.identity), 2)
+        await stream.send(seal(offer.model_copy(update=change), partner.identity), 2)
 
-    mate.serve(EXCHANGE_PROTOCOL, answer)
+    partner.serve(EXCHANGE_PROTOCOL, answer)
     with caplog.at_level(logging.INFO, logger="shoal"):
         assert a.start().result() is None
     assert "accepted something else than was offered" in caplog.text

@@ -1,4 +1,4 @@
-"""Who is whose mate when some are dead: those left over find each other and nobody else is searched among."""
+"""Who is whose partner when some are dead: those left over find each other and nobody else is searched among."""
 
 from types import SimpleNamespace
 

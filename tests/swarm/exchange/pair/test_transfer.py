@@ -123,20 +123,20 @@ def test_if_ready_is_lost_neither_commits(pair, monkeypatch):
 
 def test_a_callee_that_cannot_ask_keeps_its_own_contribution(pair, monkeypatch):
     lose(monkeypatch, Commit)
-    tell = transfer.PairTransfer._tell
+    tell = transfer.PairTransfer._send
 
     async def last_words(transfers, stream, message):
         if isinstance(message, Commit):
             pair.hosts[0].dead = True
         await tell(transfers, stream, message)
 
-    monkeypatch.setattr(transfer.PairTransfer, "_tell", last_words)
+    monkeypatch.setattr(transfer.PairTransfer, "_send", last_words)
     assert pair.run() == [(2.0, -2.0), None]
 
 
 def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair, monkeypatch):
     """READY is on its way for longer than the callee waits: the answer to its question decides."""
-    hear, asked = transfer.PairTransfer._hear, threading.Event()
+    hear, asked = transfer.PairTransfer._receive, threading.Event()
     answer = transfer.PairTransfer._answer_outcome
 
     async def late(transfers, stream, *types):
@@ -150,7 +150,7 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair
         asked.set()
         transfers.test_asked.set()
 
-    monkeypatch.setattr(transfer.PairTransfer, "_hear", late)
+    monkeypatch.setattr(transfer.PairTransfer, "_receive", late)
     transfers = pair.exchanges[0]._matchmaker._transfers
     transfers.test_asked = asyncio.Event()
     pair.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
