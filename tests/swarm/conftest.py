@@ -141,10 +141,10 @@ class GroupPeer:
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), fragment=0, weight=1.0):
         return self.exchange.start(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec)
 
-    def seated(self, round=0, fragment=0):
+    def waiting(self, round=0, fragment=0):
         """How many wait at this peer for the group of a round."""
-        table = self.exchange._leader._tables.get((round, fragment))
-        return 0 if table is None else len(table.seats)
+        pending = self.exchange._leader._pending.get((round, fragment))
+        return 0 if pending is None else len(pending.members)
 
 
 class School:

@@ -1,7 +1,7 @@
 """Reduction by gathering: every member sends its payload to every other, and each computes the same mean from the same bytes.
 
-Costs a node as many payloads as there are other members, in either direction, and works with every codec, for what is averaged are
-the decoded tensors. Received bytes stay in scratch of exactly the own payload's size until their digest, their form and their
+Costs a node as many payloads as there are other members, in either direction, and works with every codec, because the mean is
+of the decoded tensors. Received bytes stay in scratch of exactly the own payload's size until their digest, their form and their
 finiteness are checked; then they are held whole, and stay as small as they came.
 """
 
@@ -32,14 +32,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gathered:
-    """Whole, verified contributions of a group: peer id -> weight and payload."""
+    """The whole, verified contributions of a group: peer id -> weight and payload."""
 
     me: str
     attempt: Attempt
     parts: Mapping[str, tuple[float, Tensor]]
 
     def mean(self) -> Mean:
-        """In order of peer ids, so that every member gets the same bits; in place of the first payload: ask for it once."""
+        """Average in order of peer ids, so that every member gets the same bits. Call it once: it works in place of the first
+        payload.
+        """
         contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
         return self.attempt.screen.mean(self.me, self.attempt.key.fragment, contributions)
 
@@ -49,7 +51,7 @@ class Gathered:
 
 
 class AllGather:
-    """One group's payloads, at this node. All coroutines run on the host's loop."""
+    """The gathering of one group's payloads at this node. All coroutines run on the host's loop."""
 
     def __init__(self, streams: PeerStreams, group: Group, me: str, attempt: Attempt, until: float) -> None:
         self._streams, self.group, self._me, self._attempt, self._until = streams, group, me, attempt, until
@@ -65,18 +67,18 @@ class AllGather:
             for moving in self._moving.values():
                 moving.cancel()
             if self._moving:
-                await asyncio.wait(self._moving.values())  # afterwards nobody refers to the own payload any more
+                await asyncio.wait(self._moving.values())  # afterwards nothing refers to the own payload any more
 
     def places(self) -> int:
-        """Whose contributions are held whole, as bits."""
+        """Return the members whose contributions are held whole, as bits."""
         return self.group.places(self._parts)
 
     def result(self, mean: int) -> Gathered:
-        """What was decided, ready to be averaged."""
+        """Return the decided contributions, ready to be averaged."""
         return Gathered(self._me, self._attempt, {peer: self._parts[peer] for peer in self.group.at(mean)})
 
     def lose(self, places: int) -> None:
-        """These members have died: what they have not sent will not come."""
+        """Stop waiting for members that have died."""
         for peer in self.group.at(places):
             if peer in self._called:
                 self._called[peer].set()
@@ -84,7 +86,7 @@ class AllGather:
                 self._moving[peer].cancel()
 
     async def _with(self, peer: str) -> None:
-        """Call, or be called by, one member: of two the first in order calls."""
+        """Exchange with one member: of two the first in order calls."""
         with contextlib.suppress(asyncio.TimeoutError):
             if self._me > peer:
                 await asyncio.wait_for(self._called[peer].wait(), self._streams.chunk_timeout)
@@ -106,7 +108,7 @@ class AllGather:
             self._attempt.failed(peer, error)
 
     async def accept(self, stream: Stream) -> None:
-        """A member has called."""
+        """Serve a member that has called."""
         peer = stream.peer_id
         if peer not in self._called or self._called[peer].is_set() or self._me < peer:
             return
@@ -116,7 +118,7 @@ class AllGather:
 
     async def _swap(self, stream: Stream) -> None:
         peer, ready = stream.peer_id, self.group.readies[stream.peer_id]
-        # The size equals our own payload's (group_roster.py checked it), so a peer cannot make us allocate more than that.
+        # The size equals our own payload's (the roster was checked), so a peer cannot make this node allocate more.
         scratch = buffer(ready.nbytes)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)

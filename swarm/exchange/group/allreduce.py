@@ -4,10 +4,10 @@ Costs a node about two payloads in either direction, however large the group is,
 hivemind's ``AllReduceRunner`` runs in the host's loop, into scratch, with three differences:
 
 * Its messages travel over our own streams, which are bounded, counted and have deadlines, as the bare bytes of each part. Type,
-  shape, number and weight of the parts follow from what the group signed, so a member cannot say otherwise.
+  shape, number and weight of the parts follow from what the group signed, so a member cannot state others.
 * Averages are sent back, as float32, and not differences: a member that adds a difference to its own value rounds otherwise than
   the next one, so the members would drift apart. Averages have the same bits everywhere.
-* It is all or nothing: a member that was banned in the middle, a part that failed, or a mean that is not finite ends the attempt.
+* It is all or nothing: a member banned in the middle, a failed part, or a mean that is not finite ends the attempt.
 
 The order in which a share is summed is that in which its parts arrive: two runs agree but for rounding.
 """
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 PART = 1 << 18  # bytes that are averaged at a time
 FLOATS = frozenset({"float32", "float16", "bfloat16"})
 SMALLEST = 4  # members; fewer move no more bytes by gathering, or hardly more
-# The leader's line to a stopped member falls silent before it is given up here, so that the next attempt is without it.
+# The leader's channel to a stopped member times out before it is given up here, so that the next attempt is without it.
 SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
 
 log = logging.getLogger(__name__)
 
 
 def fits(codec: str, members: int) -> bool:
-    """Whether a group should be reduced this way."""
+    """Return whether a group should be reduced this way."""
     return codec in FLOATS and members >= SMALLEST
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """A mean that is ready, as one flat tensor."""
+    """A finished mean as one flat tensor."""
 
     members: tuple[str, ...]
     weight: float
@@ -64,25 +64,25 @@ class Reduced:
     counted: int
 
     def mean(self) -> Mean:
-        """In the shapes that were handed in."""
+        """Return the mean in the shapes that were handed in."""
         sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
         parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
         return Mean(parts, self.weight, self.members, self.counted)
 
 
 class AllReduce:
-    """One group's all-reduce, at this node. All coroutines run on the host's loop."""
+    """One group's all-reduce at this node. All coroutines run on the host's loop."""
 
     def __init__(self, streams: PeerStreams, group: Group, me: str, attempt: Attempt, until: float) -> None:
         mine = attempt.contribution
         self.group, self._mine, self._until = group, mine, until
         self._mean: Tensor | None = None
         self._called: set[str] = set()
-        # A node that was asked for what it cannot do reports that it holds nothing, and the leader gathers.
+        # A node whose codec cannot be all-reduced reports that it holds nothing, and the leader gathers.
         self._runner = _Runner(streams, group, me, mine) if isinstance(mine.codec, FloatCodec) else None
 
     async def run(self) -> None:
-        """Reduce, within the group's time."""
+        """Reduce within the group's time."""
         if self._runner is None:
             return
         try:
@@ -95,29 +95,29 @@ class AllReduce:
             log.info("round %d: the all-reduce failed: %s", self._mine.key.round, error or "its time was up")
 
     def places(self) -> int:
-        """Everybody's or nobody's."""
+        """Return all members, as bits, or none."""
         return 0 if self._mean is None else self.group.everybody
 
     def result(self, mean: int) -> Reduced:
-        """The mean of all."""
+        """Return the mean of all."""
         assert self._mean is not None
         weights = [self.group.weight(peer) for peer in self.group.members]
         return Reduced(self.group.members, sum(weights), self._mean, self._mine, sum(weight > 0 for weight in weights))
 
     def lose(self, places: int) -> None:
-        """Without them it fails."""
+        """Fail if a member has died."""
         if self._runner is not None and places:
             self._runner.failed.set()
 
     async def accept(self, stream: Stream) -> None:
-        """A member sends its part of this node's share, and takes the average of it."""
+        """Serve a member that sends its part of this node's share and takes the average of it."""
         if self._runner is not None and stream.peer_id not in self._called:
             self._called.add(stream.peer_id)
             await self._runner.serve(stream)
 
 
 class _Raw(NoCompression):  # type: ignore[misc]
-    """The bytes of a tensor as they are; hivemind's own widens bfloat16."""
+    """A codec of hivemind that leaves the bytes of a tensor as they are; hivemind's own widens bfloat16."""
 
     def compress(self, tensor: Tensor, info: Any, allow_inplace: bool = False) -> Any:
         return _packed(tensor)
@@ -128,14 +128,14 @@ def _packed(tensor: Tensor) -> Any:
 
 
 class _Endpoint:
-    """What the runner takes for its daemon."""
+    """The runner's stand-in for its daemon."""
 
     def __init__(self, runner: _Runner, me: str) -> None:
         self.peer_id, self.runner = PeerID.from_base58(me), runner
 
 
 class _Calls(ServicerBase):  # type: ignore[misc]
-    """What the runner takes for the remote side of another runner."""
+    """The runner's stand-in for another runner's remote side."""
 
     @classmethod
     def get_stub(cls, p2p: _Endpoint, peer: PeerID, *, namespace: str | None = None) -> _Call:
@@ -153,7 +153,7 @@ class _Call:
 
 
 class _Runner(AllReduceRunner):  # type: ignore[misc]
-    """hivemind's, of one flat tensor, with averages in place of differences (its private hooks: the release is pinned)."""
+    """hivemind's runner, of one flat tensor, with averages in place of differences (its private hooks: the release is pinned)."""
 
     def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution) -> None:
         assert isinstance(mine.codec, FloatCodec)
@@ -181,7 +181,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         self._shares[group.members.index(me)] = [part.numel() for part in self.parts_for_local_averaging]
 
     async def reduced(self) -> Tensor:
-        """The mean of all, flat, float32. AllreduceException as soon as anything is missing."""
+        """Return the mean of all, flat, float32. Raises AllreduceException as soon as anything is missing."""
         whole = asyncio.ensure_future(self._whole())
         failing = asyncio.ensure_future(self.failed.wait())
         try:
@@ -191,7 +191,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             return whole.result()
         finally:
             await _stop(whole, failing)
-            for stream in self._calls:  # of generators that were dropped on the way: the garbage collector may take its time
+            for stream in self._calls:  # of abandoned generators: the garbage collector may be slow
                 stream.abort()
             if self._future.done() and not self._future.cancelled():
                 self._future.exception()
@@ -202,7 +202,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         return flat
 
     async def averages(self, peer: PeerID, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Send this node's parts of another member's share; the averages come back as they are ready."""
+        """Send this node's parts of another member's share; yield the averages as they arrive."""
         name = peer.to_base58()
         stream = await self._streams.open(name, self._group.nonce)
         self._calls[stream] = None
@@ -224,7 +224,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             self._calls.pop(stream, None)
 
     async def serve(self, stream: Stream) -> None:
-        """The other end of ``averages``."""
+        """Serve the other end of ``averages``."""
         context = P2PContext(handle_name="", local_id=self.peer_id, remote_id=PeerID.from_base58(stream.peer_id))
         try:
             async with contextlib.aclosing(self.rpc_aggregate_part(self._parts(stream), context)) as replies:
@@ -287,4 +287,4 @@ async def _stop(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # seen: asyncio need not complain about it
+            task.exception()  # retrieved, so that asyncio does not report it

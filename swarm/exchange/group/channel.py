@@ -1,4 +1,4 @@
-"""The line between a member and its leader: small messages both ways, and signs of life while there is nothing to say."""
+"""The channel between a member and its leader: small messages both ways, and heartbeats in between."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoal.swarm.wire.group import GroupAlive
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
-BEATS = 4  # signs of life within the time after which silence counts as death
+BEATS = 4  # heartbeats within the time after which silence counts as death
 
 
 class HeartbeatChannel:
-    """``patience``: seconds of silence after which the other side counts as gone. Use it on the host's loop only.
+    """A channel that detects a dead peer. ``patience``: seconds of silence after which the other side counts as gone.
 
-    A stopped process keeps its streams open, and a slow link may take minutes for a payload: only signs of life, on a stream
-    that carries nothing large, tell them apart.
+    Use it on the host's loop only. A stopped process keeps its streams open, and a slow link may take minutes for a payload: only
+    heartbeats, on a stream that carries nothing large, tell them apart.
     """
 
     def __init__(self, stream: Stream, patience: float) -> None:
@@ -28,17 +28,16 @@ class HeartbeatChannel:
         self.peer = stream.peer_id
         self._sending = asyncio.Lock()
 
-    async def tell(self, message: Message | bytes) -> None:
-        """Send a message, or bytes that are packed already. NetworkError."""
+    async def send(self, message: Message | bytes) -> None:
+        """Send a message, or bytes that are packed already. Raises NetworkError."""
         data = message if isinstance(message, bytes) else pack(message)
         async with self._sending:
             await self.stream.send(data, self.patience)
 
-    async def hear(self, until: float, *types: type[M]) -> M:
-        """The next message but signs of life, within the loop's time ``until``.
+    async def receive(self, until: float, *types: type[M]) -> M:
+        """Return the next message other than a heartbeat, within the loop's time ``until``; send heartbeats meanwhile.
 
-        Meanwhile signs of life go out. NetworkError if the other side is silent or ends the line, MessageError if it says
-        something else.
+        Raises NetworkError if the other side is silent or ends the channel, MessageError if it sends a message of another type.
         """
         loop = asyncio.get_running_loop()
         limit = max(GroupAlive.LIMIT, *(kind.LIMIT for kind in types))
@@ -48,9 +47,9 @@ class HeartbeatChannel:
             while True:
                 now = loop.time()
                 if now >= until:
-                    raise NetworkError(f"peer {short(self.peer)} did not come to an end in time.", "timeout")
+                    raise NetworkError(f"peer {short(self.peer)} did not finish in time.", "timeout")
                 if now >= beat:
-                    await self.tell(GroupAlive())
+                    await self.send(GroupAlive())
                     beat = now + self.patience / BEATS
                 if reading is None:
                     reading = asyncio.ensure_future(self.stream.receive(limit, self.patience))
@@ -66,8 +65,8 @@ class HeartbeatChannel:
                 reading.cancel()
                 await asyncio.wait({reading})  # only one may read from a stream
                 if not reading.cancelled():
-                    reading.exception()  # seen: asyncio need not complain about it
+                    reading.exception()  # retrieved, so that asyncio does not report it
 
     def close(self) -> None:
-        """Send what is buffered, then end the line."""
+        """Send what is buffered, then close the channel."""
         self.stream.close()

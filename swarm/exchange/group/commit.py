@@ -1,4 +1,4 @@
-"""From a formed group to the decision: the leader hears what each member holds, decides once, and tells all."""
+"""The way from a formed group to its decision: the leader collects each member's report, decides once, and informs all."""
 
 from __future__ import annotations
 
@@ -21,129 +21,133 @@ log = logging.getLogger(__name__)
 
 
 class MemberState:
-    """One member's place at its leader: its line, and what it has said over it."""
+    """One member as its leader sees it: its channel, and its messages so far."""
 
-    def __init__(self, line: HeartbeatChannel, sealed: bytes, ready: GroupReady, until: float) -> None:
-        self.line, self.sealed, self.ready = line, sealed, ready
+    def __init__(self, channel: HeartbeatChannel, sealed: bytes, ready: GroupReady, until: float) -> None:
+        self.channel, self.sealed, self.ready = channel, sealed, ready
         self.until = until
         """The loop's time at which its patience is over."""
         self.over = asyncio.Event()
-        """Nothing more will be said."""
+        """Set when no more messages follow."""
         self.gone = False
         self.held: dict[bytes, int] = {}
         """Its reports, by the nonce of the group."""
-        self.news = asyncio.Event()
-        """Replaced by its group's, which wakes up with each report and each departure."""
+        self.changed = asyncio.Event()
+        """Set at each report and departure. Replaced by the event of its group."""
 
     def report(self, report: GroupReport) -> None:
-        """Note what it holds; the first word counts, and one about a group that it is not asked about is of no use."""
+        """Record what the member holds. The first report counts; those about groups it is not asked about are useless."""
         if len(self.held) < 2:
             self.held.setdefault(report.nonce, report.held)
-        self.news.set()
+        self.changed.set()
 
     def leave(self) -> None:
-        """Its line has ended."""
+        """Note that its channel has ended."""
         self.gone = True
-        self.news.set()
+        self.changed.set()
 
 
 class GroupCommit:
-    """One group, seen from its leader. ``seats``: by peer id; ``alone``: there is no other group; ``timeout``: seconds.
+    """One group as its leader sees it. ``members``: by peer id; ``alone``: there is no other group; ``timeout``: seconds.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
     counts for whatever they all hold.
     """
 
     def __init__(
-        self, decisions: DecisionLog, seats: Mapping[str, MemberState], *, alone: bool, gather: bool, timeout: float
+        self, decisions: DecisionLog, members: Mapping[str, MemberState], *, alone: bool, gather: bool, timeout: float
     ) -> None:
         self._decisions, self._alone, self._gather, self._timeout = decisions, alone, gather, timeout
-        self._seats = dict(sorted(seats.items()))
-        self._news = asyncio.Event()
-        for seat in self._seats.values():
-            seat.news = self._news
+        self._members = dict(sorted(members.items()))
+        self._changed = asyncio.Event()
+        for member in self._members.values():
+            member.changed = self._changed
 
     async def run(self) -> None:
         """Lead the group to its decision."""
         until = asyncio.get_running_loop().time() + self._timeout
-        everybody = self._seats
+        everybody = self._members
         try:
             codec = next(iter(everybody.values())).ready.codec
             if fits(codec, len(everybody)) and not self._gather:
-                if await self._attempt("allreduce", until):
+                if await self._try_reduction("allreduce", until):
                     return
-                self._seats = {peer: seat for peer, seat in everybody.items() if not seat.gone}
-                log.info("an all-reduce of %d failed: the %d who are left gather", len(everybody), len(self._seats))
-            if len(self._seats) >= 2:
-                await self._attempt("gather", until)
+                self._members = {peer: member for peer, member in everybody.items() if not member.gone}
+                log.info("an all-reduce of %d failed: the remaining %d gather", len(everybody), len(self._members))
+            if len(self._members) >= 2:
+                await self._try_reduction("gather", until)
         finally:
-            for seat in everybody.values():
-                seat.line.close()
-                seat.over.set()
+            for member in everybody.values():
+                member.channel.close()
+                member.over.set()
 
-    async def _attempt(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
-        """Form the group, wait for the reports, decide; tell, unless another attempt is due. Whether a mean was decided on."""
+    async def _try_reduction(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
+        """Form the group, wait for the reports and decide; inform the members unless another attempt is due. Return whether
+        there is a mean.
+        """
         nonce = fresh_nonce()
         self._decisions.expect(nonce)
         mean, whole = 0, reduction == "allreduce"
         try:
-            listed = encode_roster(seat.sealed for seat in self._seats.values())
-            await self._tell_all(GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed))
+            listed = encode_roster(member.sealed for member in self._members.values())
+            await self._send_all(GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed))
             await self._reports(nonce, until, whole)
             mean = self._everybody(nonce) if whole else self._common(nonce)
         finally:
             decision = self._decisions.settle(nonce, mean)
         if mean or not whole:
-            await self._tell_all(GroupReply(decision=decision))
+            await self._send_all(GroupReply(decision=decision))
         return mean != 0
 
     def _everybody(self, nonce: bytes) -> int:
-        """All, if each has said that it has everything; one may have died since."""
-        everybody = (1 << len(self._seats)) - 1
-        return everybody if all(seat.held.get(nonce) == everybody for seat in self._seats.values()) else 0
+        """Return all members, as bits, if each reported that it holds everything (one may have died since); else 0."""
+        everybody = (1 << len(self._members)) - 1
+        return everybody if all(member.held.get(nonce) == everybody for member in self._members.values()) else 0
 
     def _common(self, nonce: bytes) -> int:
-        """What all who are left hold."""
-        everybody = (1 << len(self._seats)) - 1
+        """Return the contributions that all remaining members hold, as bits."""
+        everybody = (1 << len(self._members)) - 1
         held = {
-            place: seat.held[nonce] & everybody | 1 << place
-            for place, seat in enumerate(self._seats.values())
-            if nonce in seat.held and not seat.gone
+            place: member.held[nonce] & everybody | 1 << place
+            for place, member in enumerate(self._members.values())
+            if nonce in member.held and not member.gone
         }
         mean, takers = common(held)
-        log.info("of a group of %d, %d are in the mean and %d take it", len(self._seats), _count(mean), _count(takers))
+        log.info("of a group of %d, %d are in the mean and %d take it", len(self._members), _count(mean), _count(takers))
         return mean
 
     async def _reports(self, nonce: bytes, until: float, whole: bool) -> None:
-        """Wait until everybody who is left has reported, or, if it takes all, anything failed; tell the others who is lost."""
+        """Wait until every remaining member has reported or, if all are needed, anything failed; send which members are lost."""
         loop = asyncio.get_running_loop()
-        everybody, lost = (1 << len(self._seats)) - 1, 0
+        everybody, lost = (1 << len(self._members)) - 1, 0
         while True:
-            self._news.clear()
-            gone = sum(1 << place for place, seat in enumerate(self._seats.values()) if seat.gone and nonce not in seat.held)
-            failed = gone or any(seat.held.get(nonce, everybody) != everybody for seat in self._seats.values())
+            self._changed.clear()
+            gone = sum(
+                1 << place for place, member in enumerate(self._members.values()) if member.gone and nonce not in member.held
+            )
+            failed = gone or any(member.held.get(nonce, everybody) != everybody for member in self._members.values())
             if whole and failed:
                 return
-            if gone != lost:  # told in any case, for the next round need not wait for them either
+            if gone != lost:  # sent in any case: the next round need not wait for them either
                 lost = gone
-                await self._tell_all(GroupLost(nonce=nonce, lost=lost))
-            if all(seat.gone or nonce in seat.held for seat in self._seats.values()):
+                await self._send_all(GroupLost(nonce=nonce, lost=lost))
+            if all(member.gone or nonce in member.held for member in self._members.values()):
                 return
             try:
-                await asyncio.wait_for(self._news.wait(), until - loop.time())
+                await asyncio.wait_for(self._changed.wait(), until - loop.time())
             except asyncio.TimeoutError:
                 return
 
-    async def _tell_all(self, message: Message) -> None:
-        """Say it to everybody who is still there; who cannot be told counts as gone."""
-        await asyncio.gather(*(self._tell(seat, message) for seat in self._seats.values() if not seat.gone))
+    async def _send_all(self, message: Message) -> None:
+        """Send a message to every remaining member; one that cannot be reached counts as gone."""
+        await asyncio.gather(*(self._send(member, message) for member in self._members.values() if not member.gone))
 
-    async def _tell(self, seat: MemberState, message: Message) -> None:
+    async def _send(self, member: MemberState, message: Message) -> None:
         try:
-            await seat.line.tell(message)
+            await member.channel.send(message)
         except NetworkError as error:
             log.info("a member of a group is gone: %s", error)
-            seat.leave()
+            member.leave()
 
 
 def _count(places: int) -> int:

@@ -1,4 +1,4 @@
-"""What was decided in each group, as the leader signed it: kept for members that lost their line to it and ask again."""
+"""The decision on each group, as its leader signed it: kept for members that lost their channel to the leader and ask again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """The decisions that this node made as a leader or heard as a member. All coroutines run on the host's loop."""
+    """The decisions that this node made as a leader or received as a member. All coroutines run on the host's loop."""
 
     def __init__(self, host: Host, identity: Identity, swarm: str) -> None:
         self._host, self._identity, self._swarm = host, identity, swarm
@@ -35,16 +35,16 @@ class DecisionLog:
         host.serve(DECISION_PROTOCOL, self._answer)
 
     def expect(self, nonce: bytes) -> None:
-        """This node leads the group and will decide: whoever asks before waits for it."""
+        """Note that this node leads the group and will decide: a peer that asks earlier waits for it."""
         self._pending[nonce] = asyncio.Event()
 
     def settle(self, nonce: bytes, mean: int) -> bytes:
         """Decide, once. Returns the sealed decision."""
         if nonce not in self._sealed:
-            self.heard(nonce, seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity))
+            self.remember(nonce, seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity))
         return self._sealed[nonce]
 
-    def heard(self, nonce: bytes, sealed: bytes) -> None:
+    def remember(self, nonce: bytes, sealed: bytes) -> None:
         """Remember a decision, to pass it on."""
         self._sealed[nonce] = sealed
         pending = self._pending.pop(nonce, None)
@@ -54,7 +54,7 @@ class DecisionLog:
             self._sealed.popitem(last=False)
 
     def open(self, sealed: bytes | None, leader: str, nonce: bytes) -> int | None:
-        """Whose contributions make the mean, if this is the decision of that leader on that group."""
+        """Return the contributions in the mean, as bits, if this is the leader's decision on the group. Raises MessageError."""
         if sealed is None:
             return None
         signer, decision = unseal(sealed, GroupDecision)
@@ -63,7 +63,7 @@ class DecisionLog:
         return decision.mean
 
     async def ask(self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]) -> bytes | None:
-        """The decision, from whoever of ``peers`` (peer id, addresses) has it; None if none of them does within a second."""
+        """Return the decision from any of ``peers`` (peer id, addresses) that has it; None if none of them does within a second."""
         asking = [asyncio.ensure_future(self._asked(peer, addresses, leader, nonce)) for peer, addresses in peers]
         try:
             for answer in asyncio.as_completed(asking, timeout=ASK_S):
@@ -71,11 +71,11 @@ class DecisionLog:
                 if sealed is not None:
                     return sealed
         except asyncio.TimeoutError:
-            pass  # nobody who is left has heard of a decision
+            pass  # no remaining member knows of a decision
         finally:
             for question in asking:
                 question.cancel()
-        log.warning("the line to the leader of a group broke and nobody knows of its decision: going on alone")
+        log.warning("the channel to the leader of a group broke and no member knows its decision: going on without the group")
         return None
 
     async def _asked(self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes) -> bytes | None:
@@ -89,7 +89,7 @@ class DecisionLog:
             finally:
                 stream.close()
         except (NetworkError, MessageError) as error:
-            log.debug("peer %s told no decision: %s", short(peer), error)
+            log.debug("peer %s sent no decision: %s", short(peer), error)
             return None
 
     async def _answer(self, stream: Stream) -> None:
@@ -99,5 +99,5 @@ class DecisionLog:
             try:
                 await asyncio.wait_for(pending.wait(), ASK_S)
             except asyncio.TimeoutError:
-                log.debug("asked for a decision that is not made yet")
+                log.debug("a peer asked for a decision that is not made yet")
         await stream.send(pack(GroupReply(decision=self._sealed.get(question.nonce))), ASK_S)

@@ -1,8 +1,7 @@
-"""The exchange with a group over libp2p: what ``optim.Exchange`` promises, for methods that want the mean of many peers.
+"""The exchange with a group over libp2p: `shoal.optim.Exchange` for methods that want the mean of many peers.
 
-How a round's group comes about is in swarm/group_join.py (a member's side, and what is guaranteed) and swarm/group_lead.py (the
-leader's); how the bytes move, in swarm/group_gather.py and swarm/group_allreduce.py. Several rounds may be in flight at once, one
-for each fragment.
+See `shoal.swarm.exchange.group.member` for how a round's group forms, and for the guarantees; `leader` and `commit` for the
+leader's side; `allgather` and `allreduce` for the bytes. Several rounds may be in flight at once, one for each fragment.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shoal.swarm.wire.group import MAX_GROUP
 
 
 class GroupExchange(ExchangeBase):
-    """``optim.Exchange`` among all members of a swarm, or among groups of them.
+    """An exchange (`shoal.optim.Exchange`) among all members of a swarm, or among groups of them.
 
     Args:
         context: the node and its swarm; its host serves the group's protocols from now on.
@@ -36,11 +35,11 @@ class GroupExchange(ExchangeBase):
         fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
         quorum: members that make a group; 0: all in view.
         grace: seconds that further members have once the quorum is there.
-        max_group: largest group; if more are ready they are dealt into several (one of which may be larger by one).
+        max_group: largest group; if more are ready they are divided into several (one of which may be larger by one).
         follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
-            masks do: then it goes on alone, and only ``next_round`` follows.
-        gather: never all-reduce, as this node leads: then a mean has the same bits in every run, at the price of more bytes.
-        screen: what to refuse where payloads are gathered, and what to take for the mean. One that ``gathers`` takes no part in an
+            masks do: then the round has no partner, and only ``next_round`` follows.
+        gather: never all-reduce when this node leads: then a mean has the same bits in every run, at the price of more bytes.
+        screen: decides which gathered contributions are refused and what the mean is. One that ``gathers`` takes no part in an
             all-reduce, whoever leads.
 
     Raises:
@@ -77,7 +76,7 @@ class GroupExchange(ExchangeBase):
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
     ) -> ExchangeHandle[Outcome]:
-        """Begin a round. ValueError if ``key`` is of another run than this swarm, or the codec refuses the tensors."""
+        """Begin a round. Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors."""
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec)
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

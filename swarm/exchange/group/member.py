@@ -1,16 +1,16 @@
-"""One round of a group exchange, as a member sees it: find the leader, be put into a group, hold its contributions, obey.
+"""One round of a group exchange as a member sees it: find the leader, join a group, collect contributions, apply the decision.
 
-Who leads a round follows from (seed, round, peer id), so no message is needed to agree; a leader that does not answer within
-moments is passed over for the next in order. The group's promises:
+The leader of a round follows from (seed, round, peer id), so no message is needed to agree; a leader that does not answer within
+moments is passed over for the next in order. Guarantees:
 
-1. A member ends with the mean of one set of contributions that the leader decided on, or with its own alone; never with a mixture,
-   for what is received stays in scratch and becomes the result in one assignment.
-2. All who take a mean take the same one: its set is in the leader's signed decision, and a member takes it only if it holds all of
-   it and its own contribution is in it. A member that died meanwhile may be in the mean or not, the same for all.
-3. The leader decides only once every member that is left has reported what it holds whole, and never for fewer than two.
-4. If the leader dies before it decides, everybody goes on with its own contribution. A member that loses its line to it asks it,
+1. A member ends with the mean of one set of contributions that the leader decided on, or with its own alone; never with a mixture:
+   received bytes stay in scratch and become the result in one assignment.
+2. All members that take a mean take the same one: its set is in the leader's signed decision, and a member takes it only if it
+   holds all of it and its own contribution is in it. A member that died meanwhile may be in the mean or not, the same for all.
+3. The leader decides only after every remaining member has reported what it holds whole, and never for fewer than two.
+4. If the leader dies before it decides, everybody goes on with its own contribution. A member that loses its channel to it asks it,
    and the other members, for the decision once more. They disagree in one case only: the leader decided, and a member that holds
-   everything can reach neither it nor anybody who heard of the decision before its second is over (or was told to leave in that
+   everything can reach neither it nor a member that knows the decision before its second is over (or was ordered to leave in that
    moment). Then that member goes on with its own contribution, one whole outcome like the others'. No protocol can do better: this
    is the two generals' problem.
 """
@@ -40,29 +40,31 @@ from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupRe
 
 TRIED = 8  # leaders tried in one round
 PROBE_S = 2.0  # seconds for a leader to say that it is there
-PROBE_PART = 1 / 3  # of the patience that is left, if that is less: two who sleep must not use up a round
-LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last word may take
+PROBE_PART = 1 / 3  # of the patience that is left, if that is less: two sleeping leaders must not use up a round
+LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Meeting:
-    """One round of this node."""
+class _RoundState:
+    """The progress of one round of this node."""
 
     attempt: Attempt
     until: float
-    """The loop's time at which it goes on alone unless a group was formed."""
+    """The loop's time at which it gives up unless a group was formed."""
     entered: bool = False
     """A group was formed, so this round is used up, whatever comes of it."""
     elsewhere: GroupReceipt | None = None
-    """A peer told that it is itself in the group of another leader."""
+    """The answer of a peer that is itself in the group of another leader."""
     moved_to: int = 0
     """A later round in which the swarm is with this fragment."""
 
 
 class GroupMember:
-    """The groups of one host. All coroutines run on the host's loop. ``largest``: members that a group may have."""
+    """The member's side of the groups of one host. All coroutines run on the host's loop. ``largest``: members that a group may
+    have.
+    """
 
     def __init__(
         self,
@@ -84,17 +86,17 @@ class GroupMember:
         context.host.serve(LEADER_PROTOCOL, leader.serve)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
-        """Take part in a round. None: go on with the own contribution alone."""
-        meeting = _Meeting(attempt, asyncio.get_running_loop().time() + self._timeouts.wait)
+        """Take part in a round. Returns None if this node goes on with its own contribution."""
+        meeting = _RoundState(attempt, asyncio.get_running_loop().time() + self._timeouts.wait)
         try:
             await self._meet(meeting)
-        except Exception:  # whatever a peer made this node stumble over costs one round, never the training
+        except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
         finally:
             self._rounds.end(meeting.attempt.key.round, meeting.attempt.key.fragment)
         return attempt.commit.received
 
-    async def _meet(self, meeting: _Meeting) -> None:
+    async def _meet(self, meeting: _RoundState) -> None:
         loop = asyncio.get_running_loop()
         while True:
             key = meeting.attempt.key
@@ -119,8 +121,8 @@ class GroupMember:
                 return
             meeting.attempt = meeting.attempt.moved_to(meeting.moved_to)
 
-    async def _try(self, meeting: _Meeting, leader: str, addresses: Sequence[str]) -> None:
-        """Join the group of one leader; returns early if it cannot be had."""
+    async def _try(self, meeting: _RoundState, leader: str, addresses: Sequence[str]) -> None:
+        """Join the group of one leader; return early if it is not available."""
         loop = asyncio.get_running_loop()
         patience = meeting.until - loop.time()
         ready = ready_message(meeting.attempt.contribution, self._context.swarm, self._context.model, patience)
@@ -130,17 +132,17 @@ class GroupMember:
         try:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
-            log.info("round %d: its leader cannot be had: %s", ready.round, error)
+            log.info("round %d: its leader is not available: %s", ready.round, error)
             meeting.attempt.failed(leader, error)
-            self._view.silence(leader)
+            self._view.mark_silent(leader)
             return
-        line = HeartbeatChannel(stream, self._timeouts.chunk)
+        channel = HeartbeatChannel(stream, self._timeouts.chunk)
         try:
             await stream.send(sealed, max(probe - loop.time(), 0.01))
             try:
                 answer = await stream.receive(GroupReceipt.LIMIT, max(probe - loop.time(), 0.01))
             except NetworkError:
-                self._view.silence(leader)
+                self._view.mark_silent(leader)
                 raise
             receipt = unpack(answer, GroupReceipt)
             if receipt.verdict != "noted":
@@ -149,41 +151,41 @@ class GroupMember:
             self._rounds.join(ready.round, ready.fragment, leader)
             if leader != self._context.me:
                 await self._leader.leave(ready.round, ready.fragment, leader)
-            formed: Message = await line.hear(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
+            formed: Message = await channel.receive(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
             until = loop.time() + self._timeouts.exchange
             before: Group | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
                 barred = self._view.barred(group.members) if before is None else ()
-                if barred:  # the next leader may know better; whoever is barred later ends what it has begun
+                if barred:  # the next leader may know better; a member barred later ends what it has begun
                     raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
                 meeting.entered = True
                 self._rounds.end(ready.round, ready.fragment)
                 if before is not None:
-                    self._view.miss(set(before.members) - set(group.members))
+                    self._view.mark_absent(set(before.members) - set(group.members))
                 elif group.alone:
                     for late in self._view.expected() - set(group.members):
                         meeting.attempt.failed(late, "timeout")
-                    self._view.miss(self._view.here() - set(group.members))
-                again = await self._reduce(line, group, meeting.attempt, until)
+                    self._view.mark_absent(self._view.here() - set(group.members))
+                again = await self._reduce(channel, group, meeting.attempt, until)
                 if again is None:
                     return
                 before, formed = group, again
             if isinstance(formed, GroupReceipt):
                 self._note(meeting, leader, formed)
         except (NetworkError, MessageError) as error:
-            self._view.miss([leader])
-            if leader != self._context.me:  # then it was nobody's fault: nobody else came
+            self._view.mark_absent([leader])
+            if leader != self._context.me:  # otherwise no peer failed: no other member came
                 meeting.attempt.failed(leader, error)
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
-            line.close()
+            channel.close()
 
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
         if leader != self._context.me:
             return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
-        # The own daemon connects to others only. What goes over this line is no traffic.
+        # The own daemon connects to others only. Bytes on this channel are no traffic.
         mine, theirs = stream_pair()
         serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
         self._local.add(serving)
@@ -199,7 +201,7 @@ class GroupMember:
         finally:
             stream.close()
 
-    def _note(self, meeting: _Meeting, leader: str, receipt: GroupReceipt) -> None:
+    def _note(self, meeting: _RoundState, leader: str, receipt: GroupReceipt) -> None:
         key = meeting.attempt.key
         log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
         if receipt.verdict == "passed":
@@ -211,31 +213,31 @@ class GroupMember:
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
             meeting.attempt.failed(leader, "refused")
 
-    async def _reduce(self, line: HeartbeatChannel, group: Group, attempt: Attempt, until: float) -> GroupFormed | None:
-        """Hold the group's contributions and obey the decision; a new group if the leader asks for another attempt."""
+    async def _reduce(self, channel: HeartbeatChannel, group: Group, attempt: Attempt, until: float) -> GroupFormed | None:
+        """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt."""
         if group.reduction == "allreduce" and attempt.screen.gathers:
-            raise MessageError("the leader asks for an all-reduce, in which no contribution can be looked at by itself.")
+            raise MessageError("the leader asks for an all-reduce, in which no contribution can be screened by itself.")
         way = AllReduce if group.reduction == "allreduce" else AllGather
         reduction: Reduction = way(self._streams, group, self._context.me, attempt, until)
         began = asyncio.get_running_loop().time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(line, reduction, attempt, until))
+        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, until))
         try:
             await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
                 reducing.result()
                 if attempt.commit.closed:
                     return None
-                await line.tell(GroupReport(nonce=group.nonce, held=reduction.places()))
+                await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
             try:
-                word = await listening
-                if isinstance(word, GroupFormed):
-                    return word
-                sealed = word.decision
+                message = await listening
+                if isinstance(message, GroupFormed):
+                    return message
+                sealed = message.decision
             except NetworkError as error:
-                log.info("round %d: the line to the leader broke: %s", attempt.key.round, error)
-                self._view.miss([group.leader])
+                log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
+                self._view.mark_absent([group.leader])
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:
@@ -244,24 +246,24 @@ class GroupMember:
             await asyncio.wait({reducing, listening})
             self._streams.end(reduction)
         if sealed is not None and mean:
-            self._decisions.heard(group.nonce, sealed)
-            mine_in = mean & group.places([self._context.me])
-            if mine_in and not mean & ~reduction.places() and not attempt.commit.closed:
+            self._decisions.remember(group.nonce, sealed)
+            included = mean & group.places([self._context.me])
+            if included and not mean & ~reduction.places() and not attempt.commit.closed:
                 attempt.commit.received = reduction.result(mean)
                 attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
         return None
 
     async def _listen(
-        self, line: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
+        self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
     ) -> GroupFormed | GroupReply:
         while True:
-            word: Message = await line.hear(until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost)
-            if isinstance(word, GroupFormed | GroupReply):
-                return word
-            if isinstance(word, GroupLost) and word.nonce == reduction.group.nonce:
-                reduction.lose(word.lost)
-                self._view.miss(reduction.group.at(word.lost))
-                for peer in reduction.group.at(word.lost):
+            message: Message = await channel.receive(until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost)
+            if isinstance(message, GroupFormed | GroupReply):
+                return message
+            if isinstance(message, GroupLost) and message.nonce == reduction.group.nonce:
+                reduction.lose(message.lost)
+                self._view.mark_absent(reduction.group.at(message.lost))
+                for peer in reduction.group.at(message.lost):
                     attempt.failed(peer, "broken")
 
     async def _ask(self, group: Group) -> bytes | None:

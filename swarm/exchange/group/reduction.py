@@ -1,4 +1,4 @@
-"""What the two reductions of a group share: their face, and the streams between its members."""
+"""The interface of a group's two reductions, and the streams between its members."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
-MAX_HELD = 64  # callers from groups that this node has not heard of yet
+MAX_HELD = 64  # callers from groups that this node does not know yet
 
 
 class Outcome(Protocol):
-    """What was decided on, whole and verified."""
+    """A decided mean, whole and verified."""
 
     def mean(self) -> Mean:
-        """The mean; to be asked for once, for it may be computed in place."""
+        """Return the mean. Call it once: it may be computed in place."""
         ...
 
 
@@ -32,31 +32,31 @@ Attempt = ExchangeAttempt[Outcome]
 
 
 class Reduction(Protocol):
-    """One attempt of one group, at one member."""
+    """One attempt of one group at one member."""
 
     @property
     def group(self) -> Group:
-        """Of whom."""
+        """The group to be reduced."""
         ...
 
     async def run(self) -> None:
-        """Do it; returns when all that can be had is there. What failed is missing from ``places``."""
+        """Exchange with all members; return when everything available is there. Failures are missing from ``places``."""
         ...
 
     async def accept(self, stream: Stream) -> None:
-        """Another member has opened a stream for this; it is closed when this returns."""
+        """Serve a stream that another member has opened for this; it is closed when this returns."""
         ...
 
     def lose(self, places: int) -> None:
-        """These members have died."""
+        """Stop waiting for members that have died."""
         ...
 
     def places(self) -> int:
-        """Whose contributions are held whole, as bits."""
+        """Return the members whose contributions are held whole, as bits."""
         ...
 
     def result(self, mean: int) -> Outcome:
-        """What was decided; ``mean`` is a part of ``places``."""
+        """Return the decided outcome; ``mean`` is a part of ``places``."""
         ...
 
 
@@ -70,7 +70,7 @@ class PeerStreams:
         host.serve(PAYLOAD_PROTOCOL, self._serve)
 
     async def open(self, peer: str, nonce: bytes) -> Stream:
-        """A stream to a member, for the group with this nonce. NetworkError."""
+        """Open a stream to a member, for the group with this nonce. Raises NetworkError."""
         stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=self._view.addresses(peer), timeout=self.chunk_timeout)
         try:
             await stream.send(pack(GroupHello(nonce=nonce)), self.chunk_timeout)
@@ -80,7 +80,7 @@ class PeerStreams:
         return stream
 
     def begin(self, reduction: Reduction) -> None:
-        """Hand it the streams of its group from now on, and those that came before this node had heard of it."""
+        """Hand the reduction the streams of its group, also those that came before this node knew of the group."""
         nonce = reduction.group.nonce
         self._running[nonce] = reduction
         for event, wanted in self._held.items():
@@ -88,7 +88,7 @@ class PeerStreams:
                 event.set()
 
     def end(self, reduction: Reduction) -> None:
-        """Its group is over."""
+        """Forget a reduction whose group is over."""
         self._running.pop(reduction.group.nonce, None)
 
     async def _serve(self, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""Who is in a group, and what each of them signed."""
+"""The members of a group, and their signed ready messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Group:
     leader: str
     reduction: Literal["gather", "allreduce"]
     alone: bool
-    """Whoever is not in it was not there."""
+    """True if every peer that was ready is in it."""
     readies: Mapping[str, GroupReady]
 
     @property
@@ -40,21 +40,21 @@ class Group:
         return (1 << len(self.readies)) - 1
 
     def weight(self, peer: str) -> float:
-        """What a member counts: what it signed; where nobody has any weight all count the same."""
+        """Return a member's signed weight; where all weights are 0 every member has weight 1."""
         return self.readies[peer].weight if any(ready.weight for ready in self.readies.values()) else 1.0
 
     def places(self, peers: Iterable[str]) -> int:
-        """The places of ``peers``, as bits."""
+        """Return the places of ``peers``, as bits."""
         wanted = set(peers)
         return sum(1 << place for place, peer in enumerate(self.members) if peer in wanted)
 
     def at(self, places: int) -> tuple[str, ...]:
-        """The peers at ``places``, in order."""
+        """Return the peers at ``places``, in order."""
         return tuple(peer for place, peer in enumerate(self.members) if places >> place & 1)
 
 
 def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -> GroupReady:
-    """What this node says of its contribution; ``patience`` in seconds."""
+    """Return the description of this node's contribution; ``patience`` in seconds."""
     return GroupReady(
         swarm=swarm,
         round=mine.key.round,
@@ -71,7 +71,7 @@ def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -
 
 
 def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
-    """Why two contributions cannot be averaged, in words, or None. Weights may differ."""
+    """Return why two contributions cannot be averaged, in words, or None. Weights may differ."""
     if theirs.swarm != mine.swarm:
         return f"this node is in swarm {mine.swarm}, the contribution is for {theirs.swarm}"
     if (theirs.round, theirs.fragment) != (mine.round, mine.fragment):
@@ -88,7 +88,7 @@ def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
 
 
 def encode_roster(sealed: Iterable[bytes]) -> bytes:
-    """Sealed ready messages as one byte string."""
+    """Return sealed ready messages as one byte string."""
     return b"".join(len(message).to_bytes(_LENGTH, "big") + message for message in sealed)
 
 
@@ -103,7 +103,7 @@ def _each(listed: bytes) -> Iterator[bytes]:
 
 
 def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Group:
-    """The group in ``formed``, every member checked against what this node itself signed (``mine``, sealed).
+    """Return the group in ``formed``, with every member checked against this node's own ready message (``mine``, sealed).
 
     Raises MessageError: this node is not in it, a signature is wrong, a member is listed twice or brings something that cannot
     be averaged with ours, or there are more than ``largest`` or fewer than two.

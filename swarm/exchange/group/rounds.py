@@ -1,4 +1,4 @@
-"""In which round this node is with each fragment, and where a peer that comes too late should go."""
+"""The rounds of this node, by fragment, and the round to which a late peer should move."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ REMEMBERED = 1024
 
 
 class RoundTracker:
-    """RoundTracker grow by one with every fragment sent, so those of one fragment are ``fragments`` apart.
+    """The rounds that a node has begun, joined and ended. Round numbers grow by one with every fragment sent, so those of one
+    fragment are ``fragments`` apart.
 
-    A peer that began in the middle may have other remainders than the swarm: it too is told the swarm's.
+    A peer that began in the middle may have other remainders than the swarm: it gets the swarm's as an answer.
     """
 
     def __init__(self, fragments: int) -> None:
         self.fragments = fragments
         self.next_round = 0
-        """One beyond the furthest round begun, or what the node was told when it joined."""
+        """One beyond the furthest round begun, or the round in which the node joined."""
         self._begun: dict[int, int] = {}
         self._over: dict[int, int] = {}
         self._formed: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._elsewhere: dict[tuple[int, int], str] = {}
 
     def begin(self, round: int, fragment: int) -> None:
-        """This node's contribution to ``round`` is there."""
+        """Note that this node's contribution to ``round`` is there."""
         self.next_round = max(self.next_round, round + 1)
         self._begun[fragment] = max(round, self._begun.get(fragment, 0))
 
     def join(self, round: int, fragment: int, leader: str) -> None:
-        """This node waits at ``leader`` for its group."""
+        """Note that this node waits at ``leader`` for its group."""
         self._elsewhere[round, fragment] = leader
 
     def leave(self, round: int, fragment: int) -> None:
-        """It does so no longer."""
+        """Note that it no longer waits there."""
         self._elsewhere.pop((round, fragment), None)
 
     def end(self, round: int, fragment: int) -> None:
-        """This node's own part in ``round`` is over: its group was formed, or it goes on alone."""
+        """Note that this node's own part in ``round`` is over: its group was formed, or it has none."""
         self._over[fragment] = max(round, self._over.get(fragment, 0))
         self.leave(round, fragment)
 
     def formed(self, round: int, fragment: int) -> None:
-        """This node has formed the group, with its own contribution or without.
+        """Note that this node has formed the group, with its own contribution or without.
 
-        That says nothing of other rounds: two peers could otherwise make it send everybody far away.
+        That has no effect on other rounds: otherwise two peers could send this node far away.
         """
         self._formed[round, fragment] = None
         while len(self._formed) > REMEMBERED:
             self._formed.popitem(last=False)
 
     def leader(self, round: int, fragment: int) -> str | None:
-        """Where this node itself waits in ``round``, if it does."""
+        """Return the leader at which this node itself waits in ``round``, if it does."""
         return self._elsewhere.get((round, fragment))
 
     def instead(self, round: int, fragment: int) -> int | None:
-        """The round to which a contribution to ``round`` should move, or None if it is not too late, nor out of step."""
+        """Return the round to which a contribution to ``round`` should move, or None if it is neither late nor out of step."""
         over, begun = self._over.get(fragment), self._begun.get(fragment)
         if (over is not None and round <= over) or (round, fragment) in self._formed:
             return max(round, over or 0, (begun or 0) - self.fragments) + self.fragments
@@ -72,5 +73,5 @@ class RoundTracker:
         return -(-distance // self.fragments) * self.fragments
 
     def within(self, wanted: int, mine: int, limit: int) -> int:
-        """The round to move to from ``mine`` when a peer says ``wanted``: as far, but not beyond ``limit``."""
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``."""
         return max(mine, wanted - self._up(max(wanted - limit, 0)))

@@ -109,10 +109,10 @@ def test_who_is_banned_while_it_waits_for_its_group_is_sent_away(school):
     leader, *others = [peer for peer in school.ranked(four, round) if peer is not bad]
     waiting = bad.start(round, 9.0)
     handles = [peer.start(round, 1.0) for peer in others]
-    school.until(lambda: leader.seated(round) == 3)
+    school.until(lambda: leader.waiting(round) == 3)
     for peer in good:
         peer.banned.add(bad.id)
-    school.until(lambda: leader.seated(round) == 2)
+    school.until(lambda: leader.waiting(round) == 2)
     assert school.values([leader.start(round, 4.0), *handles]) == [2.0] * 3
     assert waiting.result(1.0) is None
 
@@ -136,7 +136,7 @@ def test_nobody_is_sent_on_to_a_banned_leader(school):
     bad, second, mine = school.ranked(school.peers(3, wait=3.0))
     mine.banned.add(bad.id)
     waiting = second.start(0, 1.0)
-    school.until(lambda: bad.seated() == 1)
+    school.until(lambda: bad.waiting() == 1)
     assert mine.start(0, 2.0).result() is None
     assert (mine.id, bad.id) not in {(caller, called) for caller, called, _ in mine.network.opened}
     waiting.result(0.0)

@@ -47,16 +47,16 @@ def callee_does_not_wait(patch):
 
 def two_decisions(patch):
     """A leader tells the first member of a group another decision than the others."""
-    tell = GroupCommit._tell
+    tell = GroupCommit._send
 
-    async def lying(self, seat, message):
-        if isinstance(message, GroupReply) and seat is next(iter(self._seats.values())) and len(self._seats) > 2:
+    async def lying(self, member, message):
+        if isinstance(message, GroupReply) and member is next(iter(self._members.values())) and len(self._members) > 2:
             _, said = unseal(message.decision, GroupDecision)
             other = GroupDecision(swarm=said.swarm, nonce=said.nonce, mean=said.mean & 3)
             message = GroupReply(decision=seal(other, self._decisions._identity))
-        await tell(self, seat, message)
+        await tell(self, member, message)
 
-    patch.setattr(GroupCommit, "_tell", lying)
+    patch.setattr(GroupCommit, "_send", lying)
 
 
 def takes_what_it_does_not_hold(patch):

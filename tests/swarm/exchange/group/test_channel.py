@@ -1,4 +1,4 @@
-"""The line between a member and its leader, where it breaks."""
+"""The channel between a member and its leader, where it breaks."""
 
 import asyncio
 import gc
@@ -11,7 +11,7 @@ from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.wire.group import GroupReport
 
 
-def test_a_line_that_breaks_as_nobody_wants_to_hear_any_more_leaves_no_error_behind():
+def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind():
     """asyncio reports an exception that nobody has looked at, and a node's log would show it as a warning."""
     reported = []
 
@@ -19,7 +19,7 @@ def test_a_line_that_breaks_as_nobody_wants_to_hear_any_more_leaves_no_error_beh
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: reported.append(context))
         one, two = (Stream("x", *ends, TrafficMeter()) for ends in stream_pair())
-        hearing = asyncio.ensure_future(HeartbeatChannel(one, 5.0).hear(loop.time() + 5.0, GroupReport))
+        hearing = asyncio.ensure_future(HeartbeatChannel(one, 5.0).receive(loop.time() + 5.0, GroupReport))
         for _ in range(3):
             await asyncio.sleep(0)
         reading = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_receive"]  # one, before Python 3.12

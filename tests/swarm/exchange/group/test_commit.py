@@ -11,7 +11,7 @@ from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import allreduce as group_allreduce
-from shoal.swarm.exchange.group import commit as group_verdict
+from shoal.swarm.exchange.group import commit as group_commit
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.commit import GroupCommit
 from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, DecisionLog
@@ -57,15 +57,15 @@ def freeze(monkeypatch, frozen):
 @pytest.fixture
 def attempts(monkeypatch):
     """Every attempt of a leader: the way, how many took part, and whether a mean was decided on."""
-    made, attempt = [], GroupCommit._attempt
+    made, attempt = [], GroupCommit._try_reduction
 
-    async def noted(verdict, reduction, until):
-        came = len(verdict._seats)
-        decided = await attempt(verdict, reduction, until)
+    async def noted(commit, reduction, until):
+        came = len(commit._members)
+        decided = await attempt(commit, reduction, until)
         made.append((reduction, came, decided))
         return decided
 
-    monkeypatch.setattr(GroupCommit, "_attempt", noted)
+    monkeypatch.setattr(GroupCommit, "_try_reduction", noted)
     return made
 
 
@@ -151,8 +151,8 @@ def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(scho
     leader, *others = peers = school.ranked(school.peers(4))
     reports = GroupCommit._reports
 
-    async def dying(verdict, *args):
-        await reports(verdict, *args)
+    async def dying(commit, *args):
+        await reports(commit, *args)
         kill(leader)
         await asyncio.Event().wait()
 
@@ -168,9 +168,9 @@ def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school,
     frozen, reports = [], GroupCommit._reports
     freeze(monkeypatch, frozen)
 
-    async def stopping(verdict, *args):
+    async def stopping(commit, *args):
         frozen.extend(leader.host.streams)
-        await reports(verdict, *args)
+        await reports(commit, *args)
 
     monkeypatch.setattr(GroupCommit, "_reports", stopping)
     handles = start(peers, FLOAT32)
@@ -181,13 +181,13 @@ def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school,
 @WAYS
 def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(school, monkeypatch, codec):
     leader, heard, *_ = peers = school.ranked(school.peers(4))
-    tell, told = GroupCommit._tell, asyncio.Event()
+    tell, told = GroupCommit._send, asyncio.Event()
 
-    async def telling(verdict, seat, message):
+    async def telling(commit, member, message):
         if not isinstance(message, GroupReply):
-            await tell(verdict, seat, message)
-        elif seat.line.peer == heard.id:
-            await tell(verdict, seat, message)
+            await tell(commit, member, message)
+        elif member.channel.peer == heard.id:
+            await tell(commit, member, message)
             await asyncio.wait_for(heard_it(), 5)
             kill(leader)
             told.set()
@@ -198,21 +198,21 @@ def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(sch
         while not heard.exchange._groups._decisions._sealed:
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(GroupCommit, "_tell", telling)
+    monkeypatch.setattr(GroupCommit, "_send", telling)
     assert len(check_same(start(peers, codec), dead={0}).members) == 4
 
 
 def test_a_member_whose_line_broke_asks_the_leader(school, monkeypatch, network):
     leader, unlucky, *_ = peers = school.ranked(school.peers(3))
-    tell = GroupCommit._tell
+    tell = GroupCommit._send
 
-    async def losing(verdict, seat, message):
-        if isinstance(message, GroupReply) and seat.line.peer == unlucky.id:
-            seat.line.stream.abort()
+    async def losing(commit, member, message):
+        if isinstance(message, GroupReply) and member.channel.peer == unlucky.id:
+            member.channel.stream.abort()
         else:
-            await tell(verdict, seat, message)
+            await tell(commit, member, message)
 
-    monkeypatch.setattr(GroupCommit, "_tell", losing)
+    monkeypatch.setattr(GroupCommit, "_send", losing)
     assert len(check_same(start(peers, FLOAT32)).members) == 3
     assert (unlucky.id, leader.id, DECISION_PROTOCOL) in network.opened
 
@@ -284,14 +284,14 @@ def reseal(listed, change, identity=None):
 )
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
-    monkeypatch.setattr(group_verdict, "encode_roster", lambda listed: encode_roster(forge(list(listed))))
+    monkeypatch.setattr(group_commit, "encode_roster", lambda listed: encode_roster(forge(list(listed))))
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert means == [None] * 3
 
 
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0, gather=True)
-    monkeypatch.setattr(group_verdict, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
+    monkeypatch.setattr(group_commit, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
     means = {peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)}
     assert means[min(means)] is None  # whose place was taken
     for mean in means.values():
@@ -359,8 +359,8 @@ def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
 def test_who_was_called_off_before_the_group_was_formed_is_not_in_it(school):
     leader, second, third = school.ranked(school.peers(3, wait=20.0, quorum=2, grace=0.0))
     early = leader.start(0, 9.0)
-    school.until(lambda: leader.seated() == 1)
+    school.until(lambda: leader.waiting() == 1)
     assert early.result(0.0) is None
-    school.until(lambda: leader.seated() == 0)
+    school.until(lambda: leader.waiting() == 0)
     assert school.values([second.start(0, 1.0), third.start(0, 3.0)]) == [2.0, 2.0]
     assert early.result() is None

@@ -92,7 +92,7 @@ def test_who_comes_within_the_grace_is_in(school):
     three = school.peers(3, quorum=2, grace=60.0, wait=30.0)
     leader, second, third = school.ranked(three)
     handles = [leader.start(0, 1.0), second.start(0, 2.0)]
-    school.until(lambda: leader.seated() == 2)
+    school.until(lambda: leader.waiting() == 2)
     assert school.values([*handles, third.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
 
 
@@ -136,8 +136,8 @@ def test_a_dead_leader_is_passed_over_at_once(school):
     assert [handle.result(10.0).weight for handle in handles] == [2.0, 2.0]
 
 
-def test_who_died_before_it_was_ready_is_knocked_at_and_not_waited_for(school, monkeypatch):
-    monkeypatch.setattr(group_lead, "KNOCK_S", 0.2)
+def test_who_died_before_it_was_ready_is_probed_and_not_waited_for(school, monkeypatch):
+    monkeypatch.setattr(group_lead, "PROBE_S", 0.2)
     *others, victim = school.ranked(school.peers(4, wait=60.0))
     victim.host.die()
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
@@ -145,18 +145,18 @@ def test_who_died_before_it_was_ready_is_knocked_at_and_not_waited_for(school, m
 
 
 def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
-    monkeypatch.setattr(group_lead, "KNOCK_S", 0.05)
+    monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
     leader, second, late = school.ranked(school.peers(3, wait=20.0))
-    knocked = threading.Event()
+    probed = threading.Event()
     answering = late.host.handlers[LEADER_PROTOCOL]
 
     async def opens(stream):
-        knocked.set()
+        probed.set()
         await answering(stream)
 
     late.host.handlers[LEADER_PROTOCOL] = opens
     handles = [leader.start(0, 1.0), second.start(0, 2.0)]
-    assert knocked.wait(10)
+    assert probed.wait(10)
     assert school.values([*handles, late.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
 
 
@@ -174,7 +174,7 @@ def test_a_leader_that_does_not_answer_is_passed_over(school, monkeypatch):
 def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatch):
     leader, *others = school.ranked(school.peers(4, wait=20.0, quorum=3, grace=0.0))
     handles = [others[0].start(0, 0.0)]
-    school.until(lambda: leader.seated() == 1)
+    school.until(lambda: leader.waiting() == 1)
     leader.host.die()
     handles += [peer.start(0, 3.0) for peer in others[1:]]
     assert school.values(handles) == [pytest.approx(2.0)] * 3
@@ -183,7 +183,7 @@ def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatc
 def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
     *others, victim = school.ranked(school.peers(4, wait=30.0))
     for peer in others:
-        peer.exchange._groups._view.miss([victim.id])
+        peer.exchange._groups._view.mark_absent([victim.id])
         assert victim.id not in peer.exchange._groups._view.expected()
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert school.values(handles) == [pytest.approx(1.0)] * 3
@@ -218,12 +218,12 @@ def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school
 def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(school):
     *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
     for peer in others:
-        peer.exchange._groups._view.miss([late.id])
+        peer.exchange._groups._view.mark_absent([late.id])
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
     assert late.start(0, 9.0).result() is None  # it is told the next round, and goes there when it has something new
     round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0])
     handles = [peer.start(round, 1.0) for peer in others]
-    school.until(lambda: others[0].seated(round) == 2)
+    school.until(lambda: others[0].waiting(round) == 2)
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
 
 
@@ -267,7 +267,7 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it(school):
     newcomer = others[-1]
     newcomer.sees = [peer.id for peer in others]
     first = newcomer.start(0, 3.0)
-    school.until(lambda: others[0].seated() == 1)
+    school.until(lambda: others[0].waiting() == 1)
     assert school.values([first, *(peer.start(0, 1.0) for peer in (others[0], others[1], leader))]) == [1.5] * 4
 
 
@@ -275,7 +275,7 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
     leader, *others = school.ranked(school.peers(4, wait=20.0))
     others[-1].sees = [peer.id for peer in others]
     handles = [peer.start(0, 1.0) for peer in (others[0], others[1], leader)]
-    school.until(lambda: leader.seated() == 3)
+    school.until(lambda: leader.waiting() == 3)
     assert school.values([others[-1].start(0, 5.0), *handles]) == [2.0] * 4
 
 
@@ -290,7 +290,7 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
 def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(school, caplog, offer, reason):
     leader, second, odd = school.ranked(school.peers(3, wait=1.0))
     handles = [leader.start(0, 1.0), second.start(0, 3.0)]
-    school.until(lambda: leader.seated() == 2)
+    school.until(lambda: leader.waiting() == 2)
     assert odd.start(0, 9.0, **offer).result() is None
     assert school.values(handles) == [2.0, 2.0]
     said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
