@@ -1,7 +1,7 @@
-"""A node of ``shoal chaos``: ``python -m shoal.node.cli.chaos_actor LOG PACE LIE up|join ...``, the rest as for ``shoal``.
+"""Node of ``shoal chaos``: ``python -m shoal.node.cli.chaos_actor LOG STEP_S LIE up|join ...``, the rest as for ``shoal``.
 
-It notes in LOG when each inner step was done, takes at least PACE seconds for one (so that many nodes fit on few cores), and tells
-the others LIE in place of what it learnt. That is no option of ``shoal up``: who wants to harm a swarm must write the code for it.
+It notes in LOG when each inner step was done, takes at least STEP_S seconds for one (so that many nodes fit on few cores), and
+sends LIE in place of its contribution. ``shoal up`` has no such option, so that harming a swarm takes code of one's own.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LIES: dict[str, Lie] = {
     "nan": lambda own, first: [torch.full_like(tensor, torch.nan) for tensor in own],
     "stale": lambda own, first: list(first),
 }
-"""What a hostile node sends, of what it would send if it were honest and of what that was in its first round."""
+"""False contributions by name, made from the honest contribution and from that of the first round."""
 
 
 class Deaf:
-    """A hostile node's handle on an exchange: it takes part in it to the end, but learns nothing, so its own run stays sound."""
+    """Handle of a hostile node on an exchange: it completes the exchange, but discards the mean, so its own run stays sound."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
     def done(self) -> bool:
-        """As the exchange says."""
+        """Return whether the exchange is done."""
         return self._handle.done()
 
     def result(self, deadline: float | None = None) -> Mean | None:
@@ -55,7 +55,7 @@ class Deaf:
 
 
 def lie(how: Lie, kinds: Sequence[type] = (PairExchange, GroupExchange)) -> None:
-    """From now on every exchange of this process sends what ``how`` makes of the contribution."""
+    """Let every exchange of this process send what ``how`` makes of the contribution."""
     for kind in kinds:
         setattr(kind, "start", _lying(getattr(kind, "start"), how))  # noqa: B009, B010 (mypy allows no assignment)
 
@@ -70,15 +70,15 @@ def _lying(start: Callable[..., Handle], how: Lie) -> Callable[..., Deaf]:
     return lying
 
 
-def keep_time(log: Path, pace: float) -> None:
-    """From now on each inner step takes ``pace`` seconds at least, besides waiting for others, and is noted in ``log``."""
+def keep_time(log: Path, step_s: float) -> None:
+    """Let each inner step take ``step_s`` seconds at least, besides waiting for others, and note it in ``log``."""
     step = Trainer.step
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     busy = 0.0
 
     def timed(trainer: Trainer) -> None:
         nonlocal busy
-        time.sleep(max(pace - busy, 0.0))
+        time.sleep(max(step_s - busy, 0.0))
         began, waited = time.monotonic(), trainer._waited()
         step(trainer)
         busy = time.monotonic() - began - (trainer._waited() - waited)
@@ -88,18 +88,18 @@ def keep_time(log: Path, pace: float) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent is gone, even while it is stopped and could not do so itself."""
+    """Let the kernel kill this process when its parent is gone, even while it is stopped."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> None:
-    """The program."""
-    log, pace, what = sys.argv[1:4]
+    """Run the node."""
+    log, step_s, what = sys.argv[1:4]
     del sys.argv[1:4]
     die_with_parent()
-    keep_time(Path(log), float(pace))
+    keep_time(Path(log), float(step_s))
     if what != HONEST:
         lie(LIES[what])
     cli.main()

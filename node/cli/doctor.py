@@ -14,19 +14,20 @@ from shoal.node.logs import log_to_stderr
 _COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
 
 
-@click.command()
+@click.command(short_help="Check this machine and its way into a swarm.")
 @click.argument("link", required=False, metavar="[LINK]")
-@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Port that the node is to listen on.  [default: any]")
+@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Port on which the node is to listen.  [default: any]")
 @click.option("--task", "--hooks", "hooks", metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
 def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbose: bool) -> int:
-    """Find out what is in the way: of this machine, and with LINK of this machine in that swarm.
+    """Check what keeps this machine from training and, with LINK, from joining that swarm.
 
-    One line each: ok, note (worth knowing), failed (with what to do), or skipped (with why). Trains nothing, and leaves nothing.
+    Prints a line for each check: ok, note (worth knowing), failed (with a remedy), or skipped (with the reason). It trains nothing
+    and leaves nothing behind.
     """
     log_to_stderr(verbose)
-    if not verbose:  # what the network warns of, the findings say
+    if not verbose:  # the findings repeat the network's warnings
         logging.getLogger("shoal").setLevel(logging.ERROR)
     from shoal.node.doctor.run import diagnose
 
@@ -40,5 +41,5 @@ def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbos
 
 
 def line(finding: Finding) -> str:
-    """A finding for people."""
+    """Format a finding for people."""
     return f"{click.style(f'{finding.outcome:8}', fg=_COLOURS[finding.outcome])} {finding.check}: {finding.said}"

@@ -11,12 +11,12 @@ from shoal.node.commands.init import TEMPLATES, scaffold
 from shoal.node.exit_codes import ExitCode
 
 
-@click.command()
+@click.command(short_help="Make a folder with a task of your own.")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--template", type=click.Choice(tuple(TEMPLATES)), default="pretrain", show_default=True, help="What to begin with.")
+@click.option("--template", type=click.Choice(tuple(TEMPLATES)), default="pretrain", show_default=True, help="Template to copy.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def init(folder: Path, template: str, as_json: bool) -> int:
-    """Begin something of your own: a task, its settings and a README in the new folder DIR.
+    """Make the new folder DIR with a task of your own, its settings and a README.
 
     pretrain: a small language model on your text. finetune: a model of transformers. rl: an environment of your own.
     """

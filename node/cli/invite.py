@@ -11,18 +11,18 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.logs import log_to_stderr
 
 
-@click.command()
+@click.command(short_help="Print an invitation to an invite-only swarm.")
 @click.argument("link")
-@click.option("--uses", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Peers that may be in by it at a time.")
-@click.option("--peer", metavar="ID", help="Invite this peer only (it prints its id with `shoal id show`).")
-@click.option("--expires", metavar="TIME", default="7d", show_default=True, help="How long it counts, such as 30m, 12h, 7d or 2w.")
+@click.option("--uses", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Peers that it admits at a time.")
+@click.option("--peer", metavar="ID", help="Invite this peer only (`shoal id show` prints its id).")
+@click.option("--expires", metavar="TIME", default="7d", show_default=True, help="Validity, such as 30m, 12h, 7d or 2w.")
 @click.option("--identity", "path", type=click.Path(path_type=Path), help="The creator's key file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
 def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool, verbose: bool) -> int:
-    """Print a link that lets others into the swarm of LINK, which was made with `shoal up --invite-only`.
+    """Print a link that admits others to the swarm of LINK, which was made with `shoal up --invite-only`.
 
-    Only the swarm's creator can. Without --peer the link is good for whoever has it: hand it over in private.
+    Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it over in private.
     """
     from shoal.swarm.access.link import Link
     from shoal.swarm.errors import AdmissionError

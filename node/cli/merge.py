@@ -10,11 +10,11 @@ import click
 from shoal.node.exit_codes import ExitCode
 
 
-@click.command()
+@click.command(short_help="Average checkpoints into one file of weights.")
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
-@click.option("--weights", metavar="W,W,...", help="How much each counts; only the ratios matter.  [default: all the same]")
-@click.option("--slow", is_flag=True, help="Take the slow weights of nodes' checkpoints, not the ones they trained on.")
+@click.option("--weights", metavar="W,W,...", help="Weight of each; only ratios matter.  [default: equal]")
+@click.option("--slow", is_flag=True, help="Use the slow weights of nodes' checkpoints, not the fast ones.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> int:

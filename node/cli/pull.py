@@ -11,18 +11,18 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.logs import log_to_stderr
 
 
-@click.command()
+@click.command(short_help="Download a swarm's weights without joining it.")
 @click.argument("link")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write into.")
 @click.option("--task", "--hooks", "hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task.")
-@click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Bytes of weights to take at most.")
+@click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Most bytes of weights to download.")
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
 def pull(link: str, out: Path, hooks: str | None, max_bytes: int, force: bool, as_json: bool, verbose: bool) -> int:
-    """Take the weights of the swarm of LINK, without joining it.
+    """Download the weights of the swarm of LINK, without joining it.
 
-    Writes DIR/model.safetensors, and how to load it. Broken off, it goes on where it stopped.
+    Writes DIR/model.safetensors, and how to load it. After an interruption it continues where it stopped.
     """
     from shoal.swarm.access.link import Link
 

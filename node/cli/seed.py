@@ -10,10 +10,10 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.logs import log_to_stderr
 
 
-@click.command()
-@click.option("--relay", is_flag=True, help="Also forward for nodes that nobody can reach.")
+@click.command(short_help="Help nodes find each other, without training.")
+@click.option("--relay", is_flag=True, help="Also relay for nodes that nobody can reach.")
 @click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]")
-@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to tell others, behind a forwarded port.")
+@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to announce, if a port is forwarded.")
 @click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")

@@ -11,29 +11,33 @@ import click
 from shoal.node.exit_codes import ExitCode
 
 
-@click.command()
+@click.command(short_help="Simulate a swarm on a virtual clock.")
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
 @click.option("--peers", type=click.IntRange(2, 65_536), default=16, show_default=True, help="Peers to simulate.")
-@click.option("--net", metavar="lan|wan|home|MS:MBIT", default="wan", show_default=True, help="What lies between them.")
-@click.option("--churn", metavar="K/min", default="0/min", show_default=True, help="Peers killed and replaced in a minute.")
+@click.option("--net", metavar="lan|wan|home|MS:MBIT", default="wan", show_default=True, help="Network between them.")
+@click.option("--churn", metavar="K/min", default="0/min", show_default=True, help="Peers killed and replaced per minute.")
 @click.option("--minutes", type=click.FloatRange(0, 10_000, min_open=True), default=2.0, show_default=True, help="Virtual minutes.")
-@click.option("--seed", type=click.IntRange(0), help="Of all that is drawn.  [default: train.seed]")
+@click.option("--seed", type=click.IntRange(0), help="Random seed.  [default: train.seed]")
 @click.option("--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]")
-@click.option("--codec", metavar="CODEC", help="Numbers on the wire.  [default: the method's]")
+@click.option("--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]")
 @click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
-@click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="A setting of examples/swarm.toml: outer.wait_s=5.")
 @click.option(
-    "--parameters", type=click.IntRange(8, 10_000_000), default=2000, show_default=True, help="Of the toy model that is trained."
+    "--set",
+    "assigned",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a setting of examples/swarm.toml, such as outer.wait_s=5.",
+)
+@click.option(
+    "--parameters", type=click.IntRange(8, 10_000_000), default=2000, show_default=True, help="Parameters of the toy model."
 )
 @click.option(
     "--step-seconds", type=click.FloatRange(1e-4, 3600), default=0.1, show_default=True, help="Virtual seconds of an inner step."
 )
-@click.option(
-    "--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="How far paces differ: 0.2 is by some 20 %."
-)
+@click.option("--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="Spread of speeds: 0.2 is about 20 %.")
 @click.option(
     "--growth", is_flag=False, flag_value="auto", metavar="N,N,...",
-    help="Simulate several sizes, and tell how costs grow; without a value a sixteenth, a quarter and all of --peers.",
+    help="Simulate several sizes, and report how costs grow; without a value a sixteenth, a quarter and all of --peers.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def sim(
@@ -45,10 +49,10 @@ def sim(
     assigned: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Simulate a swarm on this machine: the exchanges as they are, on a virtual clock, with a toy model.
+    """Simulate a swarm on this machine: the real exchanges, on a virtual clock, with a toy model.
 
-    Of SWARM.TOML the tables [outer] and [train] count. The same seed gives the same result. What is not simulated stands below the
-    table, and in docs/simulation.md.
+    Only the tables [outer] and [train] of SWARM.TOML are used. The same seed gives the same result. The output and
+    docs/simulation.md say what is not simulated.
     """
     from rich.console import Console
 

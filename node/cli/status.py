@@ -11,15 +11,17 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.logs import log_to_stderr
 
 
-@click.command()
+@click.command(short_help="Show the peers of a swarm: round, loss and speed.")
 @click.argument("link", required=False)
-@click.option("--folder", type=click.Path(path_type=Path), metavar="DIR", help="A node's folder here: also tell what it refused.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), metavar="DIR", help="Also show what the node of this local folder refused."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
 def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) -> int:
-    """Show who is in the swarm of LINK: their round, loss and speed.
+    """Show the peers in the swarm of LINK: their round, loss and speed.
 
-    With --folder, and then without LINK if you like, also what the node of that folder refused of others, by reason: only it knows.
+    With --folder also show what the node of that folder refused, by reason; LINK is optional then.
     """
     from shoal.swarm.access.link import Link
 
@@ -28,16 +30,16 @@ def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) 
     parsed = None if link is None else Link.parse(link)
     log_to_stderr(verbose)
     report = {}
-    said = []
+    lines = []
     if folder is not None:
         from shoal.node.runtime.refusal_log import read_refusals, sentence
 
         report["refused"] = read_refusals(folder / "metrics.jsonl")
-        said.append(sentence(report["refused"]))
+        lines.append(sentence(report["refused"]))
     if parsed is not None:
         from shoal.node.commands.status import read_status, table
 
         report = {**read_status(parsed), **report}
-        said.insert(0, table(report))
-    click.echo(json.dumps(report) if as_json else "\n".join(said))
+        lines.insert(0, table(report))
+    click.echo(json.dumps(report) if as_json else "\n".join(lines))
     return int(ExitCode.OK)

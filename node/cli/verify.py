@@ -1,4 +1,4 @@
-"""``shoal verify``: check a stored claim, calibrate, and what a vote is worth. Heavy imports happen inside the commands."""
+"""The commands ``shoal verify``: check a stored claim, calibrate, odds of a vote. Heavy imports happen inside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print one J
 
 
 class _CheckByDefault(click.Group):
-    """A first word that is no command is a claim: ``shoal verify FILE`` is ``shoal verify check FILE``."""
+    """Group whose first word, if no command, is a claim: ``shoal verify FILE`` is ``shoal verify check FILE``."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in self.commands:
@@ -27,25 +27,27 @@ class _CheckByDefault(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_CheckByDefault, subcommand_metavar="FILE|CLAIM|COMMAND [ARGS]...")
+@click.group(cls=_CheckByDefault, subcommand_metavar="FILE|CLAIM|COMMAND [ARGS]...", short_help="Check a stored claim.")
 def verify() -> None:
-    """Check a stored claim: who wrote a group of completions. FILE or CLAIM alone is the command check."""
+    """Check a stored claim about the policy that wrote completions. FILE or CLAIM alone is the command check."""
 
 
-@verify.command()
+@verify.command(short_help="Check one stored claim.")
 @click.argument("claim", metavar="FILE|CLAIM")
-@click.option("--folder", type=click.Path(path_type=Path), help="The node's folder to look for CLAIM in.  [default: all of runs/]")
-@click.option("--model", metavar="POLICY", help="The policy that is claimed: tiny, or hf:PATH_OR_NAME.  [default: tiny]")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="Node's folder in which to look for CLAIM.  [default: all of runs/]"
+)
+@click.option("--model", metavar="POLICY", help="Claimed policy: tiny, or hf:PATH_OR_NAME.  [default: tiny]")
 @click.option("--env", metavar="ENV", help="The environment, if it is not a built-in one.  [default: the claim's]")
 @click.option(
     "--calibration", type=click.Path(path_type=Path), metavar="FILE",
-    help=f"What `shoal verify calibrate` wrote.  [default: calibrate now, with {ON_THE_SPOT} claims]",
+    help=f"File of `shoal verify calibrate`.  [default: calibrate now, with {ON_THE_SPOT} claims]",
 )  # fmt: skip
 @_json_option
 def check(claim: str, folder: Path | None, model: str | None, env: str | None, calibration: Path | None, as_json: bool) -> int:
-    """Check one stored claim: a file, or the id of a claim of a node of this machine, or the beginning of it.
+    """Check one stored claim: a file, or the id (or its beginning) of a claim stored by a node on this machine.
 
-    Exits with 0 if the claim is true as far as can be told, and with 4 if it is refused.
+    The exit code is 0 if the claim passes all checks, and 4 if it is refused.
     """
     from shoal.node.verify.completions import inspection, store
 
@@ -57,20 +59,26 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
     return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
 
 
-@verify.command()
+@verify.command(short_help="Measure honest claims of a policy.")
 @click.option("--model", metavar="POLICY", required=True, help="The policy: tiny, or hf:PATH_OR_NAME.")
-@click.option("--env", metavar="ENV", default="strings", show_default=True, help="What it is asked: strings, a family ...")
-@click.option("--dtypes", metavar="D,D,...", default="fp32", show_default=True, help="Of provers and verifiers: fp32, bf16, fp16.")
+@click.option("--env", metavar="ENV", default="strings", show_default=True, help="Environment: strings, a family ...")
+@click.option(
+    "--dtypes", metavar="D,D,...", default="fp32", show_default=True, help="Dtypes of provers and verifiers: fp32, bf16, fp16."
+)
 @click.option("--claims", type=click.IntRange(20, 50_000), default=200, show_default=True, help="Honest claims for each pair.")
-@click.option("--rate", type=click.FloatRange(1e-9, 0.5), default=1e-4, show_default=True, help="Of false alarms, for the warning.")
+@click.option(
+    "--rate", type=click.FloatRange(1e-9, 0.5), default=1e-4, show_default=True, help="Rate of false alarms, for the warning."
+)
 @click.option("--group", type=click.IntRange(1, 64), default=8, show_default=True, help="Completions of a claim.")
-@click.option("--max-tokens", type=click.IntRange(0, 16_384), default=0, help="Of a completion.  [default: what suits the policy]")
-@click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="At which they are drawn.")
+@click.option(
+    "--max-tokens", type=click.IntRange(0, 16_384), default=0, help="Most tokens of a completion.  [default: the policy's]"
+)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="Sampling temperature.")
 @click.option("--warm", type=click.IntRange(0), default=400, show_default=True, help="Steps of tiny's warm start.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write.  [default: MODEL.calibration]")
 @_json_option
 def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> int:
-    """Measure how honest claims of a policy look, on this machine, so that others can be told from them."""
+    """Measure honest claims of a policy on this machine, to distinguish false ones from them."""
     from shoal.node.verify.completions import inspection
 
     named = [part.strip() for part in dtypes.split(",")]
@@ -93,21 +101,23 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
     return int(ExitCode.OK)
 
 
-@verify.command()
+@verify.command(short_help="Compute the odds of a vote on a claim.")
 @click.option(
     "--n", "verifiers", type=click.IntRange(1, 31), default=3, show_default=True, help="Verifiers of a claim, an odd number."
 )
 @click.option("--collude", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that votes against the truth.")
-@click.option("--lazy", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that approves without looking.")
-@click.option("--miss", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(who looks passes a wrong claim).")
-@click.option("--alarm", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(who looks refuses an honest claim).")
+@click.option("--lazy", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that approves without a check.")
+@click.option("--miss", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(a check passes a wrong claim).")
+@click.option("--alarm", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(a check refuses an honest claim).")
 @click.option("--population", type=click.IntRange(1, 1_000_000), help="Peers to draw from.  [default: very many]")
 @click.option("--audit", type=click.FloatRange(0, 1), help="Share of claims that are checked: does cheating pay?")
-@click.option("--gain", type=click.FloatRange(0), default=1.0, show_default=True, help="Of one cheat that is not found.")
-@click.option("--penalty", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="Of one that is found.")
+@click.option("--gain", type=click.FloatRange(0), default=1.0, show_default=True, help="Gain from a cheat that is not found.")
+@click.option(
+    "--penalty", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="Penalty for a cheat that is found."
+)
 @_json_option
 def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
-    """How often drawn verifiers accept a wrong claim, or reject an honest one: in closed form, no network."""
+    """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed form, without network."""
     from shoal.node.verify.odds_table import odds_report, odds_table
 
     try:

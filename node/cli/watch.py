@@ -11,17 +11,17 @@ import click
 from shoal.node.exit_codes import ExitCode
 from shoal.node.logs import log_to_stderr
 
-MAX_WAITING = 100_000  # events that a screen has not taken yet
+MAX_WAITING = 100_000  # events that wait for the screen
 
 
-@click.command()
+@click.command(short_help="Watch a swarm live: peers, losses, exchanges, faults.")
 @click.argument("link", required=False)
-@click.option("--tui", "form", flag_value="tui", help="Show a screen that moves.  [default: on a terminal]")
+@click.option("--tui", "form", flag_value="tui", help="Show a live screen.  [default: on a terminal]")
 @click.option("--json", "form", flag_value="json", help="Print every event as a line of JSON.  [default: elsewhere]")
 @click.option("--web", type=click.IntRange(0, 65_535), metavar="PORT", help="Serve a page to this machine; 0: any free port.")
-@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also keep all events in a new file.")
+@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also write all events to a new file.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
-@click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Of a replay; 0: without pauses.")
+@click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Speed of a replay; 0: without pauses.")
 @click.option("--seconds", type=click.FloatRange(0.0, min_open=True), help="End after so many seconds.  [default: never]")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
 def watch(
@@ -34,7 +34,7 @@ def watch(
     seconds: float | None,
     verbose: bool,
 ) -> int:
-    """Watch the swarm of LINK live: peers, rounds, losses, bytes, who averages with whom, faults. Takes part in nothing."""
+    """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges and faults."""
     from shoal.node.watch.recording import Recorder
     from shoal.node.watch.source import Live, Replay, WatchError
     from shoal.swarm.access.link import Link
@@ -48,12 +48,12 @@ def watch(
     form = "web" if web is not None else form or ("tui" if sys.stdout.isatty() else "json")
     if form != "json":
         _need("textual" if form == "tui" else "aiohttp")
-    from shoal.node.watch.stream import print_lines, telling
+    from shoal.node.watch.stream import event_sink, print_lines
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
     recorder = None if record is None else Recorder(record)
-    tell = telling(inbox, recorder, drop=parsed is not None)
-    source = Live(parsed, tell) if parsed is not None else Replay(replay or Path(), speed, tell)
+    send = event_sink(inbox, recorder, drop=parsed is not None)
+    source = Live(parsed, send) if parsed is not None else Replay(replay or Path(), speed, send)
     source.start()
     try:
         if form == "tui":

@@ -1,1 +1,1 @@
-"""``shoal doctor``: what is in the way of training here, each thing in one line with what to do about it."""
+"""``shoal doctor``: checks of what keeps this machine from training, each in one line with a remedy."""

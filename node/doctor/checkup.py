@@ -1,4 +1,4 @@
-"""Checks in order, each with a deadline; those that need one that failed are skipped, and say so."""
+"""Runner of checks in order, each with a deadline; a check that needs a failed one is skipped."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Outcome = Literal["ok", "note", "failed", "skipped"]
 
 
 class Note(ShoalError):
-    """What a check raises for something worth knowing that keeps nobody from training."""
+    """Raised by a check for something worth knowing that does not prevent training."""
 
 
 class Skip(ShoalError):
-    """What a check raises that cannot be made here."""
+    """Raised by a check that cannot run here."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check came to. ``said``: one sentence; where it failed, what happened and what to do. ``seconds`` it took."""
+    """Outcome of a check. ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took."""
 
     check: str
     outcome: Outcome
@@ -38,10 +38,10 @@ Tell = Callable[[Finding], None]
 
 @dataclass(frozen=True)
 class Check:
-    """``run`` says in a few words what is well, and raises ShoalError if it is not. It may tell findings of its own before.
+    """Check. ``run`` returns in a few words what is well, or raises ShoalError. It may report findings of its own before.
 
-    ``needs``: names of checks before it. ``code``: how `shoal doctor` ends if this is the first that fails. ``seconds``: after
-    which it is given up; its thread is left behind.
+    ``needs``: names of earlier checks. ``code``: exit code of `shoal doctor` if this is the first that fails. ``seconds``: time
+    limit, after which its thread is abandoned.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Check:
 
 
 def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple[list[Finding], ExitCode]:
-    """Run all ``checks``; ``tell`` gets each finding at once. All findings, and the code of the first check that failed."""
+    """Run all ``checks``; return all findings and the code of the first failure. ``tell`` gets each finding at once."""
     findings: list[Finding] = []
-    cause: dict[str, str] = {}  # check that failed or was skipped -> the check at the bottom of it
+    cause: dict[str, str] = {}  # check that failed or was skipped -> the failed check that caused it
     code = ExitCode.OK
 
     def note(finding: Finding) -> None:
@@ -77,7 +77,7 @@ def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple
 
 
 def many(number: int, what: str) -> str:
-    """``1 peer``, ``2 peers``."""
+    """Format a count: ``1 peer``, ``2 peers``."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
@@ -100,7 +100,7 @@ def _run(check: Check, note: Tell) -> Finding:
             outcome, said = "skipped", str(error)
         except ShoalError as error:
             outcome, said = "failed", str(error)
-        except Exception as error:  # of one check, and the others are to be made all the same
+        except Exception as error:  # one check must not stop the others
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
             what = f"{type(error).__name__}: {error}".split("\n")[0][:300]

@@ -1,4 +1,4 @@
-"""Is this machine fit: Python, PyTorch, device, memory, disk, the port to listen on. No network."""
+"""Checks of this machine: Python, PyTorch, device, memory, disk and port. No network."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OLDEST_TORCH = (2, 4)
 
 
 class UnfitError(ShoalError):
-    """Something about this machine is in the way."""
+    """Fault of this machine that prevents training."""
 
 
 def python(tell: Tell) -> str:
-    """Version and platform."""
+    """Check the version of Python; return it and the platform."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info[:2] < OLDEST_PYTHON:  # whoever runs from a checkout was not stopped by pip
+    if sys.version_info[:2] < OLDEST_PYTHON:  # pip does not check a checkout
         raise UnfitError(f"this is Python {found}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise Note(f"{found}: the network daemon has a wheel for Linux x86_64 only, elsewhere pip builds it, which needs Go.")
@@ -37,7 +37,7 @@ def python(tell: Tell) -> str:
 
 
 def torch(tell: Tell) -> str:
-    """PyTorch can be imported, and computes."""
+    """Check that PyTorch can be imported."""
     try:
         import torch as found
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -51,7 +51,7 @@ def torch(tell: Tell) -> str:
 
 
 def device(tell: Tell) -> str:
-    """The device that ``auto`` takes does a small product rightly."""
+    """Check a small product on the device that ``auto`` chooses."""
     import torch as found
 
     from shoal.node.config.settings import resolve_device
@@ -72,7 +72,7 @@ def device(tell: Tell) -> str:
 
 
 def free_memory() -> tuple[float, float]:
-    """Bytes of main memory that can be had now, and in all; 0 where the system does not say."""
+    """Return the bytes of main memory available now, and in all; 0 where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         values = {line.split(":")[0]: 1024.0 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
@@ -83,7 +83,7 @@ def free_memory() -> tuple[float, float]:
 
 
 def memory(tell: Tell) -> str:
-    """Main memory that is free."""
+    """Check the free main memory."""
     free, total = free_memory()
     found = f"{free / GB:.1f} of {total / GB:.1f} GB free"
     if free < MIN_MEMORY:
@@ -94,7 +94,7 @@ def memory(tell: Tell) -> str:
 
 
 def disk(tell: Tell) -> str:
-    """Something can be written where checkpoints go by default, and there is room."""
+    """Check that the default folder of checkpoints is writable, and has room."""
     folder = next(path for path in (Path("runs"), Path()) if path.is_dir())
     where = f"in {str(folder.resolve())!r}"
     try:
@@ -115,13 +115,13 @@ def disk(tell: Tell) -> str:
 
 
 def port(number: int) -> str:
-    """Port ``number`` can be listened on; 0: any."""
+    """Check that port ``number`` can be listened on; 0: any."""
     check_free([f"/ip4/0.0.0.0/tcp/{number}"])
     return f"TCP {number} can be listened on" if number else "any free one will do; --port tries a certain one"
 
 
 def checks(number: int) -> list[Check]:
-    """All of them; ``number``: the port that the node is to listen on."""
+    """Return all checks of the machine; ``number``: the port on which the node is to listen."""
     unfit = ExitCode.UNFIT_MACHINE
     return [
         Check("python", unfit, python),

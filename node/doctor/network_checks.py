@@ -1,4 +1,4 @@
-"""Can the swarm be reached, and does it reach us: daemon, bootstrap peers, clock, dialling back, NAT, bandwidth."""
+"""Checks of the network: daemon, bootstrap peers, clock, dialling back, NAT and bandwidth."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from shoal.swarm.wire.seed import SEED_PROTOCOL
 CONNECT_S = 8.0  # seconds for one bootstrap peer
 CLOCK_S = 3.0  # seconds by which clocks may differ: hivemind's DHT, which holds the membership, refuses more
 ASKED = 3  # peers whose clocks are read
-OLD = "does not offer"  # what `Host.open` says of a protocol that a peer does not know
+OLD = "does not offer"  # part of `Host.open`'s error for a protocol that a peer does not know
 
 
 def daemon(visit: Visit, tell: Tell) -> str:
-    """The daemon starts and answers."""
+    """Check that the daemon starts and answers."""
     from shoal.swarm.membership.visitor import start_unconnected
 
-    # Only what is behind the link is looked at, so the addresses in it are tried later, one by one.
+    # The addresses of the link are tried later, one by one.
     visit.host = start_unconnected(visit.identity, visit.link, ("/ip4/0.0.0.0/tcp/0",))
     return "the network daemon starts and answers"
 
 
 def bootstrap(visit: Visit, tell: Tell) -> str:
-    """Each address of the link is tried; a member that answers is enough, or a seed that names one."""
+    """Try each address of the link; a member that answers is enough, or a seed that names one."""
     assert visit.link is not None
     host, addresses = visit.running(), visit.link.bootstrap
 
@@ -56,7 +56,7 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
         if problem and address.rpartition("/p2p/")[2] in answered:  # an address of its local network, for instance
             problem = "no answer from here, but the peer answers at another of its addresses"
         tell(Finding(f"peer {address}", "note" if problem else "ok", problem or "answers"))
-    # Each once: a peer that was reached is connected, whatever its other addresses are worth.
+    # Each peer once: when one of its addresses works the others do not matter.
     found = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
     for address in found.values():
         _sort(visit, address)
@@ -72,7 +72,7 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
 
 
 def _sort(visit: Visit, address: str) -> None:
-    """Is it a seed? Then meet whom it names, else it is a member."""
+    """Sort a reached peer: connect to the members that a seed names, and note any other as a member."""
     assert visit.link is not None
     link, host = visit.link, visit.running()
     try:
@@ -98,13 +98,13 @@ def _sort(visit: Visit, address: str) -> None:
 
 
 def _add(visit: Visit, address: str) -> None:
-    """Note a member that was reached, once: the link and a seed may both name it."""
+    """Note a reached member once: the link and a seed may both name it."""
     if address.rpartition("/p2p/")[2] not in {known.rpartition("/p2p/")[2] for known in visit.reached}:
         visit.reached.append(address)
 
 
 def clock(visit: Visit, tell: Tell) -> str:
-    """This machine's clock against those of peers: the median of what they say, each within half a round trip."""
+    """Compare this machine's clock with the median of peers' clocks, each known within half a round trip."""
     for address in [*visit.reached, *visit.seeds][:ASKED]:
         try:
             visit.seen.append(visit.ask(address, DIAL_PROTOCOL, partial(_look, port=None), 15.0)[0])
@@ -136,7 +136,7 @@ _NOT_REACHED = {
 
 
 def dialled(visit: Visit, tell: Tell) -> str:
-    """A peer connects back to the port, on which nothing listens but this check."""
+    """Let a peer dial back to the port, on which only this check listens."""
     host = visit.running()
     problem = "no peer can be asked"
     for seen in visit.seen:
@@ -174,7 +174,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
 
 
 def nat(visit: Visit, tell: Tell) -> str:
-    """What stands between this machine and its peers, from the addresses that they see and whether they got back."""
+    """Classify the NAT from the addresses that peers see and whether they could dial back."""
     seen = sorted({seen.address for seen in visit.seen if seen.address})
     if not seen:
         raise Skip("no peer sees an address of this machine.")
@@ -195,7 +195,7 @@ def nat(visit: Visit, tell: Tell) -> str:
 
 
 def bandwidth(visit: Visit, tell: Tell) -> str:
-    """A few MB both ways at once with one member."""
+    """Measure the bandwidth: a few MB both ways at once with one member."""
     problem = ""
     for address in visit.reached[:ASKED]:
         try:
@@ -213,7 +213,7 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
 
 
 def checks(visit: Visit) -> list[Check]:
-    """All that need the network, but those about what peers agree on; without a link only the daemon."""
+    """Return all checks of the network but those of agreed settings; without a link only the daemon's."""
 
     def made(name: str, code: ExitCode, function: Callable[[Visit, Tell], str], needs: tuple[str, ...], seconds: float) -> Check:
         return Check(name, code, partial(function, visit), needs, seconds)

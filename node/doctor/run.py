@@ -1,4 +1,4 @@
-"""All checks, from this machine to the swarm."""
+"""Run of all checks, from this machine to the swarm."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.swarm.access.link import Link
 def diagnose(
     link: str | None, *, port: int = 0, hooks: str | None = None, tell: Tell = lambda finding: None
 ) -> tuple[list[Finding], ExitCode]:
-    """Every finding, and the exit code of the first check that failed; ``tell`` gets each finding at once. LinkError.
+    """Run all checks; return the findings and the exit code of the first failure. ``tell`` gets each finding at once. LinkError.
 
-    ``port``: that the node is to listen on, 0 for any. ``hooks``: this machine's copy of the swarm's task.
+    ``port``: on which the node is to listen, 0 for any. ``hooks``: this machine's copy of the swarm's task.
     """
     visit = Visit(None if link is None else Link.parse(link), port, hooks)
     reach, agreed = network.checks(visit), agreement.checks(visit)
-    # The manifest right after the first contact: it says whether the rest takes an invitation.
+    # The manifest comes right after the first contact: it says whether the other checks need an invitation.
     checks = [*machine.checks(port), *reach[:2], *agreed[:1], *reach[2:], *agreed[1:]]
     try:
         return examine(checks, tell)

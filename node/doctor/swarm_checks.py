@@ -1,4 +1,4 @@
-"""Does this machine fit the swarm: its id, its version, the task and the shapes of the model."""
+"""Checks of this machine against the swarm: id, version, task and shapes of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte num
 
 
 def swarm(visit: Visit, tell: Tell) -> str:
-    """The manifest is handed out, and has the hash that is in the link."""
+    """Check that a member serves the manifest, with the hash in the link."""
     from shoal.swarm.membership.manifest_exchange import fetch_manifest
     from shoal.swarm.membership.visitor import open_directory
 
@@ -36,7 +36,7 @@ def swarm(visit: Visit, tell: Tell) -> str:
 
 
 def version(visit: Visit, tell: Tell) -> str:
-    """The members' versions of shoal against ours."""
+    """Compare the members' versions of shoal with this one."""
     from shoal.swarm.membership.membership import SHOAL_VERSION
 
     versions = Counter(member.version for member in visit.members().values())
@@ -53,7 +53,7 @@ def version(visit: Visit, tell: Tell) -> str:
 
 
 def model(visit: Visit, tell: Tell) -> str:
-    """The task can be loaded with the swarm's options, and its model has the swarm's shapes."""
+    """Check that the task loads with the swarm's options, and that its model has the swarm's shapes."""
     import torch
 
     from shoal.node.config.settings import load
@@ -75,7 +75,7 @@ def model(visit: Visit, tell: Tell) -> str:
         raise Skip("with the task rl the model depends on --policy: `shoal join` compares it.")
     task = load_task(settings.task.hooks, settings.task.options)
     torch.manual_seed(settings.train.seed)
-    # For real: on the device meta it would need no memory, but that takes torch seconds to load, and not every model can.
+    # Not on the device meta, which needs no memory: torch takes seconds to load it, and not every model supports it.
     try:
         params = [parameter for parameter in task.model().parameters() if parameter.requires_grad]
     except DataError as error:
@@ -102,7 +102,7 @@ def model(visit: Visit, tell: Tell) -> str:
 
 
 def checks(visit: Visit) -> list[Check]:
-    """All of them; none without a link."""
+    """Return all checks against the swarm; none without a link."""
     if visit.link is None:
         return []
     differs = ExitCode.DIFFERS

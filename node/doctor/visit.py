@@ -1,4 +1,4 @@
-"""What the checks about the network hand on to each other: the daemon, who was reached, what they said."""
+"""State that the checks of the network share: the daemon, the reached peers and their answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class FoundError(ShoalError):
-    """Something is wrong between this machine and the swarm."""
+    """Fault between this machine and the swarm."""
 
 
 @dataclass
 class Visit:
-    """A look into the swarm of ``link``, if there is one, by a node that is no member."""
+    """Visit of a node that is no member to the swarm of ``link``, if there is one."""
 
     link: Link | None
     port: int = 0
@@ -39,14 +39,14 @@ class Visit:
     reached: list[str] = field(default_factory=list)
     """Full multiaddrs of members that answered."""
     seeds: list[str] = field(default_factory=list)
-    """And of seeds."""
+    """Full multiaddrs of seeds that answered."""
     manifest: Manifest | None = None
     seen: list[Seen] = field(default_factory=list)
     outcome: str | None = None
-    """How dialling back ended, if it was tried."""
+    """Outcome of dialling back, if it was tried."""
 
     def ask(self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float) -> T:
-        """Open a stream to the peer of a full multiaddr, and do ``work`` with it. NetworkError, MessageError."""
+        """Do ``work`` on a stream to the peer of a full multiaddr. Raises NetworkError or MessageError."""
         host = self.running()
 
         async def asked() -> T:
@@ -59,19 +59,19 @@ class Visit:
         return host.call(asked(), seconds)
 
     def running(self) -> Host:
-        """The host. NetworkError before its start."""
+        """Host of the visit. NetworkError before its start."""
         if self.host is None:
             raise NetworkError("the network daemon does not run.")
         return self.host
 
     def agreed(self) -> Manifest:
-        """The manifest. MessageError if there is none."""
+        """Manifest of the swarm. MessageError if there is none."""
         if self.manifest is None:
             raise MessageError("the swarm's manifest is not there.")
         return self.manifest
 
     def members(self) -> dict[str, Member]:
-        """Who is in the swarm, by peer id."""
+        """Return the members of the swarm, by peer id."""
         return {} if self.directory is None else self.directory.members()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""``shoal watch``: looking at a swarm from outside, without torch and without a daemon."""
+"""``shoal watch``: observe a swarm from outside, without torch and without a daemon."""

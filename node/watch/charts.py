@@ -1,4 +1,4 @@
-"""A swarm's view as text: the headline, the table, the curves, and who met whom. Names in it are strangers' (no markup)."""
+"""A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLUMNS = ("peer", "state", "round", "step", "loss", "with", "steps/s", "up", "d
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """``value``, or - if there is none."""
+    """Format ``value``, or - if there is none."""
     return format(value, form) if value is not None and math.isfinite(value) else "-"
 
 
 def nbytes(value: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":
             break
@@ -30,12 +30,12 @@ def nbytes(value: float) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """``count`` things."""
+    """Format ``count`` things."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def headline(view: SwarmView) -> str:
-    """The swarm in one line."""
+    """Format the swarm in one line."""
     totals = view.totals()
     title = view.title
     parts = [f"{title.name} · {title.task} · {title.method}" if title else (view.swarm[:12] + "…" if view.swarm else "shoal watch")]
@@ -62,7 +62,7 @@ def headline(view: SwarmView) -> str:
 
 
 def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
-    """For each peer its id and a cell for each of `COLUMNS`."""
+    """Return for each peer its id and a cell for each of `COLUMNS`."""
     found = []
     for index, (key, peer) in enumerate(view.rows()):
         status, style = peer.status, "" if peer.here else "dim"
@@ -91,12 +91,12 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
 
 
 def losses(view: SwarmView, width: int, height: int) -> Text:
-    """The loss of each peer over its inner steps."""
+    """Plot the loss of each peer over its inner steps."""
     return plot([peer.loss.points for _, peer in view.rows()], width, height)
 
 
 def exchanges(view: SwarmView, width: int, height: int) -> Text:
-    """Who averaged with whom in the newest rounds: a shade for each pair, the darker the oftener."""
+    """Draw the exchanges of the newest rounds: a shade for each pair, the darker the more."""
     shown = view.rows()[: max(min(height - 1, (width - 10) // 2), 0)]
     if not shown:
         return Text("nobody yet", style="dim")

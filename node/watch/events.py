@@ -1,4 +1,4 @@
-"""What a watcher hears, as typed events and as the JSON lines that ``--json`` prints and ``--record`` keeps."""
+"""Events of a watched swarm, as types and as the JSON lines that ``--json`` prints and ``--record`` keeps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_LINE = 64 * 1024  # characters
 
 
 class ReplayError(ShoalError):
-    """A recording cannot be read."""
+    """Failure to read a recording."""
 
 
 class _Event(BaseModel):
-    """``time``: when it was heard, Unix seconds."""
+    """Base of events. ``time``: of reception, Unix seconds."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     LIMIT: ClassVar[int] = MAX_LINE
@@ -27,14 +27,14 @@ class _Event(BaseModel):
 
 
 class Watching(_Event):
-    """The beginning: which swarm is watched."""
+    """First event: the swarm that is watched."""
 
     event: Literal["watching"] = "watching"
     swarm: SwarmId
 
 
 class Described(_Event):
-    """What its creator fixed for the swarm, from its manifest."""
+    """Settings that the creator fixed for the swarm, from its manifest."""
 
     event: Literal["described"] = "described"
     name: Annotated[str, Field(max_length=64)]
@@ -43,21 +43,21 @@ class Described(_Event):
 
 
 class Connected(_Event):
-    """This watcher has a connection to ``peer`` now."""
+    """New connection of this watcher to ``peer``."""
 
     event: Literal["connected"] = "connected"
     peer: Annotated[str, Field(max_length=64)]
 
 
 class Disconnected(_Event):
-    """It lost that."""
+    """Lost connection to ``peer``."""
 
     event: Literal["disconnected"] = "disconnected"
     peer: Annotated[str, Field(max_length=64)]
 
 
 class Unreachable(_Event):
-    """``peer`` could not be connected to."""
+    """Failed connection to ``peer``."""
 
     event: Literal["unreachable"] = "unreachable"
     peer: Annotated[str, Field(max_length=64)]
@@ -65,7 +65,7 @@ class Unreachable(_Event):
 
 
 class Heard(_Event):
-    """A node's status, whose signature was found right."""
+    """Status of a node, with a valid signature."""
 
     event: Literal["status"] = "status"
     peer: PeerId
@@ -73,7 +73,7 @@ class Heard(_Event):
 
 
 class Refused(_Event):
-    """A message that was no status, or none to be counted; ``reason`` is one word, as in swarm/gossip.py."""
+    """Refused message; ``reason`` is one word, as in `shoal.swarm.gossip`."""
 
     event: Literal["refused"] = "refused"
     reason: Annotated[str, Field(max_length=64)]
@@ -84,12 +84,12 @@ _any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="eve
 
 
 def line_of(event: Event) -> str:
-    """``event`` as one line of JSON, without the line's end."""
+    """Encode ``event`` as one line of JSON, without the line's end."""
     return json.dumps(event.model_dump(mode="json"), allow_nan=False)
 
 
 def event_of(line: str, where: str = "the recording") -> Event:
-    """The event in ``line``. ReplayError if it is none; ``where`` names the place for the sentence."""
+    """Decode the event in ``line``. Raises ReplayError if it is none; ``where`` names the place for the sentence."""
     if len(line) > MAX_LINE:
         raise ReplayError(f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote.")
     try:

@@ -1,8 +1,8 @@
-"""A pure-Python peer (py-libp2p) that takes part in a swarm's topic of statuses and says nothing itself.
+"""Pure-Python peer (py-libp2p) that subscribes to a swarm's topic of statuses and publishes nothing.
 
 It needs neither a daemon nor torch. It must not share a process with hivemind: both register the same protobuf names, so whichever
 comes second fails to import. It dials the link's addresses first, asks a seed among them for members, and keeps connections to a
-few nodes, whose addresses it learns from their statuses; so it goes on when those it came in through are gone.
+few nodes, whose addresses it learns from their statuses; so it continues when the first peers are gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
 
-WANTED = 4  # connections that are kept
+WANTED = 4  # connections to keep
 DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
@@ -47,10 +47,10 @@ MAX_RPC = 4 * MAX_MESSAGE  # bytes of one GossipSub frame, which may hold severa
 
 
 class LightClient:
-    """Watches the swarm of ``link``, telling ``tell`` every event, in the thread that runs `run`."""
+    """Watcher of the swarm of ``link``, which passes every event to ``send``, in the thread that runs `run`."""
 
-    def __init__(self, link: Link, tell: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
-        self._link, self._tell, self._clock = link, tell, clock
+    def __init__(self, link: Link, send: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
+        self._link, self._send, self._clock = link, send, clock
         self._gate = RecordFilter(link.swarm, clock)
         self._book = PeerAddresses()
         for address in link.bootstrap:
@@ -61,8 +61,8 @@ class LightClient:
         self._described = False
 
     async def run(self) -> None:
-        """Until cancelled."""
-        self._tell(Watching(time=self._clock(), swarm=self._link.swarm))
+        """Watch until cancelled."""
+        self._send(Watching(time=self._clock(), swarm=self._link.swarm))
         self._host: Any = new_host(key_pair=create_new_key_pair())
         router = GossipSub(
             protocols=[TProtocol("/meshsub/1.1.0")],
@@ -70,7 +70,7 @@ class LightClient:
             degree_low=4,
             degree_high=12,
             heartbeat_interval=1,
-            spam_protection_enabled=False,  # it counts by forwarder, who brings everybody's; `RecordFilter` counts by publisher
+            spam_protection_enabled=False,  # it counts by forwarder, which brings everybody's; `RecordFilter` counts by publisher
         )
         topic = topic_of(self._link.swarm, Status)
         pubsub = Pubsub(self._host, router, max_inbound_rpc_size=MAX_RPC, allowed_topics={topic})
@@ -88,17 +88,17 @@ class LightClient:
             status = self._gate.open(publisher, data)
         except MessageError as error:
             log.debug("%s", error)
-            self._tell(Refused(time=self._clock(), reason=error.reason))
+            self._send(Refused(time=self._clock(), reason=error.reason))
             return
         if status.state in ("waiting", "training"):
             self._book.learn(status.peer, status.addresses)
-        self._tell(Heard(time=self._clock(), peer=status.peer, status=status))
+        self._send(Heard(time=self._clock(), peer=status.peer, status=status))
 
     async def _keep_connected(self, nursery: trio.Nursery) -> None:
         while True:
             here = {peer.to_base58() for peer in self._host.get_connected_peers()}
             for peer in self._connected - here:
-                self._tell(Disconnected(time=self._clock(), peer=peer))
+                self._send(Disconnected(time=self._clock(), peer=peer))
             self._connected &= here
             busy = here | self._dialling
             for peer in self._book.due(trio.current_time(), busy)[: max(WANTED - len(busy), 0)]:
@@ -122,14 +122,14 @@ class LightClient:
             self._dialling.discard(peer)
         self._book.tried(peer, trio.current_time(), reached=reached)
         if not reached:
-            self._tell(Unreachable(time=self._clock(), peer=peer, reason=why))
+            self._send(Unreachable(time=self._clock(), peer=peer, reason=why))
             return
         self._connected.add(peer)
-        self._tell(Connected(time=self._clock(), peer=peer))
+        self._send(Connected(time=self._clock(), peer=peer))
         await self._get_to_know(peer)
 
     async def _get_to_know(self, peer: str) -> None:
-        """Ask a node what swarm this is, or a seed who is in it; whoever knows neither is as good a neighbour."""
+        """Ask a node for the manifest, or a seed for members; a peer that knows neither is kept as well."""
         try:
             with trio.move_on_after(ASK_S):
                 if not self._described and await self._describe(peer):
@@ -153,9 +153,9 @@ class LightClient:
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
         title = title_of(reply.manifest)
-        if not self._described:  # another may have answered meanwhile
+        if not self._described:  # another peer may have answered meanwhile
             self._described = True
-            self._tell(Described(time=self._clock(), name=title.name, task=title.task, method=title.method))
+            self._send(Described(time=self._clock(), name=title.name, task=title.task, method=title.method))
         return True
 
     async def _ask_seed(self, peer: str) -> None:
@@ -166,7 +166,7 @@ class LightClient:
                 self._book.learn(member.peer, member.addresses)
 
     async def _ask(self, peer: str, protocol: str, question: bytes, limit: int) -> bytes:
-        """One framed message there, and one back of at most ``limit`` bytes."""
+        """Send one framed message, and return the answer of at most ``limit`` bytes."""
         stream = await self._host.new_stream(ID.from_base58(peer), [TProtocol(protocol)])
         try:
             await stream.write(len(question).to_bytes(4, "big") + question)

@@ -1,4 +1,4 @@
-"""Whom a watcher can dial, and when it may try again."""
+"""Addresses that a watcher can dial, and the time of the next attempt."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shoal.swarm.access.link import address_problem
 
 AGAIN_S = 3.0  # seconds before the same peer is dialled again, doubled with each failure
 AGAIN_MAX_S = 60.0
-MOST_FAILURES = 30  # that are counted
+MOST_FAILURES = 30  # failures that are counted
 MAX_KNOWN = 1024  # peers whose addresses are kept
 
 
 def dialable(address: str) -> bool:
-    """Whether this client can dial ``address``: TCP, and not through a relay."""
+    """Return whether this client can dial ``address``: TCP, and not through a relay."""
     return address_problem(address) is None and "/tcp/" in address and "/p2p-circuit" not in address
 
 
 class PeerAddresses:
-    """Whom to dial: addresses by peer, bounded, and when each may be tried again."""
+    """Addresses by peer, bounded, and when each peer may be dialled again."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[str, ...]] = OrderedDict()
@@ -28,7 +28,7 @@ class PeerAddresses:
         self._after: dict[str, float] = {}
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
-        """``peer`` says that it is reached there; replaces what was known of it."""
+        """Replace the addresses of ``peer``."""
         usable = tuple(a for a in addresses if dialable(a) and a.endswith(f"/p2p/{peer}"))
         if not usable:
             return
@@ -40,18 +40,18 @@ class PeerAddresses:
             self._after.pop(gone, None)
 
     def addresses(self, peer: str) -> tuple[str, ...]:
-        """Where it is reached."""
+        """Return the addresses of ``peer``."""
         return self._known.get(peer, ())
 
     def tried(self, peer: str, now: float, *, reached: bool) -> None:
-        """How an attempt ended."""
+        """Note the outcome of an attempt."""
         if peer not in self._known:
             return
         failures = self._failures[peer] = 0 if reached else min(self._failures.get(peer, 0) + 1, MOST_FAILURES)
         self._after[peer] = now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
 
     def due(self, now: float, but: Iterable[str]) -> list[str]:
-        """Peers that may be dialled now, those that failed least first."""
+        """Return the peers that may be dialled now, those that failed least first."""
         left_out = set(but)
         found = [peer for peer in self._known if peer not in left_out and self._after.get(peer, 0.0) <= now]
         random.shuffle(found)

@@ -1,4 +1,4 @@
-"""Curves drawn with braille characters, each a raster of 2 by 4 dots: for terminals."""
+"""Curves for terminals, drawn with braille characters of 2 by 4 dots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Points = Sequence[tuple[float, float]]
 
 
 def colour(number: int) -> str:
-    """The colour of the curve of this number."""
+    """Return the colour of the curve of this number."""
     return COLOURS[number % len(COLOURS)]
 
 
 def plot(curves: Sequence[Points], width: int, height: int) -> Text:
-    """The ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and the ends of x below.
+    """Draw ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and the ends of x below.
 
     Where curves meet, a character has the colour of the later one.
     """
@@ -58,7 +58,7 @@ def plot(curves: Sequence[Points], width: int, height: int) -> Text:
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots from ``start`` to ``end``, both included."""
+    """Return the dots from ``start`` to ``end``, both included."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))

@@ -1,6 +1,6 @@
-"""What a watcher lets in: statuses of its swarm, signed by their authors, newer than the last, and not too many.
+"""Filter of a watcher: statuses of its swarm, signed by their authors, newer than the last, and not too many.
 
-Whatever else arrives is counted under its reason, and nothing happens.
+Other messages are counted under the reason of their refusal.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE
 
 QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
-MAX_PEERS = 4096  # whose last status is known
-OLD_S = 600.0  # a status may be dated so far before or after our clock: clocks differ, but nobody shows last week's swarm
+MAX_PEERS = 4096  # peers whose last status is known
+OLD_S = 600.0  # most seconds between a status and our clock: clocks differ, but last week's swarm must not be shown
 
 
 class RecordFilter:
-    """Opens what was published on the topic of statuses of ``swarm``. Not for several threads at once."""
+    """Filter of the topic of statuses of ``swarm``. Not for several threads at once."""
 
     def __init__(self, swarm: str, clock: Callable[[], float] = time.time) -> None:
         self._swarm, self._clock = swarm, clock
@@ -31,7 +31,7 @@ class RecordFilter:
         self.counters = Counters()
 
     def open(self, publisher: str, data: bytes) -> Status:
-        """The status in ``data``. Raises MessageError, whose reason was counted."""
+        """Return the status in ``data``. Raises MessageError, whose reason is counted."""
         self.counters.add("received")
         try:
             status = self._open(publisher, data)

@@ -1,4 +1,4 @@
-"""``--record`` and ``--replay``: events in a file, one a line, and back."""
+"""Recordings of ``--record`` and ``--replay``: files of events, one a line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from shoal.node.watch.events import MAX_LINE, Event, ReplayError, event_of, line_of
 from shoal.swarm.errors import ShoalError
 
-PAUSE_MAX = 10.0  # seconds that a replay waits at most where nothing happened
+PAUSE_MAX = 10.0  # longest pause of a replay, in seconds
 
 
 class RecordError(ShoalError):
-    """A recording cannot be written."""
+    """Failure to write a recording."""
 
 
 class Recorder:
-    """Writes events into a new file; each line has left the process when `take` returns. Raises RecordError."""
+    """Writer of events to a new file; each line has left the process when `take` returns. Raises RecordError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def recorded(path: Path) -> Iterator[Event]:
-    """The events in a recording, in order. A last line that was cut short (by a kill) is left out. Raises ReplayError."""
+    """Yield the events in a recording, in order, without a last line that was cut short (by a kill). Raises ReplayError."""
     try:
         with path.open("r", encoding="utf-8", errors="replace") as file:
             number = 0
@@ -59,10 +59,10 @@ def recorded(path: Path) -> Iterator[Event]:
         raise ReplayError(f"Cannot replay {str(path)!r} ({error.strerror}): give a file that --record wrote.") from None
 
 
-def replay(path: Path, tell: Callable[[Event], None], wait: Callable[[float], bool], speed: float = 1.0) -> None:
-    """Tell the events of a recording with the pauses there were, ``speed`` times as fast (0: without pauses).
+def replay(path: Path, send: Callable[[Event], None], wait: Callable[[float], bool], speed: float = 1.0) -> None:
+    """Send the events of a recording with their pauses, ``speed`` times as fast (0: without pauses).
 
-    ``wait(seconds)`` waits, and returns True if the replay is to end. Raises ReplayError.
+    ``wait(seconds)`` returns True if the replay is to end. Raises ReplayError.
     """
     before: float | None = None
     for event in recorded(path):
@@ -70,4 +70,4 @@ def replay(path: Path, tell: Callable[[Event], None], wait: Callable[[float], bo
         if speed > 0 and pause > 0 and wait(pause / speed):
             return
         before = event.time
-        tell(event)
+        send(event)

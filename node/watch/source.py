@@ -1,4 +1,4 @@
-"""Where events come from: the swarm itself, or a recording. Either runs in a thread of its own until it is stopped."""
+"""Sources of events: the swarm itself, or a recording. Each runs in a thread of its own until it is stopped."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from shoal.swarm.errors import ShoalError
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[Event], None]
+Send = Callable[[Event], None]
 
 
 class WatchError(ShoalError):
-    """The swarm cannot be watched."""
+    """Failure to watch a swarm."""
 
 
 class Source(Protocol):
-    """Tells events to whom it was made for. ``ended`` is set when there will be no more."""
+    """Source of events for one receiver. ``ended`` is set when there will be no more."""
 
     ended: threading.Event
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start the thread."""
 
     def stop(self) -> None:
-        """End, soon."""
+        """End soon."""
 
     def check(self) -> None:
         """Raise the error with which it ended, if it ended with one."""
 
 
 class _Thread:
-    """A source whose work is `_work`; ``stop`` makes ``self._stopped`` true."""
+    """Source whose work is `_work`; ``stop`` makes ``self._stopped`` true."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -49,11 +49,11 @@ class _Thread:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; waits a second at most for the connections to be closed."""
+        """End, and wait a second at most for the connections to be closed."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
@@ -76,19 +76,19 @@ class _Thread:
 
 
 class Replay(_Thread):
-    """The recording in ``path``, ``speed`` times as fast (0: at once)."""
+    """Replay of the recording in ``path``, ``speed`` times as fast (0: at once)."""
 
-    def __init__(self, path: Path, speed: float, tell: Tell) -> None:
+    def __init__(self, path: Path, speed: float, send: Send) -> None:
         super().__init__()
-        self._path, self._speed, self._tell = path, speed, tell
+        self._path, self._speed, self._send = path, speed, send
 
     def _work(self) -> None:
-        replay(self._path, self._tell, self._stopped.wait, self._speed)
+        replay(self._path, self._send, self._stopped.wait, self._speed)
 
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Python looks through all objects again and again while modules make them: a tenth of the time to the first peer."""
+    """Pause garbage collection while modules are imported: it takes a tenth of the time to the first peer."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -99,11 +99,11 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Live(_Thread):
-    """The swarm of ``link``. Importing what it needs takes a second, and happens in its thread."""
+    """Live events of the swarm of ``link``. Slow imports happen in its thread."""
 
-    def __init__(self, link: Link, tell: Tell) -> None:
+    def __init__(self, link: Link, send: Send) -> None:
         super().__init__()
-        self._link, self._tell = link, tell
+        self._link, self._send = link, send
 
     def _work(self) -> None:
         try:
@@ -114,9 +114,9 @@ class Live(_Thread):
         except ImportError as error:
             what = str(error)[:200]
             raise WatchError(f"Cannot watch a swarm ({what}): install what it needs with pip install 'shoal[watch]'.") from error
-        if not log.isEnabledFor(logging.DEBUG):  # a peer that cannot be reached is told as an event
+        if not log.isEnabledFor(logging.DEBUG):  # an unreachable peer is an event
             logging.getLogger("libp2p").setLevel(logging.CRITICAL)
-        client = LightClient(self._link, self._tell)
+        client = LightClient(self._link, self._send)
 
         async def until_stopped() -> None:
             async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""From a source to whoever shows its events: a bounded queue, a recording on the way, and plain lines of JSON."""
+"""Stream of events from a source to a view: a bounded queue, a recording on the way, and plain lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shoal.node.watch.source import Source
 LOOK_S = 0.1
 
 
-def telling(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool) -> Callable[[Event], None]:
-    """What a source tells its events: they are recorded, then queued. If nobody takes them the oldest go, or with ``drop``
+def event_sink(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool) -> Callable[[Event], None]:
+    """Return the function that records and queues a source's events. If the queue is full the oldest event goes, or with ``drop``
     False (a replay) the source waits.
     """
 
-    def tell(event: Event) -> None:
+    def send(event: Event) -> None:
         if recorder is not None:
             recorder.take(event)
         if not drop:
@@ -34,7 +34,7 @@ def telling(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool)
                 with contextlib.suppress(queue.Empty):
                     inbox.get_nowait()
 
-    return tell
+    return send
 
 
 def print_lines(inbox: queue.Queue[Event], source: Source, seconds: float | None) -> None:

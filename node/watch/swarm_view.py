@@ -1,6 +1,6 @@
-"""What is known of a swarm from the statuses of its nodes: a pure model, fed with events, read by whatever shows it.
+"""Model of a swarm from the statuses of its nodes: fed with events, read by the views.
 
-Nothing here waits, reads a clock or trusts what it hears: every collection is bounded, and a peer is known by its key alone.
+It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known by its key alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 MAX_PEERS = 2048
 MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
 MAX_PAIRS = 4096  # exchanges that are remembered
-MAX_NEWS = 256
-SILENT_S = 8.0  # without a status from a node, in a small swarm, it is shown as silent
-MISSED = 4  # statuses, in a large one
+MAX_LOG = 256
+SILENT_S = 8.0  # seconds without a status after which a node of a small swarm is shown as silent
+MISSED = 4  # missed statuses, in a large one
 GONE = ("leaving", "done")
 
 
@@ -32,7 +32,7 @@ class Curve:
         self._skipped = 0
 
     def add(self, x: float, y: float) -> None:
-        """Append a point; one that does not lie behind the last begins the curve anew (a node that went back to a checkpoint)."""
+        """Append a point; one with no larger x begins the curve anew (a node that resumed from a checkpoint)."""
         if self.points and x < self.points[-1][0]:
             self.points = [point for point in self.points if point[0] < x]
         self._skipped += 1
@@ -47,7 +47,7 @@ class Curve:
 
 @dataclass
 class Peer:
-    """One node as it was last heard. Times in Unix seconds of this machine, rates per second."""
+    """Node by its last status. Times in Unix seconds of this machine, rates per second."""
 
     status: Status
     heard: float
@@ -56,20 +56,20 @@ class Peer:
     sent_rate: float = 0.0
     received_rate: float = 0.0
     partners: tuple[str, ...] = ()
-    """Ends of the peer ids with whom it averaged in its newest round."""
+    """Ends of the ids of its partners in its newest round."""
     loss: Curve = field(default_factory=Curve)
     reward: Curve = field(default_factory=Curve)
     faults: dict[str, int] = field(default_factory=dict)
 
     @property
     def here(self) -> bool:
-        """Whether it takes part, as far as known."""
+        """True if it takes part, as far as known."""
         return not self.silent and self.status.state not in GONE
 
 
 @dataclass(frozen=True)
-class News:
-    """Something to tell: ``kind`` is peer, fault or verdict."""
+class LogLine:
+    """Line of the event log: ``kind`` is peer, fault or verdict."""
 
     time: float
     kind: str
@@ -77,7 +77,7 @@ class News:
 
 
 class SwarmView:
-    """The picture of one swarm. `take` events, `tick` now and then, and read it."""
+    """Model of one swarm. `take` events, `tick` now and then, and read it."""
 
     def __init__(self) -> None:
         self.swarm = ""
@@ -87,9 +87,9 @@ class SwarmView:
         self.unreachable: OrderedDict[str, str] = OrderedDict()
         self.refused: Counter[str] = Counter()
         self.heard = 0
-        self.news: deque[News] = deque(maxlen=MAX_NEWS)
-        self.told = 0
-        """Items of news so far, with those that are forgotten."""
+        self.log: deque[LogLine] = deque(maxlen=MAX_LOG)
+        self.logged = 0
+        """Lines of the log so far, with those that are forgotten."""
         self.now = 0.0
         self._rounds_seen: dict[str, tuple[int, int]] = {}
         self._pairs: OrderedDict[tuple[int, str, str], None] = OrderedDict()
@@ -97,7 +97,7 @@ class SwarmView:
     # -- in --------------------------------------------------------------------------------------------------------------
 
     def take(self, event: Event) -> None:
-        """Something was heard."""
+        """Take in an event."""
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
             self._status(event.status, event.time)
@@ -118,22 +118,22 @@ class SwarmView:
             self.swarm = event.swarm
 
     def tick(self, now: float) -> None:
-        """Time has passed: who was not heard for long is silent."""
+        """Mark peers without a recent status as silent."""
         self.now = max(self.now, now)
         limit = max(SILENT_S, MISSED * len(self.peers) / PER_SECOND)
         for peer in self.peers.values():
             if peer.here and self.now - peer.heard > limit:
                 peer.silent = True
-                self._tell("peer", f"{peer.status.name} fell silent in round {peer.status.round}")
+                self._note("peer", f"{peer.status.name} fell silent in round {peer.status.round}")
 
     def _status(self, status: Status, now: float) -> None:
         self.heard += 1
         peer = self.peers.get(status.peer)
         if peer is None:
             peer = self.peers[status.peer] = Peer(status, now, now)
-            self._tell("peer", f"{status.name} is {status.state} in round {status.round}")
+            self._note("peer", f"{status.name} is {status.state} in round {status.round}")
             self._make_room()
-            peer.faults = dict(status.faults)  # what was before is no news
+            peer.faults = dict(status.faults)  # earlier faults are not reported
         else:
             self._compare(peer, status, now)
         peer.status, peer.heard, peer.silent = status, now, False
@@ -149,22 +149,22 @@ class SwarmView:
             peer.sent_rate = _smooth(peer.sent_rate, max(status.sent - before.sent, 0) / passed, passed)
             peer.received_rate = _smooth(peer.received_rate, max(status.received - before.received, 0) / passed, passed)
         if peer.silent:
-            self._tell("peer", f"{status.name} is back, {status.state} in round {status.round}")
+            self._note("peer", f"{status.name} is back, {status.state} in round {status.round}")
         elif status.state != before.state:
-            self._tell("peer", f"{status.name} is {status.state} now, in round {status.round}")
+            self._note("peer", f"{status.name} is {status.state} now, in round {status.round}")
         for fault, count in status.faults:
             if count > peer.faults.get(fault, 0):
-                self._tell("fault", f"{status.name}: {fault}, so far {count}")
+                self._note("fault", f"{status.name}: {fault}, so far {count}")
             peer.faults[fault] = count
         if (status.invalid or 0) > (before.invalid or 0):
-            self._tell("verdict", f"{status.name} found a claim invalid, {status.invalid} of {status.checked or 0} so far")
+            self._note("verdict", f"{status.name} found a claim invalid, {status.invalid} of {status.checked or 0} so far")
         for banned in set(status.banned) - set(before.banned):
-            self._tell("verdict", f"{self.name(banned[-TAIL:])} is banned, says {status.name}")
+            self._note("verdict", f"{self.name(banned[-TAIL:])} is banned, says {status.name}")
 
     def _round(self, peer: Peer, done: RoundStatus) -> None:
         me, place = peer.status.peer, (done.step, done.round)
         seen = self._rounds_seen.get(me, (-1, -1))
-        if place <= seen and seen[0] <= peer.status.step:  # else it went back to a checkpoint
+        if place <= seen and seen[0] <= peer.status.step:  # else it resumed from a checkpoint
             return
         self._rounds_seen[me] = place
         peer.partners = done.partners
@@ -182,32 +182,32 @@ class SwarmView:
             del self.peers[gone]
             self._rounds_seen.pop(gone, None)
 
-    def _tell(self, kind: str, text: str) -> None:
-        self.told += 1
-        self.news.append(News(self.now, kind, text))
+    def _note(self, kind: str, text: str) -> None:
+        self.logged += 1
+        self.log.append(LogLine(self.now, kind, text))
 
     # -- out -------------------------------------------------------------------------------------------------------------
 
     def name(self, tail: str) -> str:
-        """What the peer whose id ends like this calls itself."""
+        """Return the display name of the peer whose id ends with ``tail``."""
         return next((peer.status.name for key, peer in self.peers.items() if key.endswith(tail)), "…" + tail)
 
     def rows(self) -> list[tuple[str, Peer]]:
-        """All peers, those that are here first, by name."""
+        """Return all peers, those that take part first, by name."""
         return sorted(self.peers.items(), key=lambda item: (not item[1].here, item[1].status.name, item[0]))
 
     def here(self) -> list[Peer]:
-        """Those that take part, as far as known."""
+        """Return the peers that take part, as far as known."""
         return [peer for peer in self.peers.values() if peer.here]
 
     def pairs(self, rounds: int = 0) -> dict[tuple[str, str], int]:
-        """Who averaged with whom how often, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
+        """Count the exchanges of each pair, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
         newest = max((number for number, _, _ in self._pairs), default=0)
         counted = Counter((a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds)
         return dict(counted)
 
     def totals(self) -> dict[str, Any]:
-        """The swarm in a few numbers: peers, rounds (lowest and highest), mean loss, inner steps and bytes a second."""
+        """Summarise the swarm: peers, rounds (lowest and highest), mean loss, inner steps and bytes a second."""
         here = self.here()
         rounds = [peer.status.round for peer in here]
         return {
@@ -232,7 +232,7 @@ class SwarmView:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as JSON, for a page."""
+        """Return the whole model as JSON, for a page."""
         return {
             "swarm": self.swarm,
             "title": None if self.title is None else self.title.model_dump(include={"name", "task", "method"}),
@@ -257,12 +257,12 @@ class SwarmView:
                 for key, peer in self.rows()
             ],
             "pairs": [[a, b, count] for (a, b), count in sorted(self.pairs().items())],
-            "news": [[item.time, item.kind, item.text] for item in self.news],
+            "news": [[item.time, item.kind, item.text] for item in self.log],
         }
 
 
 def _smooth(before: float, value: float, seconds: float) -> float:
-    """A running mean over about five seconds."""
+    """Return a running mean over about five seconds."""
     share = min(seconds / 5.0, 1.0) if before else 1.0
     return before + (value - before) * share
 

@@ -1,4 +1,4 @@
-"""``shoal watch`` on a terminal: one screen, live. q ends it, tab and the arrow keys move about, p holds the picture."""
+"""Live terminal screen of ``shoal watch``. q ends it, tab and the arrow keys move the focus, p pauses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STYLES = {"peer": "", "fault": "yellow", "verdict": "red"}
 
 
 class WatchApp(App[None]):  # type: ignore[misc]
-    """Shows what arrives in ``inbox`` until it is told to end. Not ``live``: in a replay time is what the events say."""
+    """Screen of the events in ``inbox``. If not ``live``, as in a replay, the events give the time."""
 
     TITLE = "shoal watch"
     ENABLE_COMMAND_PALETTE = False
@@ -49,10 +49,10 @@ class WatchApp(App[None]):  # type: ignore[misc]
         self.view = SwarmView()
         self._held = False
         self._is_dark = True
-        self._news = 0
+        self._logged = 0
 
     def compose(self) -> ComposeResult:
-        """One line on top, four panels, the keys below."""
+        """Compose one line on top, four panels and the keys below."""
         yield Static(id="head", markup=False)
         table: DataTable[Text] = DataTable(id="peers", classes="panel", cursor_type="row", zebra_stripes=True)
         table.border_title = "peers"
@@ -71,7 +71,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
         return panel
 
     def on_mount(self) -> None:
-        """Begin."""
+        """Set up the screen and its timer."""
         self.query_one("#peers", DataTable).add_columns(*pictures.COLUMNS)
         self.query_one("#peers", DataTable).focus()
         self.set_interval(FRAME_S, self.frame)
@@ -80,17 +80,17 @@ class WatchApp(App[None]):  # type: ignore[misc]
         self.frame()
 
     def action_hold(self) -> None:
-        """Stop or go on moving; events are taken all the same."""
+        """Pause or resume the screen; events are taken in any case."""
         self._held = not self._held
         self.frame()
 
     def action_toggle_dark(self) -> None:
-        """The other of the two themes."""
+        """Switch to the other of the two themes."""
         self._is_dark = not self._is_dark
         self.theme = "textual-dark" if self._is_dark else "textual-light"
 
     def frame(self) -> None:
-        """Take what came, and draw."""
+        """Take in events, and draw."""
         for _ in range(MOST_AT_ONCE):
             try:
                 self.view.take(self._inbox.get_nowait())
@@ -114,15 +114,15 @@ class WatchApp(App[None]):  # type: ignore[misc]
             size = self.query_one(f"#{name}-panel").content_size
             if size.width > 0 and size.height > 1:
                 self.query_one(f"#{name}", Static).update(draw(self.view, size.width, size.height))
-        fresh = self.view.told - self._news
-        self._news = self.view.told
+        fresh = self.view.logged - self._logged
+        self._logged = self.view.logged
         log = self.query_one("#news", RichLog)
-        for item in list(self.view.news)[-fresh:] if fresh else []:
+        for item in list(self.view.log)[-fresh:] if fresh else []:
             stamp = time.strftime("%H:%M:%S ", time.localtime(item.time))
             log.write(Text(stamp + item.text, style=STYLES.get(item.kind, "")))
 
     def _draw_table(self) -> None:
-        """In place where the peers are the same, so that the cursor stays."""
+        """Draw the table, in place where the peers are the same, so that the cursor stays."""
         table = self.query_one("#peers", DataTable)
         rows = pictures.rows(self.view)
         if [key.value for key in table.rows] != [key for key, _ in rows]:

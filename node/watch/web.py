@@ -1,6 +1,6 @@
-"""``shoal watch --web PORT``: one page, served to this machine, that shows the swarm live. Works without any other network.
+"""Page of ``shoal watch --web PORT``, served to this machine alone, which shows the swarm live.
 
-The page gets a picture of the swarm, whole, at most once a second (at first more often), by server-sent events.
+The page gets a whole picture of the swarm at most once a second (at first more often), by server-sent events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_PAGES = 32  # served at once
 INDEX = "index.html"
 FIRST = '<script id="first" type="application/json">null</script>'  # in it; the newest picture takes null's place
 KINDS = {INDEX: "text/html", "page.js": "text/javascript", "style.css": "text/css"}
-# Nothing but what this server hands out; names from the swarm can thus do no harm even if the page had a fault.
+# Only what this server serves; names from the swarm can thus do no harm even if the page had a fault.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "Cache-Control": "no-store",
@@ -40,7 +40,7 @@ HEADERS = {
 
 
 def picture(view: SwarmView, *, ended: bool) -> dict[str, Any]:
-    """What the page shows: the view's snapshot with curves thinned to `POINTS` points in all."""
+    """Return the data of the page: the view's snapshot with curves thinned to `POINTS` points in all."""
     shot = view.snapshot()
     room = max(POINTS // max(len(shot["peers"]), 1), 16)
     for peer in shot["peers"]:
@@ -53,14 +53,14 @@ def picture(view: SwarmView, *, ended: bool) -> dict[str, Any]:
 
 @web.middleware  # type: ignore[untyped-decorator]
 async def _only_here(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-    """Refuses what was asked of another name: a web site elsewhere may have its own name point to this machine."""
+    """Refuse requests for other host names: a web site elsewhere may let its own name point to this machine."""
     if (request.url.host or "") not in NAMES:
         return web.Response(status=403, text="Open this page under http://127.0.0.1 or http://localhost.")
     return await handler(request)
 
 
 class Page:
-    """The picture, kept up to date on the loop, and the pages that look at it."""
+    """Server of the picture, kept up to date on the loop, for all open pages."""
 
     def __init__(self, inbox: queue.Queue[Event], source: Source, *, live: bool) -> None:
         self.view = SwarmView()
@@ -71,7 +71,7 @@ class Page:
         self._pages = 0
 
     def app(self) -> web.Application:
-        """What is served: the page's three files, and the stream of pictures."""
+        """Return the application: the page's three files, and the stream of pictures."""
         app = web.Application(middlewares=[_only_here])
         folder = resources.files("shoal.node.watch") / "page"
         for name, kind in KINDS.items():
@@ -91,7 +91,7 @@ class Page:
         return answer
 
     async def keep(self, until: Callable[[], bool]) -> None:
-        """Take what arrives and draw it, until the source of a live swarm ends, or ``until``."""
+        """Take in events and draw, until the source of a live swarm ends, or ``until``."""
         begun = time.monotonic()
         while not until():
             changed = await self.step()
@@ -101,7 +101,7 @@ class Page:
             await asyncio.sleep(FIRST_S if settling else FRAME_S * (2 if changed else 1))
 
     async def step(self) -> bool:
-        """Take what is there; whether there is a new picture."""
+        """Take in waiting events; return whether there is a new picture."""
         taken = 0
         with contextlib.suppress(queue.Empty):
             while taken < MOST_AT_ONCE:
@@ -142,7 +142,7 @@ class Page:
 def serve(
     inbox: queue.Queue[Event], source: Source, port: int, *, live: bool, seconds: float | None, say: Callable[[str], None]
 ) -> None:
-    """Serve the page until a live source ends or time is up. ``say`` is told its address. WatchError if the port is taken."""
+    """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken."""
 
     async def main() -> None:
         page = Page(inbox, source, live=live)

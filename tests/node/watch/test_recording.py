@@ -18,7 +18,7 @@ from shoal.node.watch.events import (
 )
 from shoal.node.watch.recording import PAUSE_MAX, Recorder, RecordError, recorded, replay
 from shoal.node.watch.source import Replay
-from shoal.node.watch.stream import print_lines, telling
+from shoal.node.watch.stream import event_sink, print_lines
 from tests.node.watch.conftest import NOW, SWARM
 
 
@@ -97,12 +97,12 @@ def test_other_files_are_one_sentence(tmp_path, file):
 
 def test_a_slow_reader_costs_the_oldest_events_but_not_those_of_a_replay(events, file):
     inbox = queue.Queue(3)
-    tell = telling(inbox, None, drop=True)
+    send = event_sink(inbox, None, drop=True)
     for event in events:
-        tell(event)
+        send(event)
     assert [inbox.get_nowait() for _ in range(3)] == events[-3:]
     inbox = queue.Queue(3)
-    source = Replay(file, 0.0, telling(inbox, None, drop=False))
+    source = Replay(file, 0.0, event_sink(inbox, None, drop=False))
     source.start()
     assert [inbox.get(timeout=10) for _ in events] == events
 
@@ -110,7 +110,7 @@ def test_a_slow_reader_costs_the_oldest_events_but_not_those_of_a_replay(events,
 def test_lines_are_printed_and_recorded(events, file, tmp_path, capsys):
     inbox = queue.Queue()
     recorder = Recorder(tmp_path / "again.jsonl")
-    source = Replay(file, 0.0, telling(inbox, recorder, drop=False))
+    source = Replay(file, 0.0, event_sink(inbox, recorder, drop=False))
     source.start()
     print_lines(inbox, source, None)
     source.check()

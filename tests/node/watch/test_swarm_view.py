@@ -20,7 +20,7 @@ def view_of(*events):
 
 
 def texts(view, kind):
-    return [item.text for item in view.news if item.kind == kind]
+    return [item.text for item in view.log if item.kind == kind]
 
 
 def test_peers_and_totals(authors):
