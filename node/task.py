@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal.swarm.training.outer_factory import OuterError
+from shoal.swarm.errors import OuterError
+from shoal.swarm.training.shard import Shard as Shard
 
 
 def elements(batch: Any) -> int:
@@ -26,15 +26,6 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
         return batch
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
     return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which part of the data this node trains on: part ``index`` (from 0) of ``of`` parts, drawn with ``seed``."""
-
-    index: int
-    of: int
-    seed: int
 
 
 class Batches(Iterator[Any]):

@@ -39,3 +39,7 @@ class NetworkError(ShoalError):
     def __init__(self, text: str = "", reason: str = "broken") -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class OuterError(ShoalError):
+    """Settings of the outer optimizer that do not fit together, or do not fit the model."""

@@ -10,8 +10,9 @@ from shoal.node.config.peers import lists
 from shoal.node.config.rl import RLSettings, env_label
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
-from shoal.node.task import Shard
-from shoal.node.tasks.loader import BUILT_IN, HookError
+from shoal.node.rl import rollout_sharing
+from shoal.node.task import Shard, Task
+from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.training.resources import shares
 from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
@@ -19,7 +20,7 @@ from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership import membership
 from shoal.swarm.membership.membership import OWN_LOOP, Membership, NetworkOptions
-from shoal.swarm.training.session_setup import least_used
+from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.member import Member, seal
 
 KNOWN_PEERS = "peers.json"
@@ -154,6 +155,13 @@ def _agreed_env(own: RLSettings, label: str) -> str:
 def own_data(settings: Settings) -> dict[str, str]:
     """The task option that is each node's own affair."""
     return {"data": settings.node.data} if settings.node.data else {}
+
+
+def make_task(settings: Settings) -> Task:
+    """Return a new task of the settings. EnvError, HookError or PolicyError."""
+    if settings.task.hooks == RL:
+        return rollout_sharing.make_task(settings)
+    return load_task(settings.task.hooks, {**settings.task.options, **own_data(settings)})
 
 
 def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str) -> Shard:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,22 +20,42 @@ from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.handle import ExchangeHandle
-from shoal.swarm.membership.membership import Membership, NetworkOptions
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.membership.directory import State as DirectoryState
+from shoal.swarm.membership.membership import NetworkOptions
 from shoal.swarm.sim.directory import EPOCH, SimDirectory
 from shoal.swarm.state.catch_up import query_for, sources_for
+from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import make_outer, round_length
-from shoal.swarm.training.outer_sync import OuterSync
+from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.member import Member
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
 
 NAP_S = 1.0  # virtual seconds at most that inner steps are counted together
 AGAIN_S = 5.0  # before a newcomer that got no weights asks again
 START_S = 1.0  # within which the peers begin
 
 
+@dataclass(frozen=True)
+class SimMembership:
+    """A simulated peer's place in its swarm."""
+
+    identity: Identity
+    host: Host
+    directory: SimDirectory
+    swarm: str
+    manifest: Manifest
+    network: NetworkOptions
+
+
 class SimPeer:
-    """One process of one peer. ``newcomer``: it takes over the swarm's weights first."""
+    """One process of one peer. A ``newcomer`` takes over the swarm's weights first."""
 
     def __init__(self, world: Surroundings, number: int, *, newcomer: bool) -> None:
         plan = world.plan
@@ -44,45 +65,38 @@ class SimPeer:
         """Seconds of an inner step."""
         self.identity = world.network.identity(f"{plan.seed} {self.name}")
         self.host = world.network.host(self.name, self.identity)
-        self.state = "waiting" if newcomer else "training"
+        self.state: DirectoryState = "waiting" if newcomer else "training"
         model = ToyModel(plan.parameters)
         self.lesson = Lesson(world.toy, model, self.chance.getrandbits(48))
         outer, params = plan.outer, list(model.parameters())
         self.opt = make_outer(
             outer, torch.optim.SGD(params, lr=LR), Alone(), model=model, slow_device=torch.device("cpu"),
-            length=round_length(outer.round, self.unix, self._speeds), on_round=self._saw,
+            length=round_length(outer.round, self.unix, self._speeds), on_round=self._on_round,
         )  # fmt: skip
         self.model, self.swarm = model_digest(params), world.swarm
         self.together = 0
         """Exchanges that others were in."""
-        self._waited, self._told = 0.0, -1
+        self._waited, self._announced_round = 0.0, -1
         self.directory = SimDirectory(world.board, self.host, self._record, self.chance)
-        self.outer_sync: OuterSync | None = None
-        self._membership = self._make_membership()
-        if outer.method != "none":
-            watch = make_screen(outer)
-            self.exchange = make_exchange(
-                self._membership, outer, watch, seed=plan.seed, model=self.model, fragments=self.opt.fragments
-            )
-            self.outer_sync = OuterSync(self._membership, self.model, self.opt, self.exchange, watch, world.network.loop.time)
-            self.opt.exchange, self.opt.run = self.exchange, self.swarm
-
-    def _make_membership(self) -> Membership:
-        world, nothing = self.world, cast(Any, None)
-        return Membership(
-            self.identity,
-            cast(Any, self.host),
-            cast(Any, self.directory),
-            self.swarm,
-            b"",
-            world.manifest,
-            nothing,
-            NetworkOptions(),
+        self.member: TrainingMember | None = None
+        self._membership = SimMembership(
+            self.identity, cast("Host", self.host), self.directory, self.swarm, world.manifest, NetworkOptions()
         )
+        if outer.method != "none":
+            screen = make_screen(outer)
+            self.exchange = make_exchange(
+                self._membership, outer, screen, seed=plan.seed, model=self.model, fragments=self.opt.fragments
+            )
+            self.member = TrainingMember(
+                self._membership, self.opt, self.exchange, screen, model=self.model, name=self.name, shard=Shard(0, 1, plan.seed),
+                clock=world.network.loop.time,
+            )  # fmt: skip
+            self.member.serve()
+            self.opt.exchange, self.opt.run = self.exchange, self.swarm
 
     def start(self) -> None:
         """Begin its tasks."""
-        if self.outer_sync is not None:
+        if self.member is not None:
             self.host.start(self.directory.run())
         self.host.start(self._live())
 
@@ -94,39 +108,36 @@ class SimPeer:
         return [member.steps_per_s for member in self.directory.members().values()]
 
     def _record(self) -> Member:
-        details = {} if self.outer_sync is None else self.outer_sync.self_report.details()
+        assert self.member is not None  # a peer that averages with nobody publishes nothing
+        fields = self.member.fields(self.state, None, 1 / self.pace)
         return Member.model_validate({
-            "swarm": self.swarm, "peer": self.identity.peer_id, "name": self.name, "addresses": (), "round": self.opt.round,
-            "step": self.opt.steps, "loss": None, "steps_per_s": 1 / self.pace, "shard": 0, "shards": 1, "model": self.model,
-            "state": self.state, "issued": self.unix(), "version": "0", **details,
+            **fields, **self.member.self_report.details(), "swarm": self.swarm, "peer": self.identity.peer_id, "addresses": (),
+            "issued": self.unix(), "version": "0",
         })  # fmt: skip
 
     # -- what it does ----------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
         await asyncio.sleep(self.chance.uniform(0.0, START_S))
-        if self.outer_sync is not None:
-            if self.newcomer:
-                await self._join(self.outer_sync)
-            self.outer_sync.begin()
+        if self.member is not None:
+            self.member.begin(await self._swarm_weights() if self.newcomer else None)
         self._enter("training")
         await self._train()
 
-    async def _join(self, outer_sync: OuterSync) -> None:
-        """Take over the swarm's weights, unless nobody has finished a round yet."""
+    async def _swarm_weights(self) -> State | None:
+        """Fetch the swarm's weights; None if no other peer has finished a round yet."""
         while True:
             await self.directory.read()
             sources = sources_for(self._membership, self.model)
             if not sources:
-                return
+                return None
             query = query_for(self._membership, self.model, self.opt)
             try:
-                state = await asyncio.wrap_future(begin_fetch(cast(Any, self.host), query, sources))
+                state = await asyncio.wrap_future(begin_fetch(self._membership.host, query, sources))
             except NetworkError:
                 state = None
             if state is not None:
-                outer_sync.begin_from(state)
-                return
+                return state
             await asyncio.sleep(AGAIN_S)
 
     async def _train(self) -> None:
@@ -139,14 +150,14 @@ class SimPeer:
                 opt.count(BATCH)
                 for handle in opt.after_inner():
                     await self._settled(handle)
-            if self.outer_sync is not None:
-                self._between_steps(self.outer_sync)
+            if self.member is not None:
+                self._between_steps(self.member)
         self._enter("done")
         self.world.ended()
 
-    def _enter(self, state: str) -> None:
+    def _enter(self, state: DirectoryState) -> None:
         self.state = state
-        if self.outer_sync is not None:
+        if self.member is not None:
             self.directory.announce()
 
     def _at_once(self) -> int:
@@ -162,17 +173,16 @@ class SimPeer:
             await handle.settled()
             self._waited += self.world.network.loop.time() - began
 
-    def _between_steps(self, outer_sync: OuterSync) -> None:
-        outer_sync.after_step()
-        if self.opt.round != self._told:
-            self._told = self.opt.round
+    def _between_steps(self, member: TrainingMember) -> None:
+        member.after_step()
+        if self.opt.round != self._announced_round:
+            self._announced_round = self.opt.round
             self.directory.announce()
 
-    def _saw(self, info: RoundInfo) -> None:
+    def _on_round(self, info: RoundInfo) -> None:
         waited, self._waited = self._waited, 0.0
         others = len(info.members) >= 2
         self.together += others
-        self.world.saw(waited, others)
-        if self.outer_sync is not None:
-            self.outer_sync.saw(info)
-            self.outer_sync.self_report.waited(waited)
+        self.world.on_round(waited, others)
+        if self.member is not None:
+            self.member.on_round(info, waited)

@@ -39,7 +39,7 @@ class Surroundings(Protocol):
     manifest: Manifest
     swarm: str
 
-    def saw(self, waited: float, together: bool) -> None:
+    def on_round(self, waited: float, together: bool) -> None:
         """A peer's exchange is over: the virtual seconds for which it stood still, and whether others were in it."""
 
     def ended(self) -> None:

@@ -117,7 +117,7 @@ class World:
 
     # -- what peers tell -------------------------------------------------------------------------------------------------
 
-    def saw(self, waited: float, together: bool) -> None:
+    def on_round(self, waited: float, together: bool) -> None:
         """An exchange of somebody is over."""
         self.counts.waits.append(waited)
         self.counts.alone += not together
@@ -168,7 +168,7 @@ class World:
         peer = SimPeer(self, self._born, newcomer=newcomer)
         self._born += 1
         self.live.append(peer)
-        if not newcomer and peer.outer_sync is not None:
+        if not newcomer and peer.member is not None:
             peer.directory.settle()
         peer.start()
 
@@ -211,7 +211,7 @@ class World:
         counts.directory_bytes = sum(peer.directory.nbytes for peer in everyone)
         counts.directory_calls = sum(peer.directory.calls for peer in everyone)
         for peer in self.live:
-            if peer.outer_sync is not None:
+            if peer.member is not None:
                 counts.failures.update(dict(peer.exchange.stats.report()["failures"]))
         newcomers = sum(peer.newcomer and peer.together > 0 for peer in self.live)
         wall, cpu, trace = time.monotonic() - began[0], time.process_time() - began[1], self.network.trace

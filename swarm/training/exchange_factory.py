@@ -8,7 +8,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.membership.membership import Membership
+from shoal.swarm.membership.view import SwarmView
 
 
 def make_screen(outer: OuterSettings) -> UpdateScreen:
@@ -25,7 +25,7 @@ def make_screen(outer: OuterSettings) -> UpdateScreen:
 
 
 def make_exchange(
-    membership: Membership, outer: OuterSettings, screen: UpdateScreen, *, seed: int, model: str, fragments: int = 1
+    membership: SwarmView, outer: OuterSettings, screen: UpdateScreen, *, seed: int, model: str, fragments: int = 1
 ) -> PairExchange | GroupExchange:
     """Return the exchange of the swarm's method. ``fragments``: how many its optimizer sends in turn."""
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory

@@ -24,14 +24,10 @@ from shoal.optim import (
     method_named,
 )
 from shoal.optim.schedule.auto_length import agreed_seconds
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, parse_round
 
 WEIGHTS = {"equal": equal, "tokens": by_tokens, "rate": by_rate}
-
-
-class OuterError(ShoalError):
-    """Settings of the outer optimizer that do not fit together, or not this model."""
 
 
 def make_outer(

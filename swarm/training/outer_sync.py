@@ -1,4 +1,4 @@
-"""Keeps an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and those it hands out."""
+"""Keep an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and those it hands out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.optim.outer.sketch import sketch
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import UpdateScreen
-from shoal.swarm.membership.membership import Membership
+from shoal.swarm.membership.view import SwarmView
 from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
 from shoal.swarm.state.drift import DriftDetector
 from shoal.swarm.state.resync import Resynchronizer
@@ -20,24 +20,26 @@ from shoal.swarm.training.self_report import SelfReport
 
 
 class OuterSync:
-    """Of one optimizer; hands out its slow weights from now on. All is for the thread that trains.
+    """One optimizer's link to its swarm; hands out its slow weights from now on. All is for the thread that trains.
 
     Args:
-        membership, model: the swarm, and the digest of the model's shapes.
-        exchange, watch: the optimizer's, and what that exchange asks what to refuse.
+        membership: this peer's place in the swarm.
+        model: digest of the model's shapes.
+        exchange: the optimizer's.
+        screen: the screen by which that exchange refuses updates.
         clock: seconds; a simulation has its own.
     """
 
     def __init__(
         self,
-        membership: Membership,
+        membership: SwarmView,
         model: str,
         opt: OuterOptimizer,
         exchange: PairExchange | GroupExchange,
-        watch: UpdateScreen,
+        screen: UpdateScreen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._opt, self._exchange, self._watch, self._directory = opt, exchange, watch, membership.directory
+        self._opt, self._exchange, self._screen, self._directory = opt, exchange, screen, membership.directory
         host, me = membership.host, membership.identity.peer_id
         shapes = [tuple(tensor.shape) for tensor in opt.slow]
         host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
@@ -45,28 +47,28 @@ class OuterSync:
         self._resynchronizer = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over)
         self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
         self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
-        """What this node tells others of itself."""
+        """This node's account of its own exchanges, for its record in the directory."""
 
     def begin_from(self, state: State) -> None:
-        """Take over the weights and the round of a swarm that is under way, or those that it begins with."""
+        """Take over the weights and the round of ``state``: of a swarm that is under way, or those that it begins with."""
         self._opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
         if state.round > 0:
-            self._opt.listen()  # weights of strangers, and not yet trained here: the first round does not count
+            self._opt.listen()  # others' weights, not yet trained here: the first round has weight 0
         self._resynchronizer.joined(state)
         self._server.keep(state)
 
     def begin(self) -> None:
-        """Before the first step, when weights and round are those to start from."""
+        """Set the exchange to the optimizer's round; before the first step, when weights and round are those to start from."""
         self._exchange.next_round = self._opt.round
 
-    def saw(self, info: RoundInfo) -> None:
-        """After each exchange, from the optimizer's ``on_round``."""
+    def on_round(self, info: RoundInfo) -> None:
+        """Follow a round that is over: the optimizer's ``on_round``."""
         opt = self._opt
-        # Who fell behind met the others in a later round than its own: go on from there.
+        # A node that fell behind met the others in a later round than its own: go on from there.
         behind = max(self._exchange.next_round - opt.round, 0)
         opt.round = max(opt.round, self._exchange.next_round)
         self._exchange.next_round = opt.round
-        if behind:  # the round's own number is not that in which it was counted
+        if behind:  # the contribution was counted in another round than its own
             self._drift.moved()
         elif opt.anchored and info.key.fragment < opt.fragments:
             self._drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
@@ -74,7 +76,7 @@ class OuterSync:
         self._resynchronizer.on_round(info, behind=behind, split=split)
 
     def after_step(self) -> bool:
-        """Between two steps. True if the swarm's weights were taken over just now, after a missed round."""
+        """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
         back = self._resynchronizer.adopt_fetched()
         if back:
             self._exchange.next_round = self._opt.round
@@ -82,14 +84,14 @@ class OuterSync:
         return back
 
     def offer(self) -> None:
-        """Hand out the slow weights if somebody waits for them."""
+        """Hand out the slow weights if a peer waits for them."""
         opt = self._opt
         self._server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
 
     def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
-        return None if self._resynchronizer.diverged else self._drift.newest  # nobody should give way to diverged weights
+        return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights
 
     def _took_over(self) -> None:
         self._drift.moved()
-        if not self._opt.anchored:  # then it was refused for being far away, and is no longer
-            self._watch.forget()
+        if not self._opt.anchored:  # it was refused for being far away, and is no longer
+            self._screen.forget()

@@ -1,4 +1,4 @@
-"""What a node knows of its own exchanges and of who is missing, for its record in the directory and for its user."""
+"""A node's account of its own exchanges and of missing members, for its record in the directory and for its user."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.swarm.exchange.stats import RECENT, ExchangeStats
-from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.partition_detector import PartitionDetector
+from shoal.swarm.membership.view import DirectoryView
 
-LOOK_S = 1.0  # seconds between two looks at who is there: records change every five
+LOOK_S = 1.0  # seconds between two looks at the members: records change every five
 
 
 class SelfReport:
-    """One node's. ``sketch``: what to tell of the slow weights (swarm/drift.py); ``clock``: seconds."""
+    """One node's account. ``sketch`` gives a sketch of the slow weights (``shoal.swarm.state.drift``); ``clock``: seconds."""
 
     def __init__(
         self,
         stats: ExchangeStats,
-        directory: Directory,
+        directory: DirectoryView,
         me: str,
         sketch: Callable[[], tuple[int, int, tuple[float, ...]] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -31,11 +31,11 @@ class SelfReport:
         self._looked = float("-inf")
 
     def waited(self, seconds: float) -> None:
-        """Training stood still for so long in the round that has just ended."""
+        """Note that training stood still for ``seconds`` in the round that has just ended."""
         self._waits.append(seconds)
 
     def details(self) -> dict[str, Any]:
-        """The fields of this node's ``Member``."""
+        """Return the fields of this node's ``Member`` that have defaults."""
         suspicion = self.absence.suspicion
         return {
             **self.stats.report(),
@@ -44,8 +44,8 @@ class SelfReport:
             **(suspicion.fields() if suspicion is not None else {}),
         }
 
-    def news(self) -> list[str]:
-        """Sentences about who vanished and came back; looks at most once a second, and touches no network."""
+    def events(self) -> list[str]:
+        """Return sentences about members that vanished or came back. Looks at most once a second, and touches no network."""
         now = self._clock()
         if now - self._looked < LOOK_S:
             return []

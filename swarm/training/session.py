@@ -22,7 +22,6 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -36,29 +35,21 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.directory import State as DirectoryState
-from shoal.swarm.membership.membership import SHOAL_VERSION, Membership, NetworkOptions
+from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import Speed, make_outer, round_length
-from shoal.swarm.training.outer_sync import OuterSync
-from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, least_used, new_swarm, parameters_of
+from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, new_swarm, parameters_of
+from shoal.swarm.training.shard import Shard, least_used
 
 ANNOUNCE_S = 1.0  # seconds between two announcements within a round
-LEAVE_S = 2.0
 READ_S = 10.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Part ``index`` (from 0) of ``of`` parts of the data, which the fewest other members train on."""
-
-    index: int
-    of: int
 
 
 class Session:
@@ -72,20 +63,17 @@ class Session:
         """The swarm's, which peers began with and deal the data by."""
         everyone = membership.directory.members()
         of, peer = membership.manifest.shards, membership.identity.peer_id
-        self.shard = Shard(least_used(everyone, of, peer), of)
-        """Which part of the data to train on, so that peers learn from different ones; nobody checks it."""
+        self.shard = Shard(least_used(everyone, of, peer), of, self.seed)
+        """The part of the data to train on, so that peers learn from different ones; nobody checks it."""
         self._digest = model_digest(params)
-        self._watch = make_screen(self.settings)
+        self._screen = make_screen(self.settings)
         self._exchange: SessionExchange | None = None
-        self._follower: OuterSync | None = None
+        self._member: TrainingMember | None = None
         self._opt: OuterOptimizer | None = None
         self._on_round: Callable[[RoundInfo], None] | None = None
         self._loss: float | None = None
         self._speed, self._announced, self._round = Speed(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
-        self._reporter: StatusReporter | None = None
-        self._sent, self._received = 0, 0
-        self._waited_before = 0.0
         self._finished = self._closed = False
 
     @property
@@ -99,7 +87,7 @@ class Session:
             inner = make_exchange(
                 self._membership,
                 self.settings,
-                self._watch,
+                self._screen,
                 seed=self.seed,
                 model=self._digest,
                 fragments=self._expected().fragments,
@@ -150,79 +138,64 @@ class Session:
                 f"codec {self.settings.codec}, so make it so, or by s.optimizer(inner)."
             )
         assert self._exchange is not None  # it is what called
-        opt.run, self._opt = self._membership.swarm, opt
-        self._on_round, opt.on_round = opt.on_round, self._saw
+        membership = self._membership
+        opt.run, self._opt = membership.swarm, opt
+        self._member = member = TrainingMember(
+            membership,
+            opt,
+            self._exchange.inner,
+            self._screen,
+            model=self._digest,
+            name=self._name,
+            shard=self.shard,
+            publisher=membership.directory,
+        )
+        self._on_round, opt.on_round = opt.on_round, self._after_round
         try:
-            self._follower = begin(
-                self._membership, self._digest, opt, self._exchange.inner, self._watch, self._announce, first=self._first
-            )
+            begin(membership, self._digest, opt, member, self._announce, first=self._first)
         except BaseException:
-            self._opt, opt.on_round = None, self._on_round
+            self._opt = self._member = None
+            opt.on_round = self._on_round
             raise
         opt.register_step_post_hook(self._after_step)
-        self._reporter = StatusReporter(self._membership, self._name)
+        member.reporter = StatusReporter(membership, self._name)
         self._announce("training")
 
     def _announce(self, state: DirectoryState) -> None:
-        opt, exchange = self._opt, self._exchange
+        assert self._member is not None
+        self._measure(self._member)
+        self._member.announce(state, self._loss, self._rate)
+
+    def _measure(self, member: TrainingMember) -> None:
+        opt = self._opt
         assert opt is not None
-        assert exchange is not None
-        now, waited = time.monotonic(), exchange.inner.waited
+        now, waited = time.monotonic(), member.exchange.waited
         if opt.steps > self._since:
             self._rate = self._speed.add(opt.steps - self._since, now - self._announced - (waited - self._waited))
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
-        self._membership.directory.announce(
-            name=self._name,
-            round=opt.round,
-            step=opt.steps,
-            loss=self._loss,
-            steps_per_s=self._rate,
-            shard=self.shard.index,
-            shards=self.shard.of,
-            model=self._digest,
-            state=state,
-            version=SHOAL_VERSION,
-            details=self._follower.self_report.details() if self._follower is not None else None,
-        )
-        if self._reporter is not None:
-            self._reporter.progress(state, opt.round, opt.steps, self._loss, self._rate)
 
     def report(self, loss: float) -> None:
         """Tell what others see as this node's training loss, nats; what is not finite they do not see."""
         self._loss = float(loss) if math.isfinite(loss) else None
 
-    def _saw(self, info: RoundInfo) -> None:
-        if self._follower is not None and self._exchange is not None:
-            self._follower.saw(info)
-            suspicions = self._watch.suspicions()
-            self._tell(info, self._exchange.inner.waited, len(suspicions))
-            for suspicion in suspicions:
-                log.warning("refused what peer %s sent in round %d: %s", short(suspicion.peer), suspicion.key.round, suspicion)
+    def _after_round(self, info: RoundInfo) -> None:
+        if self._member is not None:
+            report = self._member.on_round(info)
+            self._member.report_round(info, report, self._loss)
+            for rejected in report.rejected:
+                log.warning("refused what peer %s sent in round %d: %s", short(rejected.peer), rejected.key.round, rejected)
             if line := self._membership.news():
                 log.warning("%s", line)
         if self._on_round is not None:
             self._on_round(info)
 
-    def _tell(self, info: RoundInfo, waited: float, suspicious: int) -> None:
-        """Those who watch, and the own record, of a round that is over; ``waited``: seconds of all rounds so far."""
-        assert self._follower is not None
-        traffic, wait = self._membership.host.traffic, waited - self._waited_before
-        sent, received = traffic.sent - self._sent, traffic.received - self._received
-        self._waited_before, self._sent, self._received = waited, traffic.sent, traffic.received
-        self._follower.self_report.waited(wait)
-        if self._reporter is not None:
-            self._reporter.round(
-                info.members, round=info.key.round, step=info.step, loss=self._loss, sent=sent, received=received, wait_s=wait,
-                suspicious=suspicious,
-            )  # fmt: skip
-
     def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
-        """What a member owes the others between two steps."""
-        if self._closed or self._follower is None:
+        """Do a member's duties between two steps."""
+        if self._closed or self._member is None:
             return
-        if self._follower.after_step():
+        if self._member.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round)
-        for sentence in self._follower.self_report.news():
+        for sentence in self._member.self_report.events():
             log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")
@@ -246,13 +219,13 @@ class Session:
         if self._closed:
             return
         try:
-            if self._follower is not None:
-                self._announce("leaving")
-                self._membership.directory.leave(LEAVE_S)
+            if self._member is not None:
+                self._measure(self._member)
+                self._member.leave(self._loss, self._rate)
         finally:
             self._closed = True
-            if self._reporter is not None:
-                self._reporter.close()
+            if self._member is not None and self._member.reporter is not None:
+                self._member.reporter.close()
             if self._exchange is not None:
                 self._exchange.close()
             self._membership.close()

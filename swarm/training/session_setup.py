@@ -6,11 +6,9 @@ does not know; in one of own loops the manifest has their digest. So who has oth
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -21,7 +19,6 @@ from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.robust import UpdateScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -29,9 +26,9 @@ from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.training.outer_sync import OuterSync
+from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.digest import digest
-from shoal.swarm.wire.member import Member, seal
+from shoal.swarm.wire.member import seal
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""
@@ -107,27 +104,23 @@ def begin(
     membership: Membership,
     model: str,
     opt: OuterOptimizer,
-    exchange: PairExchange | GroupExchange,
-    watch: UpdateScreen,
+    member: TrainingMember,
     announce: Callable[[DirectoryState], None],
     *,
     first: bool,
-) -> OuterSync:
+) -> None:
     """Take over the swarm's weights unless this node is its ``first``, and wait until the swarm begins.
 
     Raises:
         ModelDiffersError: the model does not fit.
-        SessionError, NetworkError: nobody hands out weights, or too few peers come, within ``PATIENCE_S``.
+        SessionError, NetworkError: no peer hands out weights, or too few peers come, within ``PATIENCE_S``.
     """
     state = None if first else _weights(membership, model, opt, announce)
-    outer_sync = OuterSync(membership, model, opt, exchange, watch)
+    member.begin(state)
     if state is not None:
-        outer_sync.begin_from(state)
         log.info("took over the swarm's weights at round %d", state.round)
-    outer_sync.begin()
     announce("waiting")
-    _wait_for_start(membership, opt, outer_sync)
-    return outer_sync
+    _wait_for_start(membership, opt, member)
 
 
 def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State | None:
@@ -160,15 +153,15 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
         directory.wait_for(len(directory.members()) + 1, LOOK_S)
 
 
-def _wait_for_start(membership: Membership, opt: OuterOptimizer, outer_sync: OuterSync) -> None:
+def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: TrainingMember) -> None:
     directory, wanted = membership.directory, membership.manifest.start_when
     began = time.monotonic()
     reminder, end = began + REMIND_S, began + PATIENCE_S
     while opt.round == 0 and not directory.wait_for(wanted, LOOK_S):
         others = directory.members().values()
-        if any(member.state == "training" and member.round > 0 for member in others):
+        if any(other.state == "training" and other.round > 0 for other in others):
             return
-        outer_sync.offer()  # newcomers may wait for these weights
+        member.sync.offer()  # newcomers may wait for these weights
         if time.monotonic() >= end:
             raise SessionError(f"Only {len(others)} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
         if time.monotonic() >= reminder:
@@ -199,13 +192,3 @@ class SessionExchange:
     def close(self) -> None:
         """Go on alone from now on."""
         self._closed = True
-
-
-def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
-    """The shard, of so many, that the fewest others hold; ties fall differently on each peer."""
-    held = Counter(m.shard for m in members.values() if m.shards == shards and m.peer != peer)
-
-    def preference(index: int) -> tuple[int, bytes]:
-        return held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()
-
-    return min(range(shards), key=preference)

@@ -25,8 +25,9 @@ from shoal.optim import (
     methods_with,
 )
 from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import KNOBS, OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import OuterError, make_outer
+from shoal.swarm.training.outer_factory import make_outer
 from shoal.swarm.wire.pair import Offer
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"

@@ -10,8 +10,8 @@ from shoal.node.task import Shard, Task
 from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
+from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import OuterError
 
 
 class Tiny(Task):

@@ -90,7 +90,7 @@ class Node:
         return made
 
     def on_round(self, info):
-        self.outer_sync.saw(info)
+        self.outer_sync.on_round(info)
         self.rounds.append(self.opt.round)
 
     def step(self):

@@ -26,16 +26,16 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
     directory = SimpleNamespace(everyone=lambda: there, departed=dict)
     stats = ExchangeStats()
     self_report = SelfReport(stats, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
-    assert self_report.news() == []
+    assert self_report.events() == []
     assert member(ME, **self_report.details()).wait_s == 0.0
     stats.failed(RoundKey("run", 1), ANNA, "timeout")
     for seconds in [9.0, *[0.5] * RECENT]:
         self_report.waited(seconds)
     there = {ME: member(ME)}
     now[0] = 1.5
-    assert self_report.news() == []
+    assert self_report.events() == []
     now[0] += CONFIRM
-    (said,) = self_report.news()
+    (said,) = self_report.events()
     assert said.startswith("a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)")
     record = member(ME, **self_report.details())
     assert (record.wait_s, record.failures, record.blamed) == (0.5, (("timeout", 1),), ((ANNA, "timeout", 1),))
@@ -49,5 +49,5 @@ def test_it_looks_at_most_once_a_second():
     self_report = SelfReport(ExchangeStats(), directory, ME, clock=lambda: now[0])
     for quarter in range(12):
         now[0] = quarter / 4
-        self_report.news()
+        self_report.events()
     assert looks == [0.0, 1.0, 2.0]

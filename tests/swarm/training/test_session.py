@@ -185,7 +185,7 @@ def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_w
         s.report(1.5)
         loop(opt, module, 1)
         (me,) = s._membership.directory.members().values()
-        watched = s._reporter.status()
+        watched = s._member.reporter.status()
     assert me.sketch[:2] == (ROUNDS - 1, 0)
     assert me.wait_s >= 0
     assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [

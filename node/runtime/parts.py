@@ -1,0 +1,49 @@
+"""The parts that a node is built of before it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.node.config.settings import Settings
+from shoal.node.metrics.log import Metrics
+from shoal.node.rl.rollout_sharing import RolloutSharing
+from shoal.node.runtime.refusal_log import RefusalLog
+from shoal.node.runtime.result import Result
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer
+from shoal.node.verify.service import Verification
+from shoal.swarm.membership.membership import Membership
+from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.member import TrainingMember
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """A node in its swarm, ready to train."""
+
+    settings: Settings
+    """The user's, with the swarm's in place of the outer, train and task settings."""
+    device: torch.device
+    membership: Membership
+    trainer: Trainer
+    shard: Shard
+    member: TrainingMember
+    sharing: RolloutSharing | None
+    """Present where rollouts are shared."""
+    verification: Verification | None
+    """Present where nodes verify each other."""
+    result: Result
+    metrics: Metrics
+    refusals: RefusalLog
+    status: StatusReporter
+
+    def close(self) -> None:
+        """Stop whatever runs beside training, in the order in which nothing misses a part that it uses."""
+        self.status.close()
+        if self.verification is not None:
+            self.verification.close()
+        if self.sharing is not None:
+            self.sharing.close()
+        self.metrics.close()
