@@ -9,13 +9,13 @@ import pytest
 
 CHILD = """
 import sys, threading
-from shoal.node.stopper import Stopper, end_with_parent
-stopper = Stopper()
-stopper.install()
+from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
+signals = ShutdownSignals()
+signals.install()
 if sys.argv[1] == "parent":
     end_with_parent(int(sys.argv[2]), 0.05)
 if sys.argv[1] == "orderly":
-    stopper.orderly(lambda: print("asked", flush=True))
+    signals.orderly(lambda: print("asked", flush=True))
 try:
     print("ready", flush=True)  # within: the signal may come as soon as this is read
     threading.Event().wait(20)
