@@ -30,7 +30,7 @@ from shoal.swarm.manifest.outer import KNOBS, OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import make_outer
 from shoal.swarm.wire.pair import Offer
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]
 VALUES = {
     "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
