@@ -1,4 +1,4 @@
-"""The exit codes of ``shoal``: what each says to a script."""
+"""The exit codes of ``shoal``, for scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ended."""
+    """The exit status of a command."""
 
     OK = 0
     """The command did all that it was asked for."""
@@ -54,5 +54,5 @@ MEANING: dict[ExitCode, str] = {
 
 
 def epilogue() -> str:
-    """The exit codes on one line each, for ``shoal --help``."""
+    """Return the exit codes, one a line, for ``shoal --help``."""
     return "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANING.items())

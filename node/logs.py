@@ -1,4 +1,4 @@
-"""Where the log goes, and how much of it."""
+"""The set-up of logging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 def log_to_stderr(verbose: bool) -> None:
     """Log to stderr, for as long as the process lives."""
-    # Warnings of ours are for the user; the rest, and all that libraries say, only with --verbose.
+    # Warnings of shoal are for the user; the rest, and what libraries log, come only with --verbose.
     level = logging.WARNING if verbose else logging.ERROR
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.WARNING)

@@ -1,4 +1,4 @@
-"""What a person sees while a node trains: a live bar on a terminal, plain lines elsewhere; always on stderr."""
+"""The display of a run: a live bar on a terminal, plain lines elsewhere; always on stderr."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ LINE_EVERY_S = 10.0
 
 
 class Display(Protocol):
-    """Shows a run. All calls return at once and may come from any one thread."""
+    """A display of a run. All calls return at once and may come from any one thread."""
 
     def start(self, total_steps: int) -> None:
         """Begin; ``total_steps`` of 0 means without end."""
 
     def update(self, step: int, loss: float, steps_per_s: float) -> None:
-        """After each inner step: steps done, its training loss in nats, and the speed."""
+        """Show an inner step: the number of steps done, its training loss in nats, and the speed."""
 
     def round(self, info: RoundRecord) -> None:
-        """After each round."""
+        """Show a round."""
 
     def message(self, text: str) -> None:
-        """One line about something that happened."""
+        """Show one line about an event."""
 
     def close(self) -> None:
         """End and leave the terminal as it was; a second call does nothing."""
 
 
 def clean(text: str) -> str:
-    """``text`` without control characters: names come from strangers and could drive the terminal."""
+    """Return ``text`` without control characters: names come from strangers and could drive the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -47,7 +47,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def describe(info: RoundRecord) -> str:
-    """One round in one line."""
+    """Describe one round in one line."""
     partner = f"with {clean(info.partner)}" if info.partner is not None else "alone"
     return (
         f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}, "
@@ -56,7 +56,7 @@ def describe(info: RoundRecord) -> str:
 
 
 class LineDisplay:
-    """Plain lines: one for each round and message, and one on the progress every ten seconds."""
+    """A display in plain lines: one for each round and message, and one on the progress every ten seconds."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -84,7 +84,7 @@ class LineDisplay:
         print(clean(text), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class LiveDisplay:
@@ -96,8 +96,8 @@ class LiveDisplay:
             BarColumn(bar_width=16),
             TimeRemainingColumn(),
             TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
-            # A ratio takes what the others leave, so a narrow terminal cuts this column alone.
-            # No markup, because the partner's name is a stranger's.
+            # A ratio takes the space that the others leave, so a narrow terminal cuts this column alone.
+            # No markup, because the partner's name comes from a stranger.
             TextColumn("{task.fields[round]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=console,
             expand=True,

@@ -1,4 +1,4 @@
-"""Getting into a swarm by settings: the manifest that follows from them, those that follow from the manifest, and the shard."""
+"""Joining a swarm by settings: settings to a manifest, a manifest to settings, and the choice of a shard."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.member import Member, seal
 
 KNOWN_PEERS = "peers.json"
-AWAIT_S = 20.0  # seconds that who returns to a silent swarm waits for the others: two searches, and two readings of the directory
+AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 
 
 def task_label(hooks: str) -> str:
-    """The name of a task in the manifest: without the folder, which is each machine's own affair."""
+    """Return the name of a task in the manifest: without the folder, which differs between machines."""
     where, colon, name = hooks.rpartition(":")
     return PurePath(where).name + colon + name
 
 
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
-    """What all peers must agree on: for rl that is also what is learnt, while how and by which model is each node's own affair."""
+    """Return the task options that all peers share. For rl that is also the environment, but neither policy nor algorithm."""
     if settings.task.hooks == agreement.TEXT:
         return agreement.told(settings.task.options)
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
@@ -50,7 +50,7 @@ def new_manifest(
     terms: Terms | StretchTerms | None = None,
     agreed: Mapping[str, int | float | str | bool] | None = None,
 ) -> bytes:
-    """The sealed manifest of a new swarm; ``terms`` if claims are made in it, ``agreed`` as ``Task.agreed_options`` says."""
+    """Return the sealed manifest of a new swarm. ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``."""
     manifest = Manifest(
         name=settings.swarm.name,
         created=time.time(),
@@ -70,27 +70,31 @@ def new_manifest(
 
 
 def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
-    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another's."""
+    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another peer's."""
     return membership.create(identity, sealed, network(settings))
 
 
 def join(settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None) -> Membership:
-    """Start a node in the swarm of ``link``, alone if need be where it has been before (``sealed``: the manifest). A ShoalError."""
+    """Start a node in the swarm of ``link``. ``sealed``: the manifest, if it was a member before; then no peer need answer.
+
+    Raises:
+        ShoalError: as ``membership.join``.
+    """
     return membership.join(identity, link, network(settings), sealed)
 
 
-def await_others(membership: Membership, say: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
-    """After a return to a swarm of which nobody is in sight: wait a moment for who was known, and tell what comes then."""
+def await_others(membership: Membership, log: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+    """Wait a moment for known peers, if this node has returned to a swarm in which no peer answers, and log the outcome."""
     host, directory = membership.host, membership.directory
     if host.entry() or len(directory.members()) > 1:
         return
-    say(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
+    log(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
-        say(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
+        log(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
 
 
 def network(settings: Settings) -> NetworkOptions:
-    """Where this node is on the network, and whom it meets; it also tries the peers it met in an earlier run."""
+    """Return the network options of the settings; the node also tries the peers that it met in an earlier run."""
     node, who = settings.node, lists(settings.peers)
     return NetworkOptions(
         listen=tuple(node.listen),
@@ -107,7 +111,7 @@ def network(settings: Settings) -> NetworkOptions:
 
 
 def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
-    """This node's own settings with the swarm's in place of its outer, train and task settings.
+    """Return this node's settings with the swarm's in place of its outer, train and task settings.
 
     Raises:
         DataError: the swarm names a path as its data.
@@ -135,14 +139,14 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
         update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}
     )
     train = manifest.train
-    if "steps" in settings.train.model_fields_set:  # how long a node takes part is its own affair
+    if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part
         train = train.model_copy(update={"steps": settings.train.steps})
     agreed = {"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm, "verify": manifest.verify}
     return settings.model_copy(update=agreed)
 
 
 def _agreed_env(own: RLSettings, label: str) -> str:
-    """How this node finds the swarm's environment. What comes from the swarm is never imported, so a class must be named here."""
+    """Return the name by which this node loads the swarm's environment. A class that only the swarm names is never imported."""
     if env_label(own.env) == label:
         return own.env
     if "env" in own.model_fields_set:
@@ -153,7 +157,7 @@ def _agreed_env(own: RLSettings, label: str) -> str:
 
 
 def own_data(settings: Settings) -> dict[str, str]:
-    """The task option that is each node's own affair."""
+    """Return the task option that differs between nodes: the place of the data."""
     return {"data": settings.node.data} if settings.node.data else {}
 
 
@@ -165,7 +169,7 @@ def make_task(settings: Settings) -> Task:
 
 
 def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str) -> Shard:
-    """The shard the user asked for, else the one that the fewest others hold (ties fall differently on each peer)."""
+    """Return the shard that the user asked for, else the one that the fewest others hold (each peer breaks ties differently)."""
     seed = manifest.train.seed
     pair = settings.node.shard_pair
     if pair is not None:

@@ -1,4 +1,4 @@
-"""The parts that a node is built of before it trains."""
+"""The parts of a node, built before it trains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NodeParts:
     status: StatusReporter
 
     def close(self) -> None:
-        """Stop whatever runs beside training, in the order in which nothing misses a part that it uses."""
+        """Close the parts that run beside training; each before the parts that it uses."""
         self.status.close()
         if self.verification is not None:
             self.verification.close()

@@ -1,6 +1,6 @@
-"""What this node refused of others: noted in its metrics while it runs, and told from there by ``shoal status --folder``.
+"""The refusals of this node: written to its metrics while it runs, and read from there by ``shoal status --folder``.
 
-No peer's record tells it, for whoever refuses may be wrong, and nobody should learn what exactly another node refuses.
+They are in no record for other peers: this node may be wrong, and no peer should learn exactly what another refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shoal.swarm.errors import ShoalError
 
 RECENT_S = 600.0  # "of late"
-SAY_S = 60.0  # between two lines about it
+LOG_S = 60.0  # between two log lines about it
 
 
 class RefusalsError(ShoalError):
@@ -22,48 +22,51 @@ class RefusalsError(ShoalError):
 
 
 class RefusalLog:
-    """Of one run. ``count``: reason -> how often so far; ``write``: into the metrics; ``say``: tells the user in a line."""
+    """The refusals of one run.
+
+    ``count`` returns the number so far for each reason, ``write`` writes to the metrics, ``log`` shows the user a line.
+    """
 
     def __init__(
         self,
         count: Callable[[], dict[str, int]],
         write: Callable[..., None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count, self._write, self._say, self._clock = count, write, say, clock
-        self._noted: dict[str, int] = {}
-        self._said: dict[str, int] = {}
+        self._count, self._write, self._log, self._clock = count, write, log, clock
+        self._written: dict[str, int] = {}
+        self._logged: dict[str, int] = {}
         self._next = float("-inf")
 
     def look(self) -> None:
-        """Note what has been refused since the last look, and say so at most once a minute; after each round."""
+        """Write what was refused since the last look, and log it at most once a minute; after each round."""
         now = self.now()
-        if now != self._noted:
-            self._noted = now
+        if now != self._written:
+            self._written = now
             self._write("refused", **now)
-        since = grown(now, self._said)
+        since = grown(now, self._logged)
         if since and self._clock() >= self._next:
-            self._next, self._said = self._clock() + SAY_S, now
-            self._say(f"refused of others since the last such line: {listed(since)}")
+            self._next, self._logged = self._clock() + LOG_S, now
+            self._log(f"refused of others since the last such line: {listed(since)}")
 
     def now(self) -> dict[str, int]:
-        """Reason -> how often, so far."""
+        """Return the number of refusals so far for each reason."""
         return {reason: count for reason, count in self._count().items() if count}
 
 
 def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """By how much each count has grown."""
+    """Return by how much each count has grown; those that have not are left out."""
     return {reason: count - before.get(reason, 0) for reason, count in now.items() if count > before.get(reason, 0)}
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """The counts in words, the largest first."""
+    """Describe the counts in words, the largest first."""
     return ", ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
-    """What the newest run in the metrics file ``path`` refused: in all, and in the last ten minutes before ``now`` (Unix seconds).
+    """Return what the newest run in the metrics file ``path`` refused: in all, and in the ten minutes before ``now`` (Unix).
 
     RefusalsError if there is no such file.
     """
@@ -79,7 +82,7 @@ def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def _counted(lines: Iterable[str], since: float) -> tuple[dict[str, int], dict[str, int]]:
-    """The newest counts of the last run, and those that it had at ``since``."""
+    """Return the newest counts of the last run, and those that it had at ``since``."""
     total: dict[str, int] = {}
     before: dict[str, int] = {}
     for line in lines:
@@ -96,7 +99,7 @@ def _counted(lines: Iterable[str], since: float) -> tuple[dict[str, int], dict[s
 
 
 def sentence(found: Mapping[str, Any]) -> str:
-    """What `read_refusals` found, for people."""
+    """Describe the result of `read_refusals` for people."""
     if not found["total"]:
         return "This node has refused nothing of others since it started."
     recent = listed(found["recent"]) or "nothing"

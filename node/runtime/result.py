@@ -1,4 +1,4 @@
-"""What a node's run came to, as an object and as a file."""
+"""The result of a node's run, as an object and as a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULT = "result.json"
 
 @dataclass
 class Result:
-    """What a node's run came to; written to ``result.json`` in its folder and printed by --json."""
+    """The result of a node's run; written to ``result.json`` in its folder and printed by --json."""
 
     name: str
     peer: str
@@ -31,31 +31,31 @@ class Result:
     exchanges: int = 0
     """Rounds in which a partner's contribution was committed."""
     pairs_none: int = 0
-    """Rounds in which nobody answered."""
+    """Rounds without a partner."""
     suspicious: int = 0
-    """Contributions that this node refused because they lay too far away (swarm/defence.py)."""
+    """Contributions that this node refused for their distance (``shoal.swarm.exchange.robust.UpdateScreen``)."""
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0
     wall_s: float = 0.0
     restarts: int = 0
-    """How often the network daemon had to be started again."""
+    """Restarts of the network daemon."""
     refused: dict[str, int] = field(default_factory=dict)
-    """What of others' was refused, by reason: streams and calls (swarm/entrance.py), and gossiped records (swarm/gossip.py)."""
+    """Refused streams, calls and gossiped records of others, by reason (``Membership.refused``)."""
     task: dict[str, int | float] = field(default_factory=dict)
-    """What the task says of it besides (``Task.extra_results``): of text ``bits_per_byte``, ``loss_last`` in bits for each byte,
-    which can be compared where tokenizers differ, and of a stream ``skipped``, how often a record could not be used."""
+    """The task's own results (``Task.extra_results``). Text: ``bits_per_byte``, ``loss_last`` in bits for each byte, which can be
+    compared where tokenizers differ; a stream also ``skipped``, the number of records that could not be used."""
     interrupted: bool = False
     not_saved: str | None = None
-    """Why the end of the run could not be saved, if so."""
+    """The reason if the end of the run could not be saved."""
     rl: dict[str, Any] | None = None
-    """What reinforcement learning came to, where that is the task (node/rl/session.py)."""
+    """The report of ``RolloutSharing``, where the task is reinforcement learning."""
     verify: dict[str, Any] | None = None
-    """What was claimed, checked and found, where nodes verify each other (node/verify/session.py)."""
+    """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write ``value`` as JSON; the file is replaced as a whole or not at all."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)

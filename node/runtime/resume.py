@@ -1,7 +1,7 @@
-"""From what a node begins: from nothing, from its own checkpoint, or from one of another swarm.
+"""The start of a run: from nothing, from its own checkpoint, or from one of another swarm.
 
-In its own swarm a checkpoint goes on bit by bit (``Trainer.resume``). In another one, which may have another method, codec or
-number of peers, whatever means the same there is taken over, and the rest is named. That is for who asks for it (--resume-from).
+In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from), which may have another method,
+codec or number of peers, whatever means the same there is taken over, and the rest is named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
 
 PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
-"""What changes in a learning-rate scheduler as it goes on, besides names with an underscore; the rest says which one it is."""
+"""The fields of a learning-rate scheduler that change as it goes on, besides those with an underscore; the rest identify it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SavedRun:
     """A checkpoint of a node."""
 
     path: Path
-    """As the user named it: a checkpoint, or a folder of them."""
+    """The path that the user named: a checkpoint, or a folder of them."""
     swarm: str
     sealed: bytes
     """The manifest of that swarm."""
@@ -46,12 +46,12 @@ class SavedRun:
 
     @property
     def shard(self) -> Shard:
-        """Which part of the data it was trained on."""
+        """The part of the data that it was trained on."""
         return Shard(*self.trainer["shard"])
 
 
 def find(node: NodeSettings) -> SavedRun | None:
-    """The checkpoint that the settings ask for; None to begin from nothing.
+    """Return the checkpoint that the settings ask for; None to begin from nothing.
 
     Raises:
         CheckpointError: there is none, it is damaged, or the node's folder holds those of another run.
@@ -86,7 +86,7 @@ def _read(path: Path) -> SavedRun:
 
 
 def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
-    """CheckpointError if the user asks for other outer settings than the swarm has: those of a swarm never change."""
+    """Raise CheckpointError if the user asks for other outer settings than the swarm has: those of a swarm never change."""
     for name in sorted(asked.model_fields_set):
         wanted, fixed = getattr(asked, name), getattr(saved.manifest.outer, name)
         if wanted is not None and wanted != fixed:
@@ -97,7 +97,7 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
 
 
 def with_its_task(settings: Settings, saved: SavedRun) -> Settings:
-    """``settings`` of a new swarm, with the task and its options from the checkpoint where the user says nothing of them."""
+    """Return ``settings`` of a new swarm, with the checkpoint's task and options where the user gave none."""
     task, manifest = settings.task, saved.manifest
     if task.model_fields_set or manifest.task not in BUILT_IN_TASKS:
         return settings
@@ -110,10 +110,10 @@ def with_its_task(settings: Settings, saved: SavedRun) -> Settings:
 
 
 def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun | None:
-    """``saved`` if it is of this very swarm; None if the node begins anew or comes from another one, as the user said.
+    """Return ``saved`` if it is of this very swarm; None if the node begins anew, or from another one as the user asked.
 
     Raises:
-        CheckpointError: it is of another swarm, and nobody said that it may be.
+        CheckpointError: it is of another swarm, and the user did not allow that.
     """
     if saved is None or saved.swarm == swarm:
         return saved
@@ -126,7 +126,7 @@ def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun 
 
 
 def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
-    """Put what was saved into ``trainer``; returns what to tell the user, one sentence each.
+    """Load ``saved`` into ``trainer``, and return sentences for the user.
 
     In another swarm the weights come over too: the caller replaces them if that swarm has weights of its own.
 
@@ -143,12 +143,12 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
             f"say --steps with more than {steps}, or 0 for no end."
         )
     dropped = migrate_state(trainer, saved.trainer, saved.manifest.outer)
-    told = [f"goes on from step {steps} of the checkpoint in {str(saved.path)!r}, of another swarm"]
-    return [*told, f"not carried over: {'; '.join(dropped)}"] if dropped else told
+    lines = [f"goes on from step {steps} of the checkpoint in {str(saved.path)!r}, of another swarm"]
+    return [*lines, f"not carried over: {'; '.join(dropped)}"] if dropped else lines
 
 
 def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings) -> list[str]:
-    """Go on from the ``state`` of a trainer with other settings; returns what could not be used, a phrase each.
+    """Continue from the ``state`` of a trainer with other settings, and return phrases for what could not be used.
 
     Model, slow weights, the inner optimizer's state, steps and random numbers always come over; the learning-rate schedule, the
     place in the data, the outer momentum and the codec's memory where they mean the same.
@@ -160,14 +160,14 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
     trainer.check_model(state)
     opt, saved = trainer.opt, state["optimizer"]
     fits = _same_schedule(trainer, state["scheduler"])
-    # An older shoal did not note the kind of rule; of the same method it is the same.
+    # An older shoal did not save the kind of rule; the same method has the same one.
     kind = kind_of(opt.rule) if was.method == trainer.outer.method else _momentum_of(was)
     try:
         dropped = migrate_outer_state(opt, saved, kind=kind, groups=fits, methods=(was.method, trainer.outer.method))
     except ValueError as error:
         raise TrainingError(f"The checkpoint is of another model ({error}): use the same task and options.") from error
     trainer.model.load_state_dict(state["model"])
-    if opt.round == 0:  # so that who joins takes over these weights, and does not begin from those of the seed
+    if opt.round == 0:  # so that peers that join take over these weights, not those of the random seed
         opt.round, opt.applied = 1, [0] * opt.fragments
     if trainer.scheduler is not None and fits:
         trainer.scheduler.load_state_dict(state["scheduler"])
@@ -185,7 +185,7 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
 
 
 def _momentum_of(was: OuterSettings) -> str:
-    """The kind of rule whose momentum a method of that name has."""
+    """Return the kind of rule whose momentum the method of ``was`` has."""
     kinds = {"noloco": "NoLoCo", "local": "NoLoCo", "none": "LocalSGD", "gasloc": "GASLoC", "co2": "CO2", "eager": "Eager"}
     return kinds.get(was.method) or ("DiLoCo" if method_named(was.method).sends == "displacement" else "Sparta")
 
@@ -193,9 +193,9 @@ def _momentum_of(was: OuterSettings) -> str:
 def _same_schedule(trainer: Trainer, saved: Mapping[str, Any] | None) -> bool:
     if trainer.scheduler is None or saved is None:
         return False
-    mine = plain(trainer.scheduler.state_dict())
-    constant = [name for name in mine if name not in PROGRESS and not name.startswith("_")]
-    return mine.keys() == saved.keys() and all(mine[name] == saved[name] for name in constant)
+    own = plain(trainer.scheduler.state_dict())
+    constant = [name for name in own if name not in PROGRESS and not name.startswith("_")]
+    return own.keys() == saved.keys() and all(own[name] == saved[name] for name in constant)
 
 
 def _shown(shard: Shard) -> str:
@@ -203,10 +203,10 @@ def _shown(shard: Shard) -> str:
 
 
 def is_newer(state: State, opt: OuterOptimizer) -> bool:
-    """Whether the swarm's ``state`` replaces what ``opt`` has from this node's checkpoint.
+    """Return True if the swarm's ``state`` replaces what ``opt`` has from this node's checkpoint.
 
-    In the same round too, if all peers of this method hold the same weights and these are others: the node had missed a round when
-    it stopped.
+    In the same round it does if all peers of this method hold the same weights and ``opt`` has others: the node had missed a
+    round when it stopped.
     """
     if state.round != opt.round or not opt.anchored:
         return state.round > opt.round

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends at once."""
+"""Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shoal.node.exit_codes import ExitCode
 
 
 class ShutdownSignals:
-    """Answers "has anybody asked us to stop?".
+    """The handler of SIGINT and SIGTERM; ``requested`` is True once one of them came.
 
-    Until ``orderly`` is called nothing needs to be drained, and the first signal interrupts at once (KeyboardInterrupt).
+    Until ``orderly`` is called there is nothing to drain, and the first signal raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class ShutdownSignals:
         self._orderly: Callable[[], None] | None = None
 
     def install(self) -> None:
-        """Take over SIGINT and SIGTERM; from the main thread only."""
+        """Handle SIGINT and SIGTERM from now on; for the main thread."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
 
     def orderly(self, on_request: Callable[[], None]) -> None:
-        """From now on the first signal sets ``requested`` and calls ``on_request`` (in the signal handler: it must be short)."""
+        """Call ``on_request`` at the first signal from now on, in the signal handler: it must be short."""
         self._orderly = on_request
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
