@@ -1,4 +1,4 @@
-"""What a user writes to train something of his own: a class with these methods (``examples/custom_model.py``).
+"""The interface of a user's own task: a class with these methods (``examples/custom_model.py``).
 
 A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones.
 """
@@ -16,7 +16,7 @@ from shoal.swarm.training.shard import Shard as Shard
 
 
 def elements(batch: Any) -> int:
-    """The number of elements of the first tensor in ``batch``; 1 if there is none."""
+    """Return the number of elements of the first tensor in ``batch``; 1 if there is none."""
     first = _first_tensor(batch)
     return 1 if first is None else first.numel()
 
@@ -29,19 +29,19 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
 
 
 class Batches(Iterator[Any]):
-    """Batches that know where they are: a checkpoint holds it, and a resumed run need not draw again what it had."""
+    """Batches with a position that a checkpoint holds, so that a resumed run need not draw earlier ones again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins: dicts and lists of numbers, texts and tensors. Small, for it is in each checkpoint."""
+        """Return the position of the next batch: dicts and lists of numbers, texts and tensors; small, for each checkpoint holds it."""
         raise NotImplementedError("batches that can be continued need state_dict()")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with the very batches that would have followed. A ShoalError, and no change, if that cannot be."""
+        """Continue from the position ``state``, with the same batches. ShoalError, and no change, if it cannot."""
         raise NotImplementedError("batches that can be continued need load_state_dict(state)")
 
 
 class Task:
-    """One model, its data and its loss. The same class with the same options runs on every peer."""
+    """A model, its data and its loss. The same class with the same options runs on every peer."""
 
     def model(self) -> torch.nn.Module:
         """Return the fresh model, on the CPU. The global torch seed is set before, so all peers begin equal."""
@@ -55,7 +55,7 @@ class Task:
         raise NotImplementedError("a task needs batches(shard)")
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
-        """``batches(shard)`` without the first ``step`` ones, where a resumed run goes on. Default: they are drawn and dropped."""
+        """Return ``batches(shard)`` after the first ``step`` ones, for a resumed run. Default: draw these and drop them."""
         return itertools.islice(self.batches(shard), step, None)
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -63,19 +63,19 @@ class Task:
         raise NotImplementedError("a task needs loss(model, batch)")
 
     def evaluate(self, model: torch.nn.Module) -> float:
-        """Return the loss in nats on held-out data: the same data on every peer, which nobody trains on."""
+        """Return the loss in nats on held-out data: the same data on every peer, on which no peer trains."""
         raise NotImplementedError("a task needs evaluate(model)")
 
     def tokens(self, batch: Any) -> int:
-        """Return how much a batch counts where peers are weighed by it, or rounds measured. Default: its first tensor's size."""
+        """Return the tokens of a batch, for weights of peers and lengths of rounds. Default: the size of its first tensor."""
         return elements(batch)
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
-        """Options that whoever joins must have too and the user did not give, such as a digest of a file. Default: none."""
+        """Return further options that all peers must share, such as a digest of a file. Default: none."""
         return {}
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
-        """What else there is to say of a run that ended with ``loss`` of ``evaluate``: goes into result.json. Default: nothing."""
+        """Return further results of a run that ended with ``loss`` of ``evaluate``, for result.json. Default: none."""
         return {}
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -88,7 +88,7 @@ class Task:
 
 
 def tokens_in(task: Any, batch: Any) -> int:
-    """How much a batch counts: what the task's ``tokens(batch)`` says, else the number of elements of its first tensor, else 1.
+    """Return the task's ``tokens(batch)``, or if it has none the number of elements of the first tensor, else 1.
 
     OuterError unless that is at least 1.
     """

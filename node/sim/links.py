@@ -1,4 +1,4 @@
-"""The networks of ``shoal sim`` by name, and how a number of kills a minute is written."""
+"""The arguments of ``shoal sim``: networks by name, kills a minute, and sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JITTER = 0.25  # of the delay, where that is given in numbers
 
 
 def parse_net(text: str) -> Links:
-    """``lan``, ``wan``, ``home``, or ``MS:MBIT``. ConfigError."""
+    """Return the network of ``lan``, ``wan``, ``home``, or ``MS:MBIT``. ConfigError."""
     if text in NETS:
         delay, jitter, mbit = NETS[text]
     else:
@@ -37,7 +37,7 @@ def parse_net(text: str) -> Links:
 
 
 def parse_churn(text: str) -> float:
-    """Kills a minute, of ``2/min`` or ``0.5``. ConfigError."""
+    """Return the kills a minute of ``2/min`` or ``0.5``. ConfigError."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(?:/min)?", text)
     if found is None:
         raise ConfigError(f"The churn {text[:40]!r} is no number of kills a minute: write it so, such as 2/min.")
@@ -45,7 +45,7 @@ def parse_churn(text: str) -> float:
 
 
 def parse_sizes(text: str, peers: int) -> list[int]:
-    """The sizes of ``--growth``: ``16,64,256``, or for ``auto`` a sixteenth, a quarter and all of ``peers``. ConfigError."""
+    """Return the sizes of ``--growth``: ``16,64,256``, or for ``auto`` a sixteenth, a quarter and all of ``peers``. ConfigError."""
     if text == "auto":
         return sorted({max(peers // 16, 2), max(peers // 4, 2), peers})
     if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", text) or not all(2 <= int(part) <= 65_536 for part in text.split(",")):

@@ -1,7 +1,7 @@
-"""One peer of ``shoal sim``: the production's outer optimizer, exchange and follower, on a simulated host, training a toy.
+"""One peer of ``shoal sim``: the product's outer optimizer, exchange and member, on a simulated host, training a toy.
 
-The outer optimizer says whose outcome it wants next (``OuterOptimizer.after_inner``), and the peer lets virtual time pass until it
-is there; no thread and no real second is spent on waiting.
+The outer optimizer returns the exchanges that it needs next (``OuterOptimizer.after_inner``), and the peer lets virtual time pass
+until they are over; no thread and no real second is spent on waiting.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal.swarm.wire.member import Member
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-NAP_S = 1.0  # virtual seconds at most that inner steps are counted together
+NAP_S = 1.0  # virtual seconds at most of inner steps that are taken together
 AGAIN_S = 5.0  # before a newcomer that got no weights asks again
 START_S = 1.0  # within which the peers begin
 
@@ -61,7 +61,7 @@ class SimPeer:
         plan = world.plan
         self.world, self.number, self.name, self.newcomer = world, number, f"p{number}", newcomer
         self.chance = random.Random(f"peer {plan.seed} {number}")
-        self.pace = plan.step_seconds * math.exp(plan.uneven * self.chance.gauss(0.0, 1.0))
+        self.step_s = plan.step_seconds * math.exp(plan.uneven * self.chance.gauss(0.0, 1.0))
         """Seconds of an inner step."""
         self.identity = world.network.identity(f"{plan.seed} {self.name}")
         self.host = world.network.host(self.name, self.identity)
@@ -95,13 +95,13 @@ class SimPeer:
             self.opt.exchange, self.opt.run = self.exchange, self.swarm
 
     def start(self) -> None:
-        """Begin its tasks."""
+        """Start the tasks of this peer."""
         if self.member is not None:
             self.host.start(self.directory.run())
         self.host.start(self._live())
 
     def unix(self) -> float:
-        """Unix seconds on its clock, which is right."""
+        """Return Unix seconds on its clock, which is right."""
         return EPOCH + self.world.network.loop.time()
 
     def _speeds(self) -> list[float]:
@@ -109,13 +109,13 @@ class SimPeer:
 
     def _record(self) -> Member:
         assert self.member is not None  # a peer that averages with nobody publishes nothing
-        fields = self.member.fields(self.state, None, 1 / self.pace)
+        fields = self.member.fields(self.state, None, 1 / self.step_s)
         return Member.model_validate({
             **fields, **self.member.self_report.details(), "swarm": self.swarm, "peer": self.identity.peer_id, "addresses": (),
             "issued": self.unix(), "version": "0",
         })  # fmt: skip
 
-    # -- what it does ----------------------------------------------------------------------------------------------------
+    # -- living ----------------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
         await asyncio.sleep(self.chance.uniform(0.0, START_S))
@@ -144,7 +144,7 @@ class SimPeer:
         opt, steps = self.opt, self.world.plan.steps
         while not steps or opt.steps < steps:
             many = self._at_once()
-            await asyncio.sleep(many * self.pace * self.chance.uniform(0.9, 1.1))
+            await asyncio.sleep(many * self.step_s * self.chance.uniform(0.9, 1.1))
             self.lesson.learn(many)
             for _ in range(many):
                 opt.count(BATCH)
@@ -161,9 +161,9 @@ class SimPeer:
             self.directory.announce()
 
     def _at_once(self) -> int:
-        """Inner steps up to the next one after which something is sent or applied, but not more than fit into a nap."""
+        """Return the inner steps up to the next one after which an exchange begins or is applied, at most ``NAP_S`` of them."""
         opt, left = self.opt, self.world.plan.steps - self.opt.steps
-        most = max(int(NAP_S / self.pace), 1) if type(opt.length) is Steps else 1  # time, or tokens, may end a round at any step
+        most = max(int(NAP_S / self.step_s), 1) if type(opt.length) is Steps else 1  # time, or tokens, may end a round at any step
         many = next((number for number in range(1, most) if opt.schedule.at(opt.position + number)), most)
         return min(many, left) if left > 0 else many
 

@@ -1,4 +1,4 @@
-"""What ``shoal sim`` simulates, and what a simulated peer sees of the world around it."""
+"""The plan of a simulation, and the interface of its world to a peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.swarm.sim.network import Links, Network
 
 @dataclass(frozen=True)
 class Plan:
-    """What is simulated. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: of the logarithm of the peers' paces."""
+    """The plan of a simulation. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times."""
 
     peers: int
     links: Links
@@ -30,7 +30,7 @@ class Plan:
 
 
 class Surroundings(Protocol):
-    """Of all peers of one simulation."""
+    """The world around all peers of one simulation."""
 
     plan: Plan
     toy: ToyTask
@@ -40,7 +40,7 @@ class Surroundings(Protocol):
     swarm: str
 
     def on_round(self, waited: float, together: bool) -> None:
-        """A peer's exchange is over: the virtual seconds for which it stood still, and whether others were in it."""
+        """Count an exchange of a peer: the virtual seconds that it waited, and whether others took part."""
 
     def ended(self) -> None:
-        """A peer has done all its steps."""
+        """Note that a peer has done all its steps."""

@@ -17,7 +17,7 @@ from shoal.node.config.settings import ConfigError, load
 from shoal.node.sim.links import parse_churn, parse_net, parse_sizes
 from shoal.node.sim.plan import Plan
 from shoal.node.sim.toy_task import LAYERS
-from shoal.node.sim.world import Seen, World
+from shoal.node.sim.world import SimResult, World
 from shoal.optim import codec_named, method_named
 
 COSTS = {
@@ -27,7 +27,7 @@ COSTS = {
     "directory_bytes_per_peer_minute": "bytes of the directory, a minute",
     "wait_mean_s": "waiting, s",
 }
-"""What a swarm costs each of its peers, whose growth is told."""
+"""The costs of each peer whose growth is reported."""
 NOT_SIMULATED = (
     "libp2p (dialling, NAT, encryption), the DHT's routing and replicas, gossip, verification, disks, and the seconds of any "
     "computing but inner steps"
@@ -48,7 +48,7 @@ def run_sim(
     growth: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The report of ``shoal sim --json``. The same arguments give the same, but for ``wall_s`` and ``cpu_s``.
+    """Return the report of ``shoal sim --json``; for the same arguments the same, but for ``wall_s`` and ``cpu_s``.
 
     With ``growth`` it has the reports of all sizes under ``sizes``, and under ``growth`` the exponent b of each cost ~ peers^b.
 
@@ -63,7 +63,7 @@ def run_sim(
     )  # fmt: skip
     _check(plan)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for tensors so small more only get in each other's way, and the order of sums is one
+    torch.set_num_threads(1)  # more are slower for tensors so small, and the order of sums is fixed
     try:
         if growth is None:
             return simulate(plan, net)
@@ -79,25 +79,25 @@ def _check(plan: Plan) -> None:
 
 
 def simulate(plan: Plan, net: str) -> dict[str, Any]:
-    """One simulation's report. OuterError if the method cannot be used for the toy model."""
+    """Run one simulation and return its report. OuterError if the method cannot be used for the toy model."""
     return report(plan, net, World(plan).run())
 
 
-def report(plan: Plan, net: str, seen: Seen) -> dict[str, Any]:
-    """What a simulation came to. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
+def report(plan: Plan, net: str, result: SimResult) -> dict[str, Any]:
+    """Return the report of a simulation. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
 
-    ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges in which nobody answered.
+    ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges without a partner.
     ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers included; ``control_...``: of them
     messages (offers, confirms and so on). ``directory_...``: of records read and stored. ``wait_...``: seconds that training stood
     still for an exchange; ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all slow weights;
     ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance between the peers' slow weights and their mean, over
     their root-mean-square norm. ``failures``: by kind, among the last 64 exchanges of each peer that is left.
     """
-    counts, outer = seen.counts, plan.outer
-    last, exchanges = seen.samples[-1], len(counts.waits)
+    counts, outer = result.counts, plan.outer
+    last, exchanges = result.samples[-1], len(counts.waits)
     method = method_named(outer.method)
     rounds = max(exchanges / _fragments(plan), 1)
-    minutes = seen.virtual_s / 60
+    minutes = result.virtual_s / 60
     waits = sorted(counts.waits)
     return {
         "peers": plan.peers,
@@ -124,21 +124,21 @@ def report(plan: Plan, net: str, seen: Seen) -> dict[str, Any]:
         "wait_median_s": _quantile(waits, 0.5),
         "wait_p95_s": _quantile(waits, 0.95),
         "wait_max_s": _quantile(waits, 1.0),
-        "waiting": sum(waits) / (plan.peers * seen.virtual_s),
-        "loss_first": seen.samples[0].loss,
+        "waiting": sum(waits) / (plan.peers * result.virtual_s),
+        "loss_first": result.samples[0].loss,
         "loss_last": last.loss,
         "loss_own": last.own,
-        "spread_max": max(sample.spread for sample in seen.samples),
+        "spread_max": max(sample.spread for sample in result.samples),
         "spread": last.spread,
-        "curve": [[sample.at, sample.loss, sample.spread] for sample in seen.samples],
+        "curve": [[sample.at, sample.loss, sample.spread] for sample in result.samples],
         "killed": counts.killed,
-        "newcomers": seen.newcomers,
+        "newcomers": result.newcomers,
         "failures": dict(sorted(counts.failures.items())),
-        "events": seen.events,
-        "trace": seen.trace,
-        "virtual_s": seen.virtual_s,
-        "wall_s": seen.wall_s,
-        "cpu_s": seen.cpu_s,
+        "events": result.events,
+        "trace": result.trace,
+        "virtual_s": result.virtual_s,
+        "wall_s": result.wall_s,
+        "cpu_s": result.cpu_s,
     }
 
 
@@ -147,12 +147,12 @@ def _fragments(plan: Plan) -> int:
 
 
 def _quantile(ordered: Sequence[float], part: float) -> float:
-    """The smallest value that at least ``part`` of all do not exceed; 0 of none."""
+    """Return the smallest value that at least ``part`` of all do not exceed; 0 of none."""
     return ordered[max(math.ceil(part * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
 def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of each cost the b in cost ~ peers^b, by least squares on logarithms; None where a cost is 0 or all sizes are the same."""
+    """Return the b in cost ~ peers^b of each cost, by least squares on logarithms; None if a cost is 0 or all sizes are equal."""
     found: dict[str, float | None] = {}
     for name in COSTS:
         points = [(math.log(size["peers"]), math.log(size[name])) for size in sizes if size[name] > 0]
@@ -164,7 +164,7 @@ def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def summary(found: Mapping[str, Any]) -> Group:
-    """For people: a column for each size, then how costs grow."""
+    """Return tables for people: a column for each size, then the growth of costs."""
     sizes: Sequence[Mapping[str, Any]] = found.get("sizes", [found])
     first = sizes[0]
     table = Table(
@@ -204,8 +204,8 @@ ROWS = {
     "loss of the mean model, first": "{loss_first:.5f}",
     "last": "{loss_last:.5f}",
     "mean loss of the peers' own, last": "{loss_own:.5f}",
-    "spread of the slow weights, last": "{spread:.4f}",
+    "consensus distance of the slow weights, last": "{spread:.4f}",
     "killed, and newcomers that took part": "{killed}, {newcomers}",
     "real seconds, of a processor": "{wall_s:.1f}, {cpu_s:.1f}",
 }
-"""What the table shows, in its order."""
+"""The rows of the table, in order."""

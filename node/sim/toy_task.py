@@ -1,4 +1,4 @@
-"""What the peers of ``shoal sim`` train: a quadratic bowl, whose minimum is known and whose inner steps cost next to nothing.
+"""The task of ``shoal sim``: a quadratic bowl with a known minimum, whose inner steps cost next to nothing.
 
     loss(w) = 1/2 mean_j h_j (w_j - w*_j)^2
 
@@ -30,7 +30,7 @@ class ToyTask:
     _after: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def after(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Of the distance to a peer's minimum after so many inner steps: what is left, and the standard deviation of the noise.
+        """Return the share of the distance to a peer's minimum that is left after ``steps``, and the noise's standard deviation.
 
         A step is x <- (1 - lr h) x + lr * noise, so after k of them x_k = a^k x_0 + N(0, (lr noise)^2 (1 - a^2k) / (1 - a^2)).
         """
@@ -41,12 +41,12 @@ class ToyTask:
         return self._after[steps]
 
     def loss(self, weights: Tensor) -> float:
-        """Of flat weights, float32 ``[parameters]``."""
+        """Return the loss of flat weights, float32 ``[parameters]``."""
         return float((self.curvature * (weights - self.minimum).square()).mean() / 2)
 
 
 def make_toy(parameters: int, seed: int) -> ToyTask:
-    """The bowl of a seed; ValueError below ``LAYERS`` parameters."""
+    """Return the bowl of a random seed; ValueError below ``LAYERS`` parameters."""
     if parameters < LAYERS:
         raise ValueError(f"a toy model has at least {LAYERS} parameters, got {parameters}")
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def make_toy(parameters: int, seed: int) -> ToyTask:
 
 
 class ToyModel(nn.Module):
-    """All weights 0, in ``LAYERS`` tensors of nearly equal size, which are views of ``flat``."""
+    """A model with all weights 0, in ``LAYERS`` tensors of nearly equal size, which are views of ``flat``."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Lesson:
 
     @torch.no_grad()
     def learn(self, steps: int) -> None:
-        """So many steps of plain SGD, at once. In a bowl what they come to has a known distribution, from which this draws."""
+        """Take ``steps`` steps of plain SGD at once: their outcome in a bowl has a known distribution, from which this draws."""
         decay, deviation = self._toy.after(steps)
         self._noise.normal_(generator=self._generator).mul_(deviation).add_(self._own)
         self._flat.sub_(self._own).mul_(decay).add_(self._noise)

@@ -1,4 +1,4 @@
-"""All peers of ``shoal sim`` on one virtual clock, and what is counted of them."""
+"""All peers of ``shoal sim`` on one virtual clock, and the counts of their exchanges."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from shoal.swarm.sim.network import Network, Trace
 from shoal.swarm.wire.member import seal
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
-SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at times of our own, for finalizers do things too
-MESSAGE = 0x93  # what every message begins with: msgpack of a list of three, the first of them a text
+SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at fixed times, because finalizers act too
+MESSAGE = 0x93  # first byte of every message: msgpack of a list of three, the first of them a text
 
 
 @dataclass(frozen=True)
 class Sample:
-    """All slow weights at a virtual time. ``loss``: of their mean; ``own``: the mean of each one's; ``spread``: root-mean-square
-    distance from the mean over root-mean-square norm.
+    """The slow weights of all peers at a virtual time.
+
+    ``loss``: of their mean; ``own``: the mean of each one's; ``spread``: root-mean-square distance from the mean over
+    root-mean-square norm.
     """
 
     at: float
@@ -46,7 +48,7 @@ class Sample:
 
 @dataclass
 class Counts:
-    """Of all peers together, the dead included."""
+    """The counts of all peers together, the dead included."""
 
     waits: list[float] = field(default_factory=list)
     """Virtual seconds that training stood still, for each exchange."""
@@ -58,12 +60,12 @@ class Counts:
     directory_bytes: int = 0
     directory_calls: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Of the living, by kind, among each one's last 64 exchanges."""
+    """By kind, among the last 64 exchanges of each living peer."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a simulation came to."""
+class SimResult:
+    """The result of a simulation."""
 
     counts: Counts
     samples: list[Sample]
@@ -78,12 +80,12 @@ class Seen:
 
 
 def is_message(data: bytes) -> bool:
-    """Whether bytes that were sent at once are one of our messages, and not values: a list of three that begins with a text."""
+    """Return True if bytes sent at once are a message, a list of three that begins with a text, and not values."""
     return len(data) > 4 and data[0] == MESSAGE and (data[1] & 0xE0 == 0xA0 or data[1] == 0xD9) and data[3:5].isalnum()
 
 
 class World:
-    """Make it, ``run`` it, once."""
+    """The world of one simulation, for one ``run``."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.toy = plan, make_toy(plan.parameters, plan.seed)
@@ -105,7 +107,7 @@ class World:
         self.swarm = swarm_id(seal(self.manifest, creator))
 
         class Counted(Stream):
-            """Tells messages from values."""
+            """A stream that counts messages apart from values."""
 
             async def send(self, data: bytes, timeout: float) -> None:
                 if is_message(data):
@@ -115,33 +117,33 @@ class World:
 
         self.network.stream = Counted
 
-    # -- what peers tell -------------------------------------------------------------------------------------------------
+    # -- called by peers -------------------------------------------------------------------------------------------------
 
     def on_round(self, waited: float, together: bool) -> None:
-        """An exchange of somebody is over."""
+        """Count an exchange of a peer."""
         self.counts.waits.append(waited)
         self.counts.alone += not together
 
     def ended(self) -> None:
-        """A peer has done all its steps."""
+        """Note that a peer has done all its steps."""
         self._ended += 1
         if self._ended >= len(self.live):
             self.loop.call_later(1.0, self.loop.stop, context=NOTHING)
 
-    # -- what happens ----------------------------------------------------------------------------------------------------
+    # -- running ---------------------------------------------------------------------------------------------------------
 
-    def run(self) -> Seen:
-        """Simulate it all. Raises what a protocol did not expect: a bug in shoal."""
+    def run(self) -> SimResult:
+        """Run the simulation. Any exception that a protocol did not expect is raised: a bug in shoal."""
         began, plan, loop = (time.monotonic(), time.process_time()), self.plan, self.loop
         chatty = logging.getLogger("hivemind")
         level = chatty.level
-        chatty.setLevel(logging.CRITICAL)  # it says that an all-reduce failed, as it does when members are killed
+        chatty.setLevel(logging.CRITICAL)  # it logs every failed all-reduce, and those fail when members are killed
         try:
             with isolated(loop) as errors, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(plan.seed)
                 for _ in range(plan.peers):
                     self._bear(newcomer=False)
-                gc.freeze()  # what is alive now is no garbage: no need to look at it again and again
+                gc.freeze()  # what is alive now is no garbage, so the collector need not scan it
                 end = 60 * plan.minutes
                 for number in range(1, SAMPLES):
                     loop.call_at(end * number / SAMPLES, self._sample, context=NOTHING)
@@ -151,7 +153,7 @@ class World:
                 self._sample()
                 try:
                     loop.run_forever()
-                    seen = self._seen(began)
+                    result = self._result(began)
                     problem = next(iter(self.network.errors), None)
                     if problem is not None:
                         raise problem
@@ -159,7 +161,7 @@ class World:
                         raise RuntimeError(errors.found[0])
                 finally:
                     self.network.end()
-                return seen
+                return result
         finally:
             gc.unfreeze()
             chatty.setLevel(level)
@@ -177,7 +179,7 @@ class World:
             self.loop.call_later(self._chance.expovariate(self.plan.churn / 60), self._kill, context=NOTHING)
 
     def _kill(self) -> None:
-        """As ``kill -9``; another machine comes in its place."""
+        """Kill a random peer, as by ``kill -9``; a newcomer takes its place."""
         victim = self.live.pop(self._chance.randrange(len(self.live)))
         self._dead.append(victim)
         self.network.kill(victim.host.peer_id)
@@ -192,7 +194,7 @@ class World:
 
     @torch.no_grad()
     def _sample(self) -> None:
-        there = [peer for peer in self.live if peer.state != "waiting"]  # who has no weights yet has nothing to compare
+        there = [peer for peer in self.live if peer.state != "waiting"]  # a waiting peer has no weights to compare
         there = there or self.live
         weights = torch.stack([torch.cat(peer.opt.slow) for peer in there])
         mean = weights.mean(0)
@@ -203,7 +205,7 @@ class World:
         spread = float(apart / norm) if norm > 0 else 0.0
         self._samples.append(Sample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments))
 
-    def _seen(self, began: tuple[float, float]) -> Seen:
+    def _result(self, began: tuple[float, float]) -> SimResult:
         self._sample()
         counts, everyone = self.counts, [*self.live, *self._dead]
         sent = sum(peer.host.traffic.sent for peer in everyone)
@@ -215,4 +217,4 @@ class World:
                 counts.failures.update(dict(peer.exchange.stats.report()["failures"]))
         newcomers = sum(peer.newcomer and peer.together > 0 for peer in self.live)
         wall, cpu, trace = time.monotonic() - began[0], time.process_time() - began[1], self.network.trace
-        return Seen(counts, self._samples, self.loop.time(), wall, cpu, trace.hexdigest(), trace.events, newcomers)
+        return SimResult(counts, self._samples, self.loop.time(), wall, cpu, trace.hexdigest(), trace.events, newcomers)

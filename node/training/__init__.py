@@ -1,1 +1,1 @@
-"""The training loop, and the machine's resources that it takes."""
+"""The training loop and its use of memory."""

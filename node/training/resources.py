@@ -1,4 +1,4 @@
-"""The memory budget of a node: what training will take is summed before it begins, and the size of queues follows from it."""
+"""The memory budget of a node: the needs of training are summed before it begins, and the budget sets the size of queues."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shoal.node.training.trainer import Trainer
 from shoal.swarm.errors import ShoalError
 
 GB = 10**9
-POOL, SHELF = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own ones that are handed out, without a budget
-_INNER = 2  # times the parameters that an inner optimizer keeps: as Adam does, for before its first step nothing is to be seen
+POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
+_INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
 _EXCHANGE = 3  # of the slow weights' size: a contribution, and it and the partner's as they travel
 
 
@@ -23,7 +23,7 @@ class MemoryBudgetError(ShoalError):
 
 
 def held() -> int:
-    """Bytes of memory that this process has now."""
+    """Return the bytes of memory that this process has now."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -33,9 +33,9 @@ def held() -> int:
 
 
 def check(gigabytes: float, trainer: Trainer) -> None:
-    """MemoryBudgetError, with the sum in one sentence, if training needs more main memory than ``gigabytes``; 0: no bound.
+    """Raise MemoryBudgetError, with the sum in one sentence, if training needs more main memory than ``gigabytes``; 0: no bound.
 
-    To be asked when the trainer was made, and so the model and the outer optimizer's state are there.
+    Call it once the trainer is made, so that the model and the outer optimizer's state exist.
     """
     if not gigabytes:
         return
@@ -62,10 +62,10 @@ def check(gigabytes: float, trainer: Trainer) -> None:
 
 
 def shares(gigabytes: float) -> tuple[int, int]:
-    """Bytes for the rollouts of others that wait to be learnt from, and for own bodies that are handed out."""
+    """Return the bytes for others' rollouts that wait to be learnt from, and for own bodies that others fetch."""
     if not gigabytes:
-        return POOL, SHELF
-    return min(POOL, int(gigabytes * GB) // 32), min(SHELF, int(gigabytes * GB) // 64)
+        return POOL, BODIES
+    return min(POOL, int(gigabytes * GB) // 32), min(BODIES, int(gigabytes * GB) // 64)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

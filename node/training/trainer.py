@@ -1,6 +1,6 @@
-"""The training loop of one node: inner steps on its own shard, outer steps through whatever exchange it is given.
+"""The training loop of one node: inner steps on its own shard, outer steps through the exchange it is given.
 
-Knows nothing of the network: with ``Alone`` it is plain local training, the baseline of every comparison.
+It does not use the network: with ``Alone`` it is plain local training, the baseline of every comparison.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ REPORT_S = 0.5  # seconds between two reports of progress
 
 
 class TrainingError(ShoalError):
-    """The task gave something that cannot be trained."""
+    """The task's model, batches or loss cannot be trained."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training is."""
+    """The progress of training."""
 
     step: int
     loss: float
     """Mean training loss since the last report, nats."""
     steps_per_s: float
-    """Of late, and not counting what was spent waiting for others."""
+    """Over the last reports, without the time spent waiting for others."""
 
 
 class _MeanLoss:
-    """A running mean that stays on the device until it is asked for: each look makes a GPU wait."""
+    """A running mean that stays on the device until it is read: each reading makes a GPU wait."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | float = 0.0
@@ -50,25 +50,25 @@ class _MeanLoss:
         self._count += 1
 
     def take(self) -> float | None:
-        """None if there was none since the last call."""
+        """Return the mean since the last call, and begin anew; None without a loss."""
         mean = float(self._sum) / self._count if self._count else None
         self._sum, self._count = 0.0, 0
         return mean
 
 
 class Trainer:
-    """One model on one device: make it, ``connect`` it, ``run`` it.
+    """The training of one model on one device: ``connect``, then ``run``.
 
     The same settings, shard and exchange outcomes give the same bits on the same machine (CPU).
 
     Args:
-        task: what is trained.
+        task: model, data and loss.
         outer, train: the swarm's settings.
-        device: where the model lives.
+        device: the model's.
         slow_on_device: keep the slow weights there too.
         on_round: called after each outer step with its ``RoundInfo``.
         clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
-            (swarm/round_length.py).
+            (``shoal.swarm.training.outer_factory.round_length``).
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class Trainer:
         self._of_round = _MeanLoss()
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
-        """Say with whom to average (the method ``none`` averages with nobody), in which run, and on which part of the data."""
+        """Set the exchange (the method ``none`` uses none), the run's id and the part of the data."""
         if self.outer.method != "none":
             self.opt.exchange = exchange
         self.opt.run, self.shard = run, shard
         self._batches = self.task.batches(shard)
 
     def _waited(self) -> float:
-        """Seconds spent waiting for others so far, as the network's exchanges count them."""
+        """Return the seconds spent waiting for others so far, as the network's exchanges count them."""
         return float(getattr(self.opt.exchange, "waited", 0.0))
 
     def evaluate(self) -> float:
-        """Held-out loss, nats: of the model as it stands, or of the slow weights where the method says so (``Method.slow``)."""
+        """Return the held-out loss, nats, of the model as it is, or of the slow weights with methods of ``Method.slow``."""
         with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext():
             return float(self.task.evaluate(self.model))
 
@@ -125,7 +125,7 @@ class Trainer:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         after_step: Callable[[], None] = lambda: None,
     ) -> float:
-        """Train to the end of the settings, or until ``stop`` is true after a step; returns the seconds it took.
+        """Train to the end of the settings, or until ``stop`` is true after a step; return the seconds it took.
 
         Raises:
             TrainingError: the batches ended, or the loss is not a finite scalar any more.
@@ -142,14 +142,14 @@ class Trainer:
                 reported, since, idle = time.monotonic(), self.opt.steps, self._waited()
             before = time.monotonic()
             after_step()
-            reported += time.monotonic() - before  # saving and evaluating are no inner steps
+            reported += time.monotonic() - before  # saving and evaluating do not count as inner steps
         if not stop():
-            # Who averages with nobody has nothing to gain from it, and would lose the steps since its last round.
+            # Without averaging a last round would lose the steps since the one before.
             self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
         return time.monotonic() - began
 
     def step(self) -> None:
-        """One inner step, and the outer step if it is due."""
+        """Take one inner step, and the outer step if it is due."""
         try:
             batch = to_device(next(self._batches), self.device)
         except StopIteration:
@@ -169,7 +169,7 @@ class Trainer:
         self.opt.zero_grad()
 
     def round_loss(self) -> float | None:
-        """Mean training loss since the last call, nats, None without a step: called once a round. TrainingError if not finite."""
+        """Return the mean training loss since the last call, nats; None without a step. TrainingError if it is not finite."""
         loss = self._of_round.take()
         return None if loss is None else self._finite(loss)
 
@@ -179,7 +179,7 @@ class Trainer:
         return loss
 
     def state(self) -> dict[str, Any]:
-        """Everything that ``resume`` needs to go on bit-identically. Its tensors are those that training changes: copy them."""
+        """Return everything that ``resume`` needs to continue bit by bit. Training goes on changing its tensors: copy them."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.opt.state_dict(copy=False),
@@ -192,7 +192,7 @@ class Trainer:
         }
 
     def _names(self) -> list[list[str]]:
-        """Of each parameter, in the order of the slow weights: all its names in the model's state."""
+        """Return all names in the model's state of each parameter, in the order of the slow weights."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -218,7 +218,7 @@ class Trainer:
         self.draw_from(self.opt.steps, state)
 
     def find_place(self, state: dict[str, Any]) -> Batches | None:
-        """The batches that follow those of ``state``, where they know their place. A ShoalError if it is one in other data."""
+        """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
         batches = self.task.batches(self.shard) if state.get("data") is not None else None
         if isinstance(batches, Batches):
             batches.load_state_dict(state["data"])
@@ -226,17 +226,17 @@ class Trainer:
         return None
 
     def check_model(self, state: dict[str, Any]) -> None:
-        """TrainingError unless ``state`` is of a model with the same tensors."""
-        mine = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        """Raise TrainingError unless ``state`` is of a model with the same tensors."""
+        own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         saved = {name: tensor.shape for name, tensor in state["model"].items()}
-        different = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
+        different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         if different:
             raise TrainingError(
                 f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
             )
 
     def draw_from(self, step: int, state: dict[str, Any]) -> None:
-        """Go on with the batch after ``step`` ones of this shard, and with the random numbers of ``state``; 0: from the first."""
+        """Continue after ``step`` batches of this shard, with the random numbers of ``state``."""
         place = self.find_place(state) if step else None
         self._batches = self.task.batches_from(self.shard, step) if place is None else place
         torch.set_rng_state(state["rng"])
@@ -245,7 +245,7 @@ class Trainer:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it on ``device``."""
+    """Return ``batch`` with every tensor in it on ``device``."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple | list):
@@ -256,7 +256,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A scheduler's state without what a checkpoint cannot hold: functions, which the task makes anew."""
+    """Return a scheduler's state without its functions: a checkpoint cannot hold them, and the task makes them anew."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if not callable(item)}
     if isinstance(value, list | tuple):

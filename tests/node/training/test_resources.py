@@ -5,7 +5,7 @@ import torch
 
 from shoal.node.task import Task
 from shoal.node.training import resources as memory
-from shoal.node.training.resources import GB, POOL, SHELF, MemoryBudgetError, check, held, shares
+from shoal.node.training.resources import BODIES, GB, POOL, MemoryBudgetError, check, held, shares
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
@@ -49,9 +49,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum(trainer, monkeypatch)
 
 
 def test_queues_follow_from_the_budget():
-    assert shares(0.0) == (POOL, SHELF)
+    assert shares(0.0) == (POOL, BODIES)
     assert shares(0.64) == (20_000_000, 10_000_000)
-    assert shares(1000.0) == (POOL, SHELF)
+    assert shares(1000.0) == (POOL, BODIES)
 
 
 def test_what_a_process_holds_is_found():
