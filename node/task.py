@@ -32,7 +32,7 @@ class Batches(Iterator[Any]):
     """Batches with a position that a checkpoint holds, so that a resumed run need not draw earlier ones again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: dicts and lists of numbers, texts and tensors; small, for each checkpoint holds it."""
+        """Return the position of the next batch: dicts and lists of numbers, texts and tensors; small."""
         raise NotImplementedError("batches that can be continued need state_dict()")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.metrics.log import Metrics
-from shoal.node.runtime.refusal_log import RECENT_S, SAY_S, RefusalLog, RefusalsError, read_refusals, sentence
+from shoal.node.runtime.refusal_log import LOG_S, RECENT_S, RefusalLog, RefusalsError, read_refusals, sentence
 
 NOW = 1_800_000_000.0
 
@@ -33,11 +33,11 @@ def test_what_changed_is_noted_at_once_and_said_once_a_minute():
     refusals.look()
     assert len(events) == 2
     assert len(said) == 1
-    clock.now += SAY_S
+    clock.now += LOG_S
     refusals.look()
     assert len(events) == 2
     assert said[1:] == ["refused of others since the last such line: 6 x forged"]
-    clock.now += SAY_S
+    clock.now += LOG_S
     refusals.look()
     assert len(said) == 2
     assert refusals.now() == {"rate": 3, "forged": 7}
