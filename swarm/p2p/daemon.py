@@ -210,13 +210,16 @@ class Daemon:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hand an incoming stream to the handler of its protocol."""
+        timer = asyncio.get_running_loop().call_later(ANSWER_S, writer.transport.abort)
         try:
-            info = await asyncio.wait_for(read_message(reader, messages().StreamInfo()), ANSWER_S)
+            info = await read_message(reader, messages().StreamInfo())
+            timer.cancel()
             if (handler := self._handlers.get(info.proto)) is not None:
                 await handler(b58encode(info.peer[:MAX_ID]), origin(info.addr), reader, writer)
-        except (OSError, EOFError, asyncio.TimeoutError) as error:
+        except (OSError, EOFError) as error:
             log.debug("an incoming stream ended early: %r", error)
         finally:
+            timer.cancel()
             writer.close()
 
     async def request(self, kind: str, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:

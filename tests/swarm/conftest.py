@@ -23,7 +23,7 @@ SWARM, MODEL = "a" * 52, "0" * 64
 
 
 class FakeHost:
-    """What an exchange needs of a `shoal.swarm.p2p.host.Host`."""
+    """The part of a `shoal.swarm.p2p.host.Host` that an exchange needs."""
 
     def __init__(self, network, identity):
         self.network, self.identity, self.peer_id = network, identity, identity.peer_id
@@ -68,7 +68,7 @@ class FakeHost:
         stream.close()
 
     def die(self):
-        """All streams end, and no new one can be opened."""
+        """End all streams, and let no new one be opened."""
         self.dead = True
 
         async def cut():
@@ -142,7 +142,7 @@ class GroupPeer:
         return self.exchange.start(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec)
 
     def waiting(self, round=0, fragment=0):
-        """How many wait at this peer for the group of a round."""
+        """Return the number of members that wait at this peer for the group of a round."""
         pending = self.exchange._leader._pending.get((round, fragment))
         return 0 if pending is None else len(pending.members)
 
@@ -157,12 +157,12 @@ class School:
         return [GroupPeer(self.network, **options) for _ in range(count)]
 
     def ranked(self, peers, round=0):
-        """The peers in the order of the round: its leader first."""
+        """Return the peers in the order of the round: its leader first."""
         by_id = {peer.id: peer for peer in peers}
         return [by_id[peer] for peer in order(0, round, by_id)]
 
     def values(self, handles):
-        """The mean of each, of which all values are equal; None where there is none."""
+        """Return the mean of each, of which all values are equal; None where there is none."""
         means = [handle.result() for handle in handles]
         assert all(mean is None or len(mean.tensors[0].unique()) == 1 for mean in means)
         return [None if mean is None else mean.tensors[0].flatten()[0].item() for mean in means]

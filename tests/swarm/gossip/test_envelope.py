@@ -46,7 +46,7 @@ def rollout(**changes):
 
 
 def opened(data):
-    """The whole decoder, as it is applied to what comes from the network."""
+    """Decode data as the node does with data from the network."""
     envelope = open_envelope(data, SWARM, ROOM)
     return open_body(envelope.encoding, envelope.size, envelope.body, Rollout, BodyAnnouncement)
 

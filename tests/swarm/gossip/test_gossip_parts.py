@@ -1,4 +1,4 @@
-"""The parts of gossip by themselves: quotas, mailboxes, memory, what is fetched from whom."""
+"""The parts of gossip by themselves: quotas, bounded queues, LRU sets, fetching."""
 
 import asyncio
 
@@ -63,7 +63,7 @@ def test_made_up_senders_do_not_push_out_those_who_are_here():
     assert not quotas.take("a", 2, 0)  # its account was kept
 
 
-def test_a_mailbox_drops_the_oldest():
+def test_a_bounded_queue_drops_the_oldest():
     box = BoundedQueue(items=2, nbytes=100)
     assert box.put("a", 10) == box.put("b", 10) == []
     assert box.put("c", 10) == ["a"]
@@ -72,7 +72,7 @@ def test_a_mailbox_drops_the_oldest():
     assert len(box) == 0
 
 
-def test_a_mailbox_is_filled_from_another_thread():
+def test_a_bounded_queue_is_filled_from_another_thread():
     async def run():
         box = BoundedQueue(items=9, nbytes=9)
         waiting = asyncio.ensure_future(box.get())
@@ -109,28 +109,28 @@ def test_a_body_store_is_bounded(network):
 
 
 def test_a_body_store_hands_out_whole_bodies_of_its_swarm_only(network):
-    giver, taker = network.host(), network.host()
-    body_store, other = BodyStore(giver, SWARM), BodyStore(taker, SWARM)
+    source, taker = network.host(), network.host()
+    body_store, other = BodyStore(source, SWARM), BodyStore(taker, SWARM)
     stranger = BodyStore(network.host(), swarm_id(b"other"))
     body = bytes(range(256)) * 4000
     body_store.put(body)
     (digest,) = body_store._bodies
 
     def fetch(body_store, size):
-        return taker.call(body_store.fetch(giver.peer_id, digest, size, 5), 10)
+        return taker.call(body_store.fetch(source.peer_id, digest, size, 5), 10)
 
     assert fetch(other, len(body)) == body
     with pytest.raises(MessageError, match="does not hold"):
         fetch(stranger, len(body))
     with pytest.raises(MessageError, match="5 were announced"):
         fetch(other, 5)
-    giver.die()
+    source.die()
     with pytest.raises(NetworkError):
         fetch(other, len(body))
 
 
 class FakeShelf:
-    """Peers that hand out what they are told to, when they are told to."""
+    """Peers that hand out bodies as and when the test says."""
 
     def __init__(self, answers):
         self.answers, self.asked = answers, []

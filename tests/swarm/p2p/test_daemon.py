@@ -1,4 +1,4 @@
-"""Starting the daemon, every way in which that fails, and that nothing is ever left behind."""
+"""The start of the daemon, every way in which it fails, and that nothing is ever left behind."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ ANY = "/ip4/127.0.0.1/tcp/0"
 
 @pytest.fixture(autouse=True)
 def _short_temp(monkeypatch, tmp_path):
-    """A temporary folder of our own, so that other nodes on this machine do not matter."""
+    """Use a temporary folder of this test, so that other nodes on this machine do not matter."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
@@ -172,9 +172,9 @@ def test_bad_listen_addresses(address, why):
 
 
 def test_ports_stay_the_same():
-    told = ["/ip4/127.0.0.1/tcp/41001/p2p/X", "/ip4/10.0.0.1/udp/41002/quic-v1/p2p/X"]
+    addresses = ["/ip4/127.0.0.1/tcp/41001/p2p/X", "/ip4/10.0.0.1/udp/41002/quic-v1/p2p/X"]
     listen = ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7"]
-    fixed = fixed_ports(listen, told)
+    fixed = fixed_ports(listen, addresses)
     assert fixed == ("/ip4/0.0.0.0/tcp/41001", "/ip4/0.0.0.0/udp/41002/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7")
     (chosen,) = obtain_ports(["/ip4/127.0.0.1/tcp/0"])
     assert 0 < int(chosen.rpartition("/")[2]) < 65536
@@ -225,7 +225,7 @@ def node_process(tmp_path):
 
 
 def nothing_left(family, seconds=5.0):
-    """A zombie is gone: it waits for its parent, which in a container may never look."""
+    """Return the processes that still run. A zombie has ended: it waits for its parent, which in a container may never look."""
     _, alive = psutil.wait_procs(family, timeout=seconds)
     return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 

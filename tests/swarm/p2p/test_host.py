@@ -292,7 +292,7 @@ def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
 
 
 def test_the_swarm_is_found_again_through_remembered_peers():
-    """The bootstrap peer is gone for good when the daemon dies; a third peer is known."""
+    """Let the bootstrap peer be gone for good when the daemon dies, while a third peer is known."""
     with start() as first, start(bootstrap=first.addresses()) as b, start(bootstrap=first.addresses()) as c:
         b.serve(ECHO, echo)
         c.remember(b.addresses())
@@ -314,9 +314,9 @@ def test_what_is_remembered_is_bounded(two):
 
 
 def test_announced_addresses_replace_the_own():
-    told = "/ip4/203.0.113.7/tcp/4001"
-    with start(announce=[told]) as a:
-        assert a.addresses() == (f"{told}/p2p/{a.peer_id}",)
+    announced = "/ip4/203.0.113.7/tcp/4001"
+    with start(announce=[announced]) as a:
+        assert a.addresses() == (f"{announced}/p2p/{a.peer_id}",)
         (listen,) = a._supervisor._listen
         with start() as b:
             a.serve(ECHO, echo)

@@ -46,7 +46,7 @@ async def opened(host, peer, protocol, work):
 
 @contextlib.asynccontextmanager
 async def wires(origin, answer):
-    """A stream whose other end is served as one that comes from ``origin``."""
+    """Make a stream whose other end is served as one that comes from ``origin``."""
     mine, theirs = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
     task = asyncio.ensure_future(answer(Stream(PEER, *theirs, TrafficMeter(), origin)))
     stream = Stream(PEER, *mine, TrafficMeter())
@@ -91,7 +91,7 @@ def test_bytes_are_timed_both_ways(pair):
 
 
 def dialled(origin, port=4001):
-    """How a node answers one that comes from ``origin``, if something always answers with zeros there."""
+    """Return the outcome for a peer that comes from ``origin``, if something always answers with zeros there."""
 
     async def work():
         async with wires(origin, ReachabilityProbe().answer) as stream:
@@ -121,12 +121,12 @@ def test_a_port_of_the_system_is_refused():
         ("192.168.1.7", "reached", "reached"),
     ],
 )
-def test_what_is_found_in_a_private_network_is_not_told(monkeypatch, address, found, said):
+def test_the_finding_in_a_private_network_is_not_reported(monkeypatch, address, found, said):
     async def look(*where):
         assert where == (address, 4001, bytes(16))
         return found
 
-    monkeypatch.setattr("shoal.swarm.p2p.reachability._look", look)
+    monkeypatch.setattr("shoal.swarm.p2p.reachability._dial", look)
     assert dialled(address)[1] == said
 
 
@@ -134,7 +134,7 @@ def test_dials_are_few(monkeypatch):
     async def look(*where):
         return "reached"
 
-    monkeypatch.setattr("shoal.swarm.p2p.reachability._look", look)
+    monkeypatch.setattr("shoal.swarm.p2p.reachability._dial", look)
 
     async def work():
         server, outcomes = ReachabilityProbe(), []

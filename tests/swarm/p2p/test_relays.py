@@ -1,4 +1,4 @@
-"""Which bootstrap peers are taken as relays, and what the daemon is told about being reached."""
+"""The choice of relays among bootstrap peers, and the daemon's options about being reached."""
 
 import asyncio
 import socket
@@ -38,7 +38,7 @@ def test_those_that_answer_are_taken_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ({}, {"-autoRelay": "0", "-relay": "1"}),
         ({"relays": ["R"]}, {"-autoRelay": "1", "-trustedRelays": "R", "-relay": "1"}),
@@ -47,13 +47,13 @@ def test_those_that_answer_are_taken_in_order(monkeypatch):
         ({"relays": ["R"], "public": True}, {"-autoRelay": "0", "-relay": "1", "-forceReachabilityPublic": "1"}),
     ],
 )
-def test_options_about_relays(given, told):
+def test_options_about_relays(given, expected):
     def of(listen):
         said = options(control="/unix/x", key=Path("k"), listen=[listen], **given)
         return dict(option.split("=", 1) for option in said)
 
     found = of("/ip4/0.0.0.0/tcp/1")
     about = ("-trustedRelays", "-forceReachabilityPrivate", "-forceReachabilityPublic")
-    assert {key: value for key, value in found.items() if key in told or key in about} == told
+    assert {key: value for key, value in found.items() if key in expected or key in about} == expected
     # On loopback nobody is private or public.
     assert not {key for key in of("/ip4/127.0.0.1/tcp/1") if key in about}

@@ -1,4 +1,4 @@
-"""What one peer can make a node do: streams, calls and bytes have bounds, and who floods it does not keep the others from it."""
+"""Bounds on the streams, calls and bytes of one peer, so that a flooding peer does not keep the others from a node."""
 
 import asyncio
 import resource

@@ -19,7 +19,7 @@ DIAL_S = 20.0
 
 
 async def connection(address, key, limit, task_status):
-    """One connection, on a host of its own: py-libp2p keeps one to each peer."""
+    """Open a connection, on a host of its own: py-libp2p keeps one to each peer."""
     peer = PeerInfo(ID.from_base58(address.rpartition("/p2p/")[2]), [Multiaddr(address)])
     host = new_host(key_pair=key)
     async with host.run(listen_addrs=[]):

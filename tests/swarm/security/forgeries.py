@@ -104,7 +104,7 @@ def rekeyed(message):
 
 
 def flipped(message):
-    """One bit of the signer, of the content, and of the signature."""
+    """Flip one bit of the signer, of the content, and of the signature."""
     sealed = seal(message, HONEST)
     content = sealed.index(pack(message))
     for at in (5, content + 20, len(sealed) - 1):

@@ -70,12 +70,12 @@ WORDS = {
 
 
 def word(text):
-    """The first of `WORDS` that is in a sentence."""
+    """Return the first of `WORDS` that is in a sentence."""
     return next((short for said, short in WORDS.items() if said in text), text)
 
 
 def reason_of(work, *arguments):
-    """The one word of a MessageError; nothing if none is raised."""
+    """Return the reason of the MessageError raised; nothing if none is."""
     try:
         work(*arguments)
     except MessageError as error:
@@ -162,8 +162,8 @@ class Manifests(Court):
         return reason_of(open_manifest, sealed, swarm_id(honest if other else sealed))
 
 
-class Doors(Court):
-    """An invitation by the honest creator for the guest, who shows it at the door if it came from there, else the sender does."""
+class Policies(Court):
+    """An invitation by the honest creator for a peer, which shows it itself if it came from there, else the sender does."""
 
     make, old = staticmethod(invitation), {"expires": time.time() - 400}
 
@@ -203,7 +203,7 @@ class Pairs(Court):
 
 
 def called(network, host, protocol, sender, data):
-    """A stream of ``protocol`` that ``sender`` opened to ``host``, and its first message."""
+    """Return a stream of ``protocol`` that ``sender`` opened to ``host``, and its first message."""
 
     async def call():
         caller, callee = await network.wire()
@@ -216,12 +216,12 @@ def called(network, host, protocol, sender, data):
 
 
 class Answers(Pairs):
-    """A node that has called its mate, the sender, which accepts and answers with this."""
+    """A node that has called its partner, the sender, which accepts and answers with this."""
 
     old, swarm = {"nonce": bytes(15) + b"1"}, {"swarm": ELSEWHERE, "nonce": bytes(15) + b"1"}
 
     def judge(self, sealed, sender):
-        mate = self.network.hosts[sender.peer_id] = FakeHost(self.network, sender)
+        partner = self.network.hosts[sender.peer_id] = FakeHost(self.network, sender)
         self.members = [sender.peer_id, self.host.peer_id]
         said = []
 
@@ -238,7 +238,7 @@ class Answers(Pairs):
             def emit(self, record):
                 said.append(record.getMessage())
 
-        mate.serve(EXCHANGE_PROTOCOL, answer)
+        partner.serve(EXCHANGE_PROTOCOL, answer)
         logger, hearing = logging.getLogger("shoal"), Hearing()
         logger.addHandler(hearing)
         level = logger.level
@@ -270,7 +270,7 @@ class Leaders(Court):
 
 
 class Rosters(Court):
-    """A member that is told by its leader who is in its group. Whom the leader lists needs no more than its own ready message."""
+    """A member that gets its group from its leader. The leader needs only a ready message of each peer that it lists."""
 
     make, old, author = staticmethod(ready), {"round": ROUND - 1}, False
 
@@ -283,7 +283,7 @@ class Rosters(Court):
 
 
 class Judgements(Court):
-    """A member that is told what its leader, the sender, decided on its group."""
+    """A member that gets the decision of its leader, the sender, on its group."""
 
     make, old = staticmethod(decision), {"nonce": bytes(15) + b"1"}
 
@@ -374,7 +374,7 @@ class Gates(Court):
 
 
 COURTS = {
-    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds, "`manifest`": Manifests, "`invitation`": Doors,
+    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds, "`manifest`": Manifests, "`invitation`": Policies,
     "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
     "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
     "`attestation`": Records, "`status`": Gates,

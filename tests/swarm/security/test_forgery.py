@@ -1,4 +1,4 @@
-"""What becomes of every signed record that is forged, damaged or sent once more: the table in docs/wire.md, tried cell by cell."""
+"""The fate of every signed record that is forged, damaged or replayed: the table in docs/wire.md, tried cell by cell."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def table():
 
 
 def attack(court, case):
-    """What is tried: (sealed bytes, sender) for each."""
+    """Return (sealed bytes, sender) of each attempt."""
     make = court.make
     if case == "key":
         # Of a group's members one is as good as another: in its own name the liar's is no forgery.

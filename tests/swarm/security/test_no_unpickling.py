@@ -90,7 +90,7 @@ def in_torch(bomb):
 
 @pytest.fixture
 def victim():
-    """A node's host with all that a node serves, whatever its method."""
+    """Yield a node's host with all handlers that a node has, whatever its method."""
     identity = Identity.ephemeral()
     with Host.start(identity, timeout=20, validator=MemberValidator(SWARM)) as host:
         directory = Directory(host, identity, SWARM)
@@ -125,7 +125,7 @@ def bombs(tmp_path):
 
 
 def wrapped(bomb):
-    """A bomb as it is, framed, as a message, in its fields, behind a valid message, compressed."""
+    """Wrap a bomb: as it is, framed, as a message, in its fields, behind a valid message, compressed."""
     length = len(bomb).to_bytes(4, "big")
     message = msgpack.packb(["offer", 1, bomb])
     fields = msgpack.packb(["state-request", 1, {"swarm": bomb, "model": bomb}])
@@ -186,9 +186,9 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
         for topic in topics:
             for bomb in kinds:
                 body = zlib.compress(bomb)
-                parcels = [GossipEnvelope(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
-                parcels += [GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
-                for data in (bomb, *map(pack, parcels)):
+                envelopes = [GossipEnvelope(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
+                envelopes += [GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
+                for data in (bomb, *map(pack, envelopes)):
                     attacker.call(attacker.pubsub.publish(topic.name, data), 5)
             until(lambda topic=topic: sum(topic.counters.rejected().values()) == 3 * len(kinds))
     assert heard == []
@@ -196,7 +196,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
 
 
 def test_hivemind_unpickles_nothing_either():
-    """What of it meets the network: the DHT node's three calls, over the daemon's socket, and its serializer."""
+    """Check all of it that meets the network: the DHT node's three calls, over the daemon's socket, and its serializer."""
     root = Path(importlib.util.find_spec("hivemind").origin).parent
     for file in (*(root / "dht").glob("*.py"), *(root / "p2p").rglob("*.py"), root / "utils" / "serializer.py"):
         text = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A seed: what its book notes and forgets, that it needs no torch, and that a swarm is found through it alone."""
+"""A bootstrap node: its registry of members, that it needs no torch, and that a swarm is found through it alone."""
 
 import asyncio
 import json
@@ -35,12 +35,12 @@ def member(identity, swarm=SWARM, state="training", addresses=()):
     )  # fmt: skip
 
 
-def note(book, identity, swarm=SWARM, **fields):
-    return book.answer(identity.peer_id, SeedRequest(swarm=swarm, record=seal(member(identity, swarm, **fields), identity)))
+def note(registry, identity, swarm=SWARM, **fields):
+    return registry.answer(identity.peer_id, SeedRequest(swarm=swarm, record=seal(member(identity, swarm, **fields), identity)))
 
 
-def asked(book, swarm=SWARM, peer="somebody"):
-    return book.answer(peer, SeedRequest(swarm=swarm)).members
+def asked(registry, swarm=SWARM, peer="somebody"):
+    return registry.answer(peer, SeedRequest(swarm=swarm)).members
 
 
 class Clock:
@@ -52,48 +52,48 @@ class Clock:
 
 def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
     clock = Clock()
-    book = SeedRegistry(clock)
+    registry = SeedRegistry(clock)
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
-    assert note(book, ada).members == ()
-    (named,) = note(book, bob).members
+    assert note(registry, ada).members == ()
+    (named,) = note(registry, bob).members
     assert named == seal(member(ada), ada)
-    assert len(asked(book)) == 2
-    assert asked(book, "b" * 52) == ()
-    assert note(book, ada, state="leaving").reason == ""
-    assert asked(book) == (seal(member(bob), bob),)
+    assert len(asked(registry)) == 2
+    assert asked(registry, "b" * 52) == ()
+    assert note(registry, ada, state="leaving").reason == ""
+    assert asked(registry) == (seal(member(bob), bob),)
     clock.now += TTL - 1
-    note(book, ada)
+    note(registry, ada)
     clock.now += 2
-    assert asked(book) == (seal(member(ada), ada),)
+    assert asked(registry) == (seal(member(ada), ada),)
     clock.now += TTL
-    assert asked(book) == ()
-    assert book.count() == (0, 0)
+    assert asked(registry) == ()
+    assert registry.count() == (0, 0)
 
 
 def test_only_the_own_record_for_the_swarm_asked_about_is_noted():
-    book = SeedRegistry()
+    registry = SeedRegistry()
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
     stolen = seal(member(ada), ada)
     for record, swarm in ((stolen, SWARM), (seal(member(bob, "b" * 52), bob), SWARM), (stolen[:-1], SWARM), (b"", SWARM)):
-        assert book.answer(bob.peer_id, SeedRequest(swarm=swarm, record=record)).reason in ("forged", "malformed", "truncated")
-    assert book.count() == (0, 0)
+        assert registry.answer(bob.peer_id, SeedRequest(swarm=swarm, record=record)).reason in ("forged", "malformed", "truncated")
+    assert registry.count() == (0, 0)
 
 
-def test_the_book_is_bounded(monkeypatch):
-    book = SeedRegistry(chance=random.Random(0))
+def test_the_registry_is_bounded(monkeypatch):
+    registry = SeedRegistry(chance=random.Random(0))
     many = [Identity.ephemeral() for _ in range(MAX_MEMBERS + 3)]
     for one in many:
-        note(book, one)
-    assert book.count() == (1, MAX_MEMBERS)
-    seen = {record for _ in range(200) for record in asked(book)}
+        note(registry, one)
+    assert registry.count() == (1, MAX_MEMBERS)
+    seen = {record for _ in range(200) for record in asked(registry)}
     assert seen == {seal(member(one), one) for one in many[3:]}
-    assert len(asked(book)) == MAX_NAMED
+    assert len(asked(registry)) == MAX_NAMED
     names = [f"{'abcdefghijklmnop'[i // 16]}{'abcdefghijklmnop'[i % 16]}" + "a" * 50 for i in range(1, MAX_SWARMS + 1)]
-    reasons = [note(book, many[0], swarm).reason for swarm in names[: MAX_PLACES + 1]]
+    reasons = [note(registry, many[0], swarm).reason for swarm in names[: MAX_PLACES + 1]]
     assert reasons == [""] * MAX_PLACES + ["places"]
     for i, swarm in enumerate(names):
-        note(book, many[1 + i // MAX_PLACES % 30], swarm)
-    assert book.count()[0] <= MAX_SWARMS
+        note(registry, many[1 + i // MAX_PLACES % 30], swarm)
+    assert registry.count()[0] <= MAX_SWARMS
     full = SeedRegistry()
     monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 1)
     assert note(full, many[0], names[0]).reason == ""
@@ -102,7 +102,7 @@ def test_the_book_is_bounded(monkeypatch):
 
 
 class SeedProcess:
-    """`shoal seed` on a free port of the loopback interface."""
+    """A process `shoal seed` on a free port of the loopback interface."""
 
     def __init__(self, home, *arguments):
         self.process = subprocess.Popen(
@@ -110,8 +110,8 @@ class SeedProcess:
              *arguments],
             stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
-        self.told = json.loads(self.process.stdout.readline())
-        self.addresses = self.told["addresses"]
+        self.ready = json.loads(self.process.stdout.readline())
+        self.addresses = self.ready["addresses"]
 
     def end(self):
         self.process.send_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ def until(condition, seconds=20.0):
 
 
 class Node:
-    """A host with a directory entry, which reports to the seeds."""
+    """A host with a directory entry, which reports to the bootstrap nodes."""
 
     def __init__(self, bootstrap=(), must_join=True, known=None):
         self.identity = Identity.ephemeral()
@@ -200,7 +200,7 @@ def test_strangers_meet_through_a_seed_alone(seed, nodes):
     first.announcer.report(10)
     second = nodes(seed.addresses)
     until(lambda: first.sees() == second.sees() == {first.host.peer_id, second.host.peer_id})
-    # The seed may go: who has met needs it no more, and says so to nobody.
+    # The bootstrap node may go: members that have met do not need it.
     assert seed.end() == 0
     third = nodes(second.host.addresses())
     until(lambda: third.sees() == first.sees() and len(third.sees()) == 3)
@@ -242,7 +242,7 @@ def _children(pid):
 
 
 def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
-    """Creator and bootstrap are gone; who has been there before finds those that are left."""
+    """Let creator and bootstrap peers be gone; a former member finds those that are left."""
     creator = nodes(must_join=False)
     other = nodes(creator.host.addresses())
     third = nodes(creator.host.addresses(), known=tmp_path / "peers.json")
@@ -258,7 +258,7 @@ def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
 
 
 def test_the_daemon_is_asked_only_for_what_is_there():
-    """A stream of requests the seed does not understand ends, and the next is answered."""
+    """End a stream of requests that the bootstrap node does not understand."""
     from shoal.swarm.seed.server import Seed
 
     seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])

@@ -46,7 +46,7 @@ def test_the_largest_record_with_all_of_it_fits_its_limit():
     assert open_record(stored).member == largest
 
 
-def test_as_many_of_the_largest_as_a_seed_names_fit_its_reply():
+def test_as_many_of_the_largest_as_a_bootstrap_node_names_fit_its_reply():
     sealed = seal(record({}), ME)
     assert len(pack(SeedReply(members=(sealed,) * MAX_NAMED, reason="x" * 512))) <= SeedReply.LIMIT
     assert len(pack(SeedRequest(swarm="a" * 52, record=sealed))) <= SeedRequest.LIMIT

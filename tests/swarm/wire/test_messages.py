@@ -150,7 +150,7 @@ def member(**changes):
 
 
 def raw(message, **changes):
-    """A packed message with fields changed behind the schema's back; ... removes one."""
+    """Pack a message with fields changed behind the schema's back; ... removes one."""
     fields = {**message.model_dump(), **changes}
     return msgpack.packb([message.KIND, message.VERSION, {k: v for k, v in fields.items() if v is not ...}])
 
