@@ -1,1 +1,1 @@
-"""What a training loop uses: a session, the optimizer made from settings, and its synchronisation."""
+"""A training loop's part of a swarm: the session, a member's duties, the optimizer of the settings and its synchronisation."""

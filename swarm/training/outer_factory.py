@@ -1,4 +1,4 @@
-"""From the swarm's settings to the outer optimizer."""
+"""The outer optimizer of a swarm's settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_outer(
     length: RoundLength | None = None,
     on_round: Callable[[RoundInfo], None] | None = None,
 ) -> OuterOptimizer:
-    """The outer optimizer that the settings describe. OuterError, where only the model shows that they cannot be used."""
+    """Return the outer optimizer of the settings. OuterError if they cannot be used, as some show only with the model."""
     method = method_named(settings.method)
     options: dict[str, Any] = {"codec": codec_named(settings.codec)} if settings.codec is not None else {}
     if settings.weighing != method.weights:
@@ -61,34 +61,34 @@ def make_outer(
         raise OuterError(f"The outer settings cannot be used for {settings.method!r}: {error}.") from error
 
 
-WINDOW = 20  # reports that the speed is measured over
+WINDOW = 20  # reports over which the speed is measured
 
 
 class Speed:
-    """Inner steps a second, as they usually are: the median of the last reports.
+    """The usual number of inner steps a second: the median of the last reports.
 
-    So neither the first one, which compiles and reads data for the first time, nor one in which the machine slept, counts much.
+    The first report, which includes compilation, and one in which the machine slept count little.
     """
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, steps: int, seconds: float) -> float:
-        """The speed, after one more report of ``steps`` inner steps that took ``seconds`` without waiting for others."""
+        """Add a report of ``steps`` inner steps in ``seconds``, without waiting for others, and return the speed."""
         if seconds > 0:
             self._rates.append(steps / seconds)
         return median_high(self._rates) if self._rates else 0.0
 
 
 def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], Iterable[float]]) -> RoundLength:
-    """The length of a round that ``outer.round`` asks for.
+    """Return the length of a round that ``outer.round`` asks for.
 
-    ``clock``: Unix seconds, which are the same for all peers. ``speeds``: inner steps a second of all members, for seconds:auto.
+    ``clock``: Unix seconds, the same for all peers. ``speeds``: inner steps a second of all members, for seconds:auto.
     """
     unit, amount = parse_round(setting)
     if unit == "steps":
         return Steps()
     if unit == "tokens":
-        assert amount is not None  # parse_round sees to it
+        assert amount is not None  # parse_round checks it
         return Tokens(int(amount))
     return Seconds(amount if amount is not None else lambda: agreed_seconds(speeds()), clock)

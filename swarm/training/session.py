@@ -1,4 +1,4 @@
-"""A place in a swarm for a training loop of one's own: three lines, and nothing of the loop has to change.
+"""A session: a training loop of one's own in a swarm, by three lines that change nothing in the loop.
 
     import shoal
     with shoal.create(state=model, every=50) as s:              # the first; on all others shoal.join(link, state=model)
@@ -8,9 +8,9 @@
             opt.step()
             opt.zero_grad()
 
-Making the optimizer is what makes this node a member: it is held against the swarm's settings, waits until the swarm begins, and
-takes over the swarm's weights. From then on every step of it also does what a member owes the others. It never raises because of
-a peer. A swarm that `shoal up` began can be joined too, with a model of the same shapes.
+Making the optimizer makes this node a member: it is compared with the swarm's settings, takes over the swarm's weights, and waits
+until the swarm begins. From then on each of its steps also does a member's duties. It never raises because of a peer. A swarm of
+`shoal up` can be joined too, with a model of the same shapes.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """See the module; made by ``create`` and ``join``. For one thread, the one that trains, but for ``status``."""
+    """A training loop's place in a swarm, made by ``create`` or ``join``. For the thread that trains, but for ``status``."""
 
     def __init__(self, membership: Membership, params: list[Tensor], model: nn.Module | None, name: str, *, first: bool) -> None:
         self._membership, self._params, self._model, self._name, self._first = membership, params, model, name, first
         self.settings: OuterSettings = membership.manifest.outer
-        """How the swarm averages."""
+        """The swarm's settings of averaging."""
         self.seed: int = membership.manifest.train.seed
-        """The swarm's, which peers began with and deal the data by."""
+        """The swarm's random seed, by which the data is dealt."""
         everyone = membership.directory.members()
         of, peer = membership.manifest.shards, membership.identity.peer_id
         self.shard = Shard(least_used(everyone, of, peer), of, self.seed)
-        """The part of the data to train on, so that peers learn from different ones; nobody checks it."""
+        """The part of the data to train on, so that peers learn from different ones; it is not checked."""
         self._digest = model_digest(params)
         self._screen = make_screen(self.settings)
         self._exchange: SessionExchange | None = None
@@ -82,7 +82,7 @@ class Session:
         return str(self._membership.link())
 
     def exchange(self) -> SessionExchange:
-        """What to hand to the outer optimizer. SessionError or OuterError where the swarm's settings do not suit the state."""
+        """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
         if self._exchange is None:
             inner = make_exchange(
                 self._membership,
@@ -96,11 +96,11 @@ class Session:
         return self._exchange
 
     def optimizer(self, inner: torch.optim.Optimizer | None = None, **options: Any) -> OuterOptimizer:
-        """The outer optimizer that the swarm's settings ask for, around ``inner``.
+        """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
 
-        Without ``inner`` its ``step`` does the outer part alone: call it after each step that somebody else's code has taken.
+        Without ``inner`` its ``step`` does the outer part alone: call it after each step that other code has taken.
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
-        Raises as ``exchange`` does, and what ``begin`` in swarm/session_start.py raises.
+        Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
         """
         return self._made(inner or Stepped(self._params), self.exchange(), **options)
 
@@ -112,20 +112,20 @@ class Session:
         return make_outer(self.settings, inner, exchange, model=self._model, slow_device=device, length=length, **options)
 
     def _expected(self) -> OuterOptimizer:
-        """An optimizer as the swarm has it, that holds no memory."""
+        """Return an optimizer with the swarm's settings that holds no memory."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user's own will warn
+            warnings.simplefilter("ignore")  # the user's own optimizer warns
             return self._made(Stepped(self._params), Alone(), slow_device="meta")
 
     def _speeds(self) -> list[float]:
         return [member.steps_per_s for member in self._membership.directory.members().values()]
 
     def _attach(self, opt: OuterOptimizer) -> None:
-        """A member from now on; called while ``opt`` is made."""
+        """Become a member; called while ``opt`` is made."""
         if self._opt is not None or self._closed:
             raise SessionError("A session has one optimizer, and this one had its own: begin another session for the next.")
-        mine = [p for group in opt.param_groups for p in group["params"]]
-        if [id(p) for p in mine] != [id(p) for p in self._params]:
+        params = [p for group in opt.param_groups for p in group["params"]]
+        if [id(p) for p in params] != [id(p) for p in self._params]:
             raise SessionError(
                 "The optimizer has other parameters than the session, or in another order: on all peers, hand in "
                 'state=[p for group in inner.param_groups for p in group["params"]].'
@@ -175,7 +175,7 @@ class Session:
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
 
     def report(self, loss: float) -> None:
-        """Tell what others see as this node's training loss, nats; what is not finite they do not see."""
+        """Set this node's training loss, nats, that others see; one that is not finite is not sent."""
         self._loss = float(loss) if math.isfinite(loss) else None
 
     def _after_round(self, info: RoundInfo) -> None:
@@ -201,21 +201,23 @@ class Session:
             self._announce("training")
 
     def status(self) -> dict[str, Any]:
-        """Who is in the swarm, as this node sees it: what `shoal status --json` tells, and of this node itself its ``peer`` and
-        what of others' it has ``refused`` so far (reason -> how often, as `Membership.refused` counts it).
+        """Return the swarm as this node sees it.
+
+        That is the object of `shoal status --json`, with this node's ``peer`` and the numbers that it has ``refused`` so far, by
+        reason (`Membership.refused`).
         """
         membership = self._membership
         seen = overview(membership.swarm, membership.manifest, membership.directory.members(), time.time())
         return {**seen, "peer": membership.identity.peer_id, "refused": membership.refused()}
 
     def finish(self) -> None:
-        """After the last step, once: wait for what is in flight, and average once more if the swarm does. ``with`` does it too."""
+        """Wait for pending exchanges, and average once more if the swarm does; once, after the last step. ``with`` does it too."""
         if self._opt is not None and not self._finished and not self._closed:
             self._finished = True
             self._opt.finish(average=self.settings.finish == "average")
 
     def close(self) -> None:
-        """Leave the swarm, in at most some ten seconds. The optimizer goes on alone."""
+        """Leave the swarm, in at most some ten seconds. The optimizer goes on without partners."""
         if self._closed:
             return
         try:
@@ -254,22 +256,22 @@ def create(
     identity: Identity | str | os.PathLike[str] | None = None,
     **outer: Any,
 ) -> Session:
-    """Begin a swarm; its ``link`` is for the others.
+    """Create a swarm and return its first session; others join by its ``link``.
 
     Args:
-        state: what is averaged: a module's parameters that require a gradient, or a list of parameters.
+        state: the model to average: a module, of which the parameters that require a gradient count, or a list of parameters.
         name: of the swarm, for people.
         node: this node's name, for people.
         start_when: peers that must be there before training begins.
         shards: parts that the data is dealt into.
-        seed: of the pairing, and of what else peers agree on.
-        invite_only: only who has an invitation of `shoal invite` gets in; that needs this node's ``identity``, so name a file.
-        place: where this node listens, and so on.
+        seed: of the pairing and everything else that peers draw alike.
+        invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's ``identity``: name a file.
+        network: where this node listens, and other options of the network.
         identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
         outer: ``method``, ``every`` and whatever else ``OuterSettings`` has.
 
     Raises:
-        SessionError, IdentityError, AdmissionError: something that was handed in cannot be used.
+        SessionError, IdentityError, AdmissionError: an argument cannot be used.
         StartupError: the node does not get onto the network; nothing is left running.
     """
     params, node, key = parameters_of(state), _name(node), _identity(identity)
@@ -288,12 +290,12 @@ def join(
     network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
 ) -> Session:
-    """Join the swarm of ``link``, one of ``create`` or of `shoal up`. The arguments are those of ``create``.
+    """Join the swarm of ``link``, made by ``create`` or `shoal up`, and return a session. The arguments are those of ``create``.
 
     Raises:
         LinkError, IdentityError: the link or the key cannot be used.
         SessionError, ModelDiffersError: the state does not fit the swarm.
-        AdmissionError: it is by invitation only, and the link has none that can be used.
+        AdmissionError: the swarm is by invitation only, and the link has none that can be used.
         StartupError, NetworkError, MessageError: the swarm is not reached; nothing is left running.
     """
     params, node, key = parameters_of(state), _name(node), _identity(identity)

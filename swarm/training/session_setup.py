@@ -1,7 +1,7 @@
-"""How a session begins: a manifest for a swarm without a task, and the weights that a member begins with.
+"""The start of a session: a manifest for a swarm without a task, and the first weights of a member.
 
-All peers must begin with the same weights. In a swarm that `shoal up` began they follow from its seed, which a loop of one's own
-does not know; in one of own loops the manifest has their digest. So who has others takes over those of a member.
+All peers must begin with the same weights. In a swarm of `shoal up` these follow from its random seed, which a loop of one's own
+cannot use; in a swarm of own loops the manifest has their digest. A node with other weights takes over those of a member.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.swarm.wire.member import seal
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""
-PATIENCE_S = 600.0  # seconds that the swarm's beginning, or its weights, are waited for
+PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its weights
 LOOK_S = 0.2
 REMIND_S = 10.0
 
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 
 class SessionError(ShoalError):
-    """What was handed to a session does not fit it, or its swarm."""
+    """An argument of a session does not fit it, or its swarm."""
 
 
 def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """What is averaged: of a module what requires a gradient, so of a model with LoRA its adapters; or the tensors as given.
+    """Return the tensors to average: a module's that require a gradient (with LoRA its adapters), or those given.
 
-    SessionError if there are none, or one that is no floating-point tensor.
+    SessionError if there are none, or if one is no floating-point tensor.
     """
     wanted = (p for p in state.parameters() if p.requires_grad) if isinstance(state, nn.Module) else state
     params: list[Tensor] = list(wanted)
@@ -59,7 +59,7 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 
 def digest_of(params: Sequence[Tensor]) -> str:
-    """Hex digest of the values, as float32."""
+    """Return the hex digest of the values, as float32."""
     return digest(FLOAT32.encode([p.detach().float().cpu() for p in params]).numpy().data).hex()
 
 
@@ -74,11 +74,11 @@ def new_swarm(
     invite_only: bool,
     outer: dict[str, object],
 ) -> bytes:
-    """The sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used."""
+    """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used."""
     try:
         settings = OuterSettings.model_validate(outer).resolved()
         if settings.method == "none":
-            raise SessionError("The method 'none' averages with nobody, so it needs no swarm: leave it out, or choose another one.")
+            raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
         manifest = Manifest(
             name=name,
             created=time.time(),
@@ -124,13 +124,13 @@ def begin(
 
 
 def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State | None:
-    """None if those of ``opt`` are what all begin with, and nobody has finished a round."""
+    """Fetch the swarm's weights; None if ``opt`` has the first weights, and no peer has finished a round."""
     directory = membership.directory
     same = membership.manifest.task_options.get(START) == digest_of(opt.slow)
     began = time.monotonic()
     reminder, end = began + REMIND_S, began + PATIENCE_S
-    # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node; one of own loops does, and its
-    # first round should find this node ready.
+    # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node, so announce it soon. A swarm of
+    # own loops does hand out its weights; announced with them, this node is ready for the first round.
     announced = membership.manifest.task == OWN_LOOP
     while True:
         try:
@@ -170,18 +170,18 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
 
 
 class SessionExchange:
-    """An ``optim.Exchange`` in front of ``inner``; ``attached`` is called with the optimizer that it was given to."""
+    """An ``optim.Exchange`` in front of ``inner`` that calls ``attached`` with the optimizer that it is given to."""
 
     def __init__(self, inner: PairExchange | GroupExchange, attached: Callable[[OuterOptimizer], None]) -> None:
         self.inner, self._attached = inner, attached
         self._closed = False
 
     def attach(self, optimizer: OuterOptimizer) -> None:
-        """Called by the optimizer when it is made."""
+        """Make ``optimizer`` the session's; the optimizer calls this when it is made."""
         self._attached(optimizer)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
-        """Begin a round; alone once the session is over, or the network gone."""
+        """Begin a round; without a partner once the session is over, or the network gone."""
         if self._closed:
             return NoPartner()
         try:
@@ -190,5 +190,5 @@ class SessionExchange:
             return NoPartner()
 
     def close(self) -> None:
-        """Go on alone from now on."""
+        """Begin all later rounds without a partner."""
         self._closed = True

@@ -229,7 +229,7 @@ def test_what_is_averaged_is_what_requires_a_gradient_or_the_list_as_given():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"method": "none"}, "averages with nobody"),
+        ({"method": "none"}, "averages with no peer"),
         ({"method": "nolco"}, "made with method as given"),
         ({"every": 0}, "made with every as given"),
         ({"fragments": 4}, "the method 'noloco' has no fragments"),
