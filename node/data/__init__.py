@@ -1,1 +1,1 @@
-"""What the built-in text task reads: documents of files and datasets, who gets which, tokens, and batches that can be continued."""
+"""Data of the built-in text task: documents of files and datasets, their shards, tokens, and resumable batches."""

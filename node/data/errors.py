@@ -1,4 +1,4 @@
-"""What can be wrong with data."""
+"""Errors of data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from shoal.swarm.errors import ShoalError
 
 
 class DataError(ShoalError):
-    """The text or its tokenizer cannot be read or does not suffice, or an option of the text task is out of range."""
+    """Unreadable or insufficient text, a missing tokenizer, or an option of the text task out of range."""
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what ``error`` says, short, for use inside a sentence."""
+    """Return the first line of ``error``, short, for use inside a sentence."""
     said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
     return str(said)[:200].rstrip(" .:") or type(error).__name__

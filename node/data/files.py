@@ -1,4 +1,4 @@
-"""Which files ``data`` names: in an order that all machines share, and whether they hold records."""
+"""Files that ``data`` names, in an order that all machines share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_files(data: str) -> list[tuple[str, Path]]:
     if not data.strip():
         return sorted(_walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY, ".py"))
     found: list[tuple[str, Path]] = []
-    # A path that exists is taken as it stands: a comma or colon may be part of its name.
+    # An existing path is not split: a comma or colon may be part of its name.
     parts = [data] if os.path.exists(data) else re.split(f"[,{re.escape(os.pathsep)}]", data)
     for part in filter(None, (p.strip() for p in parts)):
         root = Path(os.path.expanduser(part))

@@ -1,6 +1,6 @@
-"""Datasets of Hugging Face by name, as a stream: ``hf:NAME[/CONFIG][:SPLIT]``, where the package ``datasets`` is installed.
+"""Datasets of Hugging Face by name, as a stream: ``hf:NAME[/CONFIG][:SPLIT]``. Needs the package ``datasets``.
 
-Rows are fetched as they are read and nothing is stored but what that package caches.
+Rows are fetched as they are read; only that package's cache is stored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shoal.node.task import Shard
 
 PREFIX = "hf:"
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
-ANCHOR_EVERY = 256  # rows between two notes of where the dataset is: a resumed run reads at most so many again
+ANCHOR_EVERY = 256  # rows between two saved states of the dataset: a resumed run reads at most so many again
 MAX_STATE = 2**16
 
 
 @dataclass(frozen=True)
 class Name:
-    """What ``hf:...`` says."""
+    """Parts of ``hf:...``."""
 
     path: str
     config: str | None
@@ -34,7 +34,9 @@ class Name:
 
     @classmethod
     def parse(cls, data: str) -> Name:
-        """``hf:NAME``, ``hf:OWNER/NAME``, ``hf:OWNER/NAME/CONFIG`` or ``hf:./FOLDER``, each with ``:SPLIT`` or not. DataError."""
+        """Parse ``hf:NAME``, ``hf:OWNER/NAME``, ``hf:OWNER/NAME/CONFIG`` or ``hf:./FOLDER``, with or without ``:SPLIT``.
+        DataError.
+        """
         text, split = data.removeprefix(PREFIX).strip(), "train"
         if found := re.fullmatch(rf"(.+):({PART}|{PART}\[[0-9:%-]*\])", text):
             text, split = found[1], found[2]
@@ -54,22 +56,22 @@ class Name:
 
 
 def is_path(text: str) -> bool:
-    """Whether ``text`` is written as a path, and so is no name on the hub."""
+    """Return whether ``text`` is written as a path, and so is no name on the hub."""
     return text.startswith((".", "/", "~")) or "\\" in text
 
 
 class HubDataset:
-    """A source (node/data/source.py) of the rows of a dataset; ``field``: the column that has the text."""
+    """`Source` of the rows of a dataset; ``field``: the column of the text."""
 
     def __init__(self, data: str, field: str, skipped: Skipped) -> None:
         self.name, self.field, self.skipped = Name.parse(data), field, skipped
         self.what = f"{data} (texts in the column {field!r})"
-        # Of a folder the name alone: it may lie elsewhere when the run is resumed.
+        # Only the name of a folder counts: it may lie elsewhere when the run is resumed.
         path = os.path.basename(os.path.normpath(self.name.path)) if is_path(self.name.path) else self.name.path
         self.identity = hashlib.sha256(json.dumps(["hub", path, self.name.config, self.name.split, field]).encode()).hexdigest()
 
     def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
-        """As ``Source`` says. A place is a row, and the dataset's own note of where it was at most ``ANCHOR_EVERY`` rows before."""
+        """Implement `Source.documents`. A place is a row, and the dataset's own state at most ``ANCHOR_EVERY`` rows before."""
         wanted, row = place_number(place, "row"), place_number(place, "noted")
         rows = self._open()
         try:
@@ -114,7 +116,7 @@ class HubDataset:
 
 
 def _note(rows: Any) -> str | None:
-    """The dataset's own state as JSON, if it has one that is small and plain."""
+    """Return the dataset's own state as JSON, if it has one that is small and plain."""
     try:
         text = json.dumps(rows.state_dict())
     except (AttributeError, TypeError, ValueError):

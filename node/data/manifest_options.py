@@ -1,4 +1,4 @@
-"""What a swarm's manifest says of the built-in text task's data and tokenizer, and what stays each node's own affair."""
+"""Options of the built-in text task in a swarm's manifest, and those that stay local to each node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TEXT = "text"
 DATA, TOKENIZER, DIGEST = "data", "tokenizer", "tokenizer_digest"
 
 
-def told(options: Mapping[str, Option]) -> dict[str, Option]:
-    """``options`` for the manifest: a path means nothing on another machine, so data is told by name or not at all."""
+def shared(options: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the ``options`` for the manifest: a path means nothing on another machine, so data is given by name or left out."""
     found = dict(options)
     if DATA in found and not _is_name(found[DATA]):
         del found[DATA]
@@ -23,14 +23,14 @@ def told(options: Mapping[str, Option]) -> dict[str, Option]:
     return found
 
 
-def taken(told_by_swarm: Mapping[str, Option], own: Mapping[str, Option]) -> dict[str, Option]:
-    """The options of a node that joins: the swarm's, with ``own`` data and copy of the tokenizer where it names them.
+def taken(swarms: Mapping[str, Option], own: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the options of a joining node: the swarm's, with ``own`` data and copy of the tokenizer where it names them.
 
     Raises:
-        DataError: the swarm names a path, which it must not: nothing of a stranger's is looked up on this machine. Or it trains on
-            bytes, and this node was given a tokenizer.
+        DataError: the swarm names a path, which is never looked up on this machine; or it trains on bytes, and this node was given
+            a tokenizer.
     """
-    found = dict(told_by_swarm)
+    found = dict(swarms)
     data, name = found.get(DATA, f"{PREFIX}none"), found.get(TOKENIZER, "")
     if not _is_name(data) or (isinstance(name, str) and is_path(name)):
         wrong = data if not _is_name(data) else name
@@ -41,12 +41,12 @@ def taken(told_by_swarm: Mapping[str, Option], own: Mapping[str, Option]) -> dic
 
 
 def flags(hooks: str, options: Mapping[str, Option]) -> list[str]:
-    """The words of a command line that give a node of this machine those ``options`` which the manifest does not."""
+    """Return the command-line flags that give a node of this machine those ``options`` which the manifest leaves out."""
     if hooks != TEXT:
         return []
     return [word for key in (DATA, TOKENIZER) if options.get(key) for word in (f"--{key}", str(options[key]))]
 
 
 def _is_name(data: Option) -> bool:
-    """Whether ``data`` names a dataset that is the same for everybody."""
+    """Return whether ``data`` names a dataset that is the same for everybody."""
     return isinstance(data, str) and data.startswith(PREFIX) and not is_path(data.removeprefix(PREFIX))

@@ -1,10 +1,10 @@
-"""Batches from a stream of documents: packed into windows, shuffled in blocks, and to be continued from a few numbers.
+"""Batches from a stream of documents: packed into windows, shuffled in blocks, and resumable from a few numbers.
 
-Documents follow each other, parted by what ends them, and are cut into windows of context + 1 tokens, the last of which is the
-first of the next window. So many windows are gathered, or what an epoch has left, shuffled by a seed of (seed, shard, number of
-the block), and given out; then the next block follows, beginning with the tokens that were left over. So the place of a reader is
-where its block begins (epoch, document, tokens into it) and how many windows of it were given out, whatever the size of the data
-or of a block: a resumed reader gathers the same block again.
+Documents are joined, each followed by its end token, and cut into windows of context + 1 tokens, the last of which is the first of
+the next window. A block of windows, or the rest of an epoch, is gathered, shuffled by a seed of (seed, shard, number of the block)
+and read; the next block begins with the tokens that were left over. So the place of a reader is where its block begins (epoch,
+document, tokens into it) and how many of its windows were read, whatever the size of the data or of a block: a resumed reader
+gathers the same block again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.node.data.tokenizer import Tokenizer
 from shoal.node.task import Batches, Shard
 
 EMPTY_EPOCHS = 64
-"""A small part of little text may have none for an epoch, which is dealt anew each time; after so many it is said."""
+"""Epochs without a document for this shard, as may happen with little text, after which an error is raised."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Segment:
     tokens: Tensor
 
     def after(self, count: int) -> _Segment:
-        """Without the first ``count``."""
+        """Return the segment without its first ``count`` tokens."""
         return _Segment(self.epoch, self.place, self.offset + count, self.tokens[count:])
 
 
@@ -45,10 +45,10 @@ class Reader(Batches):
     """Endless batches (inputs, targets), int64 (batch, context) each, of the shard's part of ``source``.
 
     Args:
-        shuffle: tokens, about, that are gathered and shuffled at once.
+        shuffle: approximate number of tokens to gather and shuffle at once.
 
     Raises:
-        DataError: on ``next``, if there is no usable document, too little text, or something cannot be read.
+        DataError: on ``next``, if there is no usable document, too little text, or a read fails.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer, shard: Shard, *, context: int, batch: int, shuffle: int) -> None:
@@ -66,7 +66,7 @@ class Reader(Batches):
         self._windows, self._order, self._drawn = torch.empty(0), torch.empty(0, dtype=torch.int64), 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """The next batch."""
+        """Return the next batch."""
         parts: list[Tensor] = []
         need = self._batch
         while need:
@@ -80,9 +80,9 @@ class Reader(Batches):
         return batch[:, :-1], batch[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins: a few numbers."""
+        """Return the place of the next batch as a few numbers."""
         epoch, place, offset = self._start
-        # Before the first batch of a resumed run its block is not there yet.
+        # Before its first batch a resumed reader has not gathered its block.
         drawn = self._drawn + self._skip
         return {
             "cut": self._cut, "epoch": epoch, "place": None if place is None else dict(place), "offset": offset,
@@ -90,7 +90,7 @@ class Reader(Batches):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``. DataError, and no change, if it is of other data, another shard, or cut otherwise."""
+        """Continue from ``state``. DataError, and no change, if it is of other data, another shard, or cut otherwise."""
         if state.get("cut") != self._cut:
             raise DataError(
                 "The checkpoint was trained on other data, or with another tokenizer, context or shuffle: "
@@ -104,7 +104,7 @@ class Reader(Batches):
         self._block, self._skip = block, drawn
 
     def _segments(self, epoch: int, place: Place | None, offset: int) -> Iterator[_Segment | None]:
-        """What follows that place, without end; None after each epoch."""
+        """Yield the segments from that place on, without end; None after each epoch."""
         while True:
             for at, document in self._source.documents(self._shard, epoch, place):
                 done = 0
@@ -118,7 +118,7 @@ class Reader(Batches):
             epoch, place, offset = epoch + 1, None, 0
 
     def _gather(self) -> list[_Segment]:
-        """Enough for a block, or all that the epoch has left if that is a window at least."""
+        """Gather enough for a block, or the rest of the epoch if that is a window at least."""
         want, found, epochs = self._most * self._context + 1, self._left, 0
         total = sum(len(segment.tokens) for segment in found)
         while total < want:
@@ -161,7 +161,7 @@ class Reader(Batches):
 
 
 def _without(segments: list[_Segment], count: int) -> list[_Segment]:
-    """What is left of ``segments`` after the first ``count`` tokens."""
+    """Return ``segments`` without their first ``count`` tokens."""
     for index, segment in enumerate(segments):
         if count < len(segment.tokens):
             return [segment.after(count), *segments[index + 1 :]]

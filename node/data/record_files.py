@@ -1,8 +1,8 @@
-"""Files read as a stream of documents, a line at a time, however large they are: .jsonl, .jsonl.gz, .txt.gz, and plain text.
+"""Files of any size as a stream of documents, read by line: .jsonl, .jsonl.gz, .txt.gz, and plain text.
 
-A document of a .jsonl file is one line's text; of other files, a few whole lines of about 4 KiB together. No more than one line
-of at most 16 MiB is held, so a small file that unpacks to a huge one costs time and no memory. Longer lines, and those that are
-no record, are skipped and counted.
+A document of a .jsonl file is one line's text; of other files, a few whole lines of about 4 KiB together. At most one line of up to
+16 MiB is held, so a small file that unpacks to a huge one costs time but no memory. Longer lines, and those that are no record, are
+skipped and counted.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shoal.node.task import Shard
 RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz")
 """Files with these endings are streamed."""
 MAX_LINE = 16 * 2**20
-PIECE = 4096  # bytes, about, of plain text that make a document
+PIECE = 4096  # approximate bytes of a document of plain text
 _BLOCK = 2**20
 
 Line = tuple[int, int, bytes | None]
-"""Where it begins in the unpacked file, its number from 1, and its bytes with the end of line; None where they are too many."""
+"""Offset in the unpacked file, number from 1, and bytes with the end of line; None where they are too many."""
 
 
 class RecordFiles:
-    """A source (node/data/source.py) of the documents in ``files``, (name, path) each; ``field``: where a record has its text."""
+    """`Source` of the documents in ``files``, (name, path) each; ``field``: the field of a record's text."""
 
     def __init__(self, files: list[tuple[str, Path]], field: str, skipped: Skipped) -> None:
         self.files, self.field, self.skipped = files, field, skipped
@@ -43,7 +43,7 @@ class RecordFiles:
         self.identity = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
-        """As ``Source`` says. A place is a file's number in the order of the epoch, and a line of it."""
+        """Implement `Source.documents`. A place is a file's number in the order of the epoch, and a line of it."""
         order = dealt(self.names, Shard(0, 1, shard.seed), epoch)
         first, byte, number = place_number(place, "file"), place_number(place, "byte"), place_number(place, "line")
         for at in range(first, len(order)):
@@ -57,7 +57,7 @@ class RecordFiles:
         self, name: str, path: Path, byte: int, number: int, shard: Shard, epoch: int
     ) -> Iterator[tuple[int, int, Document]]:
         for begin, line, raw in _lines(path, byte, number):
-            # A shard looks at its own lines alone, which saves the others' time.
+            # A shard decodes its own lines alone.
             if not belongs(shard, epoch, f"{name}:{line}"):
                 continue
             if raw is None:
@@ -101,11 +101,11 @@ class RecordFiles:
 
 
 def _lines(path: Path, byte: int, number: int) -> Iterator[Line]:
-    """The lines from ``byte`` of the unpacked file on, which is where line ``number`` begins. DataError."""
+    """Yield the lines from ``byte`` of the unpacked file on, where line ``number`` begins. DataError."""
     try:
         with path.open("rb") as raw:
             file: IO[bytes] = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw  # type: ignore[assignment]
-            # Behind the end a packed file stops there, and a plain one would not notice.
+            # Beyond the end a packed file stops, but a plain one does not notice.
             if file.seek(byte) != byte or (file is raw and os.fstat(raw.fileno()).st_size < byte):
                 raise DataError(f"The file {str(path)!r} is shorter than it was when the checkpoint was saved: give it back.")
             while line := file.readline(MAX_LINE + 1):

@@ -1,7 +1,7 @@
-"""From documents to tokens: bytes, or a tokenizer of Hugging Face by name, where the package ``tokenizers`` is installed.
+"""Tokenizers: bytes, or a tokenizer of Hugging Face by name (needs the package ``tokenizers``).
 
-All peers of a swarm must cut text alike, or a token means something else on each. So a tokenizer has a digest, which the manifest
-holds; what a swarm says is a name on the hub, never a path on another machine.
+All peers of a swarm must cut text alike, or tokens differ in meaning. So a tokenizer has a digest, which the manifest holds; a
+swarm gives a name on the hub, never a path on another machine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BYTES = "bytes"
 FILE = "tokenizer.json"
 MAX_FILE = 256 * 2**20
 MAX_VOCABULARY = 2**21
-PIECE = 2**16  # characters that are cut into tokens at once, which bounds the memory it takes
+PIECE = 2**16  # characters to cut into tokens at once, which bounds the memory
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-"""Tokens that end a document, of which the first that there is stands between two."""
-# What one tokenizer cuts otherwise than another with the same vocabulary shows here.
+"""Tokens that end a document, of which the first in the vocabulary is used."""
+# Text that shows differences between tokenizers with the same vocabulary.
 PROBE = (
     "The quick brown fox (aged 12) doesn't jump over 3,141.59 lazy dogs...\n\n\tdef f(x): return x**2  # naïve\r\n"
     "Ünïcödé — Привет, мир! 你好，世界 こんにちは 안녕 مرحبا 🐟🐠 e\u0301 ﬁ ½ \u00a0\u200b\ufeff AAAAaaaa   end "
@@ -37,33 +37,33 @@ PROBE = (
 
 
 class Tokenizer(Protocol):
-    """Cuts documents into tokens."""
+    """Tokenizer of documents."""
 
     @property
     def digest(self) -> str:
-        """The same where text is cut alike; empty for bytes."""
+        """Digest, equal where text is cut alike; empty for bytes."""
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens there can be."""
+        """Number of possible tokens."""
 
     def encode(self, document: bytes) -> Iterator[Tensor]:
-        """The tokens of a document and what ends it, whole numbers (n,) each, in pieces."""
+        """Yield the tokens of a document and of its end, whole numbers (n,), in parts."""
 
 
 class Bytes:
-    """Each byte is a token, and documents are parted by an end of line."""
+    """Tokenizer into bytes; documents end with an end of line."""
 
     vocabulary = 256
     digest = ""
 
     def encode(self, document: bytes) -> Iterator[Tensor]:
-        """One piece, uint8."""
+        """Yield one part, uint8."""
         yield torch.frombuffer(bytearray(document + b"\n"), dtype=torch.uint8)  # bytearray: torch wants to be able to write
 
 
 class Named:
-    """A tokenizer of the package ``tokenizers``."""
+    """Tokenizer of the package ``tokenizers``."""
 
     def __init__(self, inner: Any, name: str) -> None:
         inner.no_truncation()
@@ -75,12 +75,12 @@ class Named:
 
     @cached_property
     def vocabulary(self) -> int:
-        """The highest token plus one: there may be gaps."""
+        """Highest token plus one: there may be gaps."""
         return max(self._known.values(), default=-1) + 1
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the vocabulary and of how a text is cut; not of the file, which versions write otherwise."""
+        """Hex SHA-256 of the vocabulary and of the tokens of a text; not of the file, which differs between versions."""
         ids = self._inner.encode(PROBE, add_special_tokens=False).ids
         return hashlib.sha256(json.dumps([sorted(self._known.items()), ids]).encode()).hexdigest()
 
@@ -90,7 +90,7 @@ class Named:
         return found[:1] or list(self._inner.encode("\n", add_special_tokens=False).ids)
 
     def encode(self, document: bytes) -> Iterator[Tensor]:
-        """Pieces of 64 Ki characters, int32."""
+        """Yield the tokens of parts of 64 Ki characters, int32."""
         text = document.decode("utf-8", "replace")
         for start in range(0, len(text), PIECE):
             ids = self._inner.encode(text[start : start + PIECE], add_special_tokens=False).ids
@@ -99,10 +99,10 @@ class Named:
 
 
 def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
-    """The tokenizer ``name``: bytes, a name on the hub, or a path (a folder or file) that begins with ``.``, ``/`` or ``~``.
+    """Load the tokenizer ``name``: bytes, a name on the hub, or a path (a folder or file) that begins with ``.``, ``/`` or ``~``.
 
     Raises:
-        DataError: it cannot be had, or its digest is not ``expected``, which is the swarm's.
+        DataError: it cannot be loaded, or its digest is not the swarm's ``expected`` one.
     """
     if name == BYTES:
         found: Tokenizer = Bytes()
@@ -131,14 +131,14 @@ def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
 
 
 def label(name: str) -> str:
-    """``name`` as the manifest has it: of a path the last part alone, for the folder is each machine's own affair."""
+    """Return ``name`` for the manifest: only the last part of a path, since the folder is local."""
     return os.path.basename(os.path.normpath(name.replace("\\", "/"))) if is_path(name) else name
 
 
 def _local(name: str, tokenizers: Any) -> Any:
     path = Path(os.path.expanduser(name))
     if path.is_dir() and not (path / FILE).is_file():
-        try:  # one of an older kind, which transformers can turn into one of the newer
+        try:  # an older format, which transformers can convert
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(f"There is no {FILE} in the folder {name!r}: name one that has it, or install transformers.") from error
@@ -171,5 +171,5 @@ def _read(file: Path, name: str, tokenizers: Any) -> Any:
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """What can be compared across tokenizers."""
+    """Convert a loss to bits a byte, which can be compared across tokenizers."""
     return nats_per_token / math.log(2) / bytes_per_token

@@ -1,4 +1,4 @@
-"""A question with its completions, and what an update of the policy is made of."""
+"""Groups of completions of a question, and updates of the policy made from them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shoal.optim.rl.losses import Completions, TokenLoss, effective_sample_size,
 
 @dataclass(frozen=True)
 class Group:
-    """One question's prompt, and G completions of it with the rewards that this node gives them."""
+    """Prompt of one question, and G completions of it with this node's rewards."""
 
     prompt: str
     tokens: tuple[tuple[int, ...], ...]
-    """Of each completion, as this node's policy encodes it."""
+    """Tokens of each completion, as this node's policy encodes it."""
     rewards: tuple[float, ...]
     behaviour: tuple[tuple[float, ...] | None, ...]
-    """Log-probability of each token under the policy that wrote it, where that is known."""
+    """Log-probability of each token under the policy that wrote it, where known."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one step learns from: B completions of all groups together."""
+    """Data of one learning step: B completions of all groups together."""
 
     prompts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -36,12 +36,12 @@ class Update:
 
     @property
     def length(self) -> int:
-        """The number of tokens in it."""
+        """Number of tokens."""
         return sum(map(len, self.tokens))
 
 
 def make_update(groups: Sequence[Group]) -> Update | None:
-    """All completions of ``groups``; None if there is nothing in them that a gradient could come from."""
+    """Join the completions of ``groups``; return None if no gradient can come from them."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards], dtype=torch.int64)
     advantages = group_advantages(rewards, numbers).float()
@@ -56,7 +56,7 @@ def make_update(groups: Sequence[Group]) -> Update | None:
 
 
 def completions_of(policy: Policy, update: Update, temperature: float) -> Completions:
-    """The update as the losses want it. The own policy before the step is "old", also for what others wrote (SAPO)."""
+    """Convert ``update`` for the losses. The own policy before the step is "old", also for others' completions (SAPO)."""
     new, mask = policy.log_probs(update.prompts, update.tokens, temperature)
     old = new.detach()
     logs, known = pad_floats(update.behaviour, mask)
@@ -64,7 +64,7 @@ def completions_of(policy: Policy, update: Update, temperature: float) -> Comple
 
 
 def pad_floats(rows: Sequence[Sequence[float] | None], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 rows laid into the shape of ``mask`` (B, T), and bool, where they are; None stands for not known."""
+    """Pad float32 rows to the shape of ``mask`` (B, T); also return bool (B, T), where they are. None: not known."""
     values = torch.zeros(mask.shape)
     known = torch.zeros(mask.shape, dtype=torch.bool)
     for number, row in enumerate(rows):
@@ -76,7 +76,7 @@ def pad_floats(rows: Sequence[Sequence[float] | None], mask: Tensor) -> tuple[Te
 
 
 def loss_of(policy: Policy, update: Update, loss: TokenLoss, temperature: float) -> tuple[Tensor, float | None]:
-    """The scalar to minimise, and the effective sample size per foreign completion (None: of none the writer's view is known)."""
+    """Return the scalar to minimise, and the effective sample size per foreign completion (None without log-probabilities)."""
     batch = completions_of(policy, update, temperature)
     return policy_loss(batch, loss), _worth(batch, update)
 

@@ -1,12 +1,12 @@
-"""Questions from the package reasoning-gym, which is optional: any of its families, or ``sapo9``, the nine of SAPO's experiment.
+"""Questions from the optional package reasoning-gym: any of its families, or ``sapo9``, the nine of SAPO's experiment.
 
-Families differ in how they judge, and some do it in ways that a swarm cannot use:
+Families judge differently, some in ways that a swarm cannot use:
 
 * Some evaluate the answer as Python (binary_matrix, one of the nine, calls ``eval`` on it), or parse it with sympy, which does the
   same. An answer comes from a stranger here, so these families are judged by comparison with the known answer instead.
-* Some give a few hundredths to whatever is written. An advantage is relative to the group, so a group of wrong answers would teach
-  which of them is wrong more handsomely. Credits below ``LEAST`` count as 0.
-* propositional_logic knows no single answer; an example of one stands in its metadata. bf prints dots to stdout.
+* Some give a few hundredths to any answer. An advantage is relative to the group, so a group of wrong answers would teach
+  differences between them. Credits below ``LEAST`` count as 0.
+* propositional_logic has no single answer; its metadata hold an example. bf prints dots to stdout.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gym:
         return dataset(config=config(**{**self._options, "seed": seed, "size": 1}))
 
     def question(self, seed: int, index: int) -> Question:
-        """A family of the nine is drawn uniformly."""
+        """Return the question, of a uniformly drawn family of the nine."""
         draw = hashlib.sha256(f"gym/1:{seed}:{index}".encode()).digest()
         family = self._families[int.from_bytes(draw[:8], "big") % len(self._families)]
         with contextlib.redirect_stdout(io.StringIO()):
@@ -73,7 +73,7 @@ class Gym:
         return Question(str(item["question"]), None if answer is None else str(answer), (family, dataset, item))
 
     def reward(self, question: Question, completion: str) -> float:
-        """What the family gives for it; what it cannot read is worth nothing."""
+        """Return the family's score of ``completion``; 0 if it cannot read it."""
         family, dataset, item = question.data
         if family in self._compared:
             return float(question.answer is not None and completion.split() == question.answer.split())
@@ -87,12 +87,12 @@ class Gym:
 
 
 def _evaluates(dataset: type[Any]) -> bool:
-    """Whether judging may evaluate the answer. Families that do not judge in a way of their own only compare."""
+    """Return whether judging may evaluate the answer. Families without a judgement of their own only compare."""
     from reasoning_gym.dataset import ProceduralDataset
 
     if dataset.score_answer is ProceduralDataset.score_answer:
         return False
     source = inspect.getsource(sys.modules[dataset.__module__])
     found = {name for names in EVALUATES.findall(source) for name in names if name}
-    # propositional_logic has a parser of its own by the name of sympy's.
+    # propositional_logic has a parser of its own with the name of sympy's.
     return any(f"def {name}(" not in source for name in found)

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
 
-ROWS = 16  # sequences at once, forward and backward: what bounds the memory
+ROWS = 16  # sequences at once, forward and backward, which bounds the memory
 RANK = 16
 
 
 class HF:
-    """A transformers model with its tokenizer. ``module`` is the model, or the model with its adapter."""
+    """Transformers model with its tokenizer. ``module`` is the model, or the model with its adapter."""
 
     loss = "sapo"
     max_tokens = 64
@@ -42,12 +42,12 @@ class HF:
         self.tokenizer = hashlib.sha256(b"hf/1:" + tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, completion: str, ended: bool) -> list[int]:
-        """What looks like a special token in a stranger's text is text."""
+        """Encode a completion; special tokens in a stranger's text are text."""
         ids = self._tokenizer(completion, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [*ids, *([self._end] if ended else [])]
 
     def ends(self, token: int) -> bool:
-        """As `Policy.ends`."""
+        """Implement `Policy.ends`."""
         return token in self._ends
 
     def _prompt(self, prompt: str) -> list[int]:
@@ -64,7 +64,7 @@ class HF:
     def generate(
         self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
     ) -> list[list[Completion]]:
-        """As `Policy.generate`; ROWS sequences at a time."""
+        """Implement `Policy.generate`, ROWS sequences at a time."""
         generator = torch.Generator().manual_seed(seed)
         wanted = [prompt for prompt in prompts for _ in range(count)]
         # The longest prompts together, so that little is padded.
@@ -110,7 +110,7 @@ class HF:
         return Completion(text, tuple(ids[:length]), tuple(logs[:length]), "stop" if ended else "length")
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
-        """As `Policy.log_probs`; activations are computed again in the backward pass, ROWS sequences at a time."""
+        """Implement `Policy.log_probs`; activations are computed again in the backward pass, ROWS sequences at a time."""
         after, mask = pad(completions, self._end, left=False, device=self._device())
         parts = []
         for start in range(0, len(prompts), ROWS):
@@ -121,7 +121,7 @@ class HF:
         return torch.cat(parts), mask
 
     def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """As `Policy.logits`."""
+        """Implement `Policy.logits`."""
         after, mask = pad(completions, self._end, left=False, device=self._device())
         before, seen = pad([self._prompt(prompt) for prompt in prompts], self._end, left=True, device=self._device())
         tokens, visible = torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]
@@ -132,7 +132,7 @@ class HF:
         return found, mask
 
     def _part(self, tokens: Tensor, visible: Tensor, length: int, temperature: float) -> Tensor:
-        """(b, length): log-probabilities of the last ``length`` of ``tokens``."""
+        """Return the log-probabilities (b, length) of the last ``length`` of ``tokens``."""
         keep = {"logits_to_keep": length + 1} if self._keeps else {}
         made = self.module(input_ids=tokens, attention_mask=visible.long(), position_ids=_places(visible), use_cache=False, **keep)
         logs = (made.logits[:, -length - 1 : -1].float() / (temperature or 1.0)).log_softmax(-1)
@@ -141,17 +141,17 @@ class HF:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Positions counted from the first that is not padding."""
+    """Return positions counted from the first that is not padding."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def _inner(model: Any) -> Any:
-    """The model below an adapter."""
+    """Return the model below an adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def load_hf(where: str) -> HF:
-    """The model in a folder or GGUF file, or of that name. PolicyError."""
+    """Load the model in a folder or GGUF file, or of that name. PolicyError."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:

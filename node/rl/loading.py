@@ -1,4 +1,4 @@
-"""The environment and the policy that a user names. What comes from the swarm is never imported."""
+"""Loading of the environment and the policy that a user names. Code named by the swarm is never imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _built_in(spec: str) -> Callable[..., Environment] | None:
 
 
 def load_env(spec: str, options: Mapping[str, Option]) -> Env:
-    """The environment that ``spec`` names, made with ``options``. Raises EnvError or HookError.
+    """Make the environment that ``spec`` names, with ``options``. Raises EnvError or HookError.
 
     ``spec``: ``strings``, a family of reasoning-gym, ``sapo9``, ``module:Class`` or ``path/file.py:Class``.
     """
@@ -71,9 +71,9 @@ def _options_of(made_by: Callable[..., Environment]) -> str:
 
 
 def load_policy(spec: str, env: Env, seed: int, warm: int) -> Policy:
-    """The policy, on the CPU; ``seed`` and the steps of a ``warm`` start are for tiny.
+    """Make the policy, on the CPU; ``seed`` and the steps of a ``warm`` start are for tiny.
 
-    PolicyError says in one sentence what is wrong with the name, or what is missing.
+    Raises PolicyError for a wrong name or a missing package.
     """
     kind, _, rest = spec.partition(":")
     if kind == "tiny":

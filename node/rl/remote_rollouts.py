@@ -1,4 +1,4 @@
-"""Other peers' rollouts on their way into an update: judged anew, chosen, each learnt from once at most."""
+"""Selection of other peers' rollouts for updates: judged anew, chosen, each used once at most."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shoal.swarm.topics.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
-JUDGED = (64, 8)  # groups judged in a round: at least so many, or so many for each that may be learnt from
-REMEMBERED = 16_384  # groups that are known again, whoever sends them
-LONG = 16  # characters for each token that a completion may have, before it is not judged
+JUDGED = (64, 8)  # most groups judged in a round: the larger of the first, and the second for each group to learn from
+REMEMBERED = 16_384  # groups that are recognised again, whoever sends them
+LONG = 16  # characters for each allowed token, above which a completion is not judged
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class _Kept:
 
 
 def content(rollout: Rollout) -> str:
-    """Equal for copies, whoever signed them: who sends another's group as his own must not have it learnt from twice."""
+    """Return a digest that is equal for copies, whoever signed them: a copied group must not be learnt from twice."""
     said = (rollout.seed, rollout.index, *rollout.completions)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
-    """At most ``room`` of them, the newest of each sender in turn, so that nobody crowds others out. In the order of arrival."""
+    """Return at most ``room`` rollouts in order of arrival: the newest of each sender in turn, so that nobody crowds others out."""
     of_sender: dict[str, list[int]] = {}
     for place in reversed(range(len(came))):
         of_sender.setdefault(came[place].peer, []).append(place)
@@ -47,9 +47,9 @@ def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
 
 
 class RemoteRollouts:
-    """Keeps what was drained until it is learnt from or too old.
+    """Buffer of drained rollouts until they are used or too old.
 
-    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`optim.rollouts.select`).
+    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`select`).
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class RemoteRollouts:
         self._kept: list[_Kept] = []
         self._seen = LRUSet(REMEMBERED)
         self.used = 0
-        """Groups that were learnt from."""
+        """Number of groups that were learnt from."""
         self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
-        """The others, by why they were not."""
+        """Numbers of the others, by reason."""
 
     def take(self, came: list[Rollout], count: int, round: int) -> list[Group]:
-        """At most ``count`` groups for this node's ``round``, out of those that came by now."""
+        """Choose at most ``count`` groups for this node's ``round``, among those that arrived by now."""
         room = max(JUDGED[0], JUDGED[1] * count)
         self.rejected["crowded"] += max(len(came) - room, 0)
         self._kept += [kept for rollout in fair(came, room) if (kept := self._judge(rollout, round)) is not None]
@@ -79,7 +79,7 @@ class RemoteRollouts:
         return chosen
 
     def _keep(self, gone: Collection[int], round: int) -> None:
-        """Who is not of use in the next round is counted now, once, under its reason."""
+        """Keep the rollouts of use in the next round; count the others once, by reason."""
         kept = []
         for place, item in enumerate(self._kept):
             if place in gone:
@@ -95,7 +95,7 @@ class RemoteRollouts:
         self._kept = kept[-most:]
 
     def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
-        """The question made anew, and the rewards that this node gives. The sender says neither."""
+        """Make the question anew, and compute this node's rewards. The sender decides neither."""
         key = content(rollout)
         if key in self._seen:
             self.rejected["duplicate"] += 1
@@ -121,7 +121,7 @@ class RemoteRollouts:
         return _Kept(key, rollout, Group(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
 
     def _behaviour(self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...] | None, ...]:
-        """The sender's log-probabilities, where its tokens are just those that the text is made of here."""
+        """Return the sender's log-probabilities, where its tokens are those of the text on this node."""
         told = rollout.behaviours() if rollout.tokenizer == self._policy.tokenizer else ()
         if not told:
             return (None,) * len(tokens)

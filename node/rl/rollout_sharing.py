@@ -1,4 +1,4 @@
-"""A node's reinforcement learning in a swarm: the task from the settings, its rollouts on the network, and the account of it."""
+"""Reinforcement learning of a node in a swarm: the task from the settings, its rollouts on the network, and its report."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.rollout_pool import PoolLimits, RolloutPool
 from shoal.swarm.wire.member import pack
 
-ANY_ROUND = 2**53  # nodes count rounds of their own: how old a record is follows from when it came, in this node's rounds
-TTL_S = 120.0  # and no record is of use that was issued longer ago
-SAY_S = 10.0  # seconds between two lines for people
+ANY_ROUND = 2**53  # nodes count rounds of their own: the age of a record follows from its arrival, in this node's rounds
+TTL_S = 120.0  # no record is of use that was issued longer ago
+NOTIFY_S = 10.0  # seconds between two lines for people
 
 Event = Callable[..., None]
 
 
 def make_task(settings: Settings) -> RLTask:
-    """The task that the settings describe. EnvError, HookError or PolicyError; the model is made later."""
+    """Make the task of the settings. Raises EnvError, HookError or PolicyError; the model is made later."""
     env = load_env(settings.rl.env, settings.task.options)
     rl, seed = settings.rl, settings.train.seed
     return RLTask(env, lambda: load_policy(rl.policy, env, seed, rl.warm), rl, seed=seed)
 
 
 class Metered:
-    """A pool that counts the bytes of the records, each once: GossipSub sends some to several neighbours, and frames them."""
+    """Rollout pool that counts the bytes of the records, each once: GossipSub sends some to several neighbours, and frames them."""
 
     def __init__(self, pool: RolloutPool) -> None:
         self.advance, self.make, self._pool = pool.advance, pool.make, pool
         self.sent = self.received = 0
 
     def publish(self, rollout: Rollout) -> None:
-        """Soon."""
+        """Publish ``rollout`` soon."""
         self.sent += len(pack(rollout))
         self._pool.publish(rollout)
 
     def drain(self) -> list[Rollout]:
-        """What came."""
+        """Return the rollouts that came."""
         came = self._pool.drain()
         self.received += sum(len(pack(rollout)) for rollout in came)
         return came
 
 
 class RolloutSharing:
-    """Rollouts of ``task`` are shared with the swarm from now on. ``write(event, **fields)`` is told each round, ``say`` some."""
+    """Sharing of the rollouts of ``task``. Each round is passed to ``write(event, **fields)``, some to ``notify``."""
 
-    def __init__(self, task: RLTask, membership: Membership, write: Event, say: Callable[[str], None], ram: float = 0.0) -> None:
-        self._task, self._write, self._say, self._quiet = task, write, say, time.monotonic()
+    def __init__(self, task: RLTask, membership: Membership, write: Event, notify: Callable[[str], None], ram: float = 0.0) -> None:
+        self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
         env: Env = task.env
         limits = PoolLimits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
         self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
@@ -65,13 +65,13 @@ class RolloutSharing:
             "rl", round=round.round, reward=round.reward, own=round.own, foreign=round.foreign, worth=round.worth,
             loss=round.loss,
         )  # fmt: skip
-        if time.monotonic() - self._quiet >= SAY_S:
+        if time.monotonic() - self._quiet >= NOTIFY_S:
             self._quiet = time.monotonic()
             reward = "-" if round.reward is None else f"{round.reward:.3f}"
-            self._say(f"round {round.round}: reward {reward}, learnt from {round.own} own and {round.foreign} foreign groups")
+            self._notify(f"round {round.round}: reward {reward}, learnt from {round.own} own and {round.foreign} foreign groups")
 
     def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
-        """What came of it: rewards are means over completions (cumulative: summed over the rounds) or held-out questions."""
+        """Return the report: rewards are means over completions (cumulative: summed over the rounds) or held-out questions."""
         task, counts = self._task, self._pool.counts
         learnt = task.foreign
         return {
@@ -90,12 +90,12 @@ class RolloutSharing:
             "used": learnt.used,
             "bytes_sent": self._metered.sent,
             "bytes_received": self._metered.received,
-            # What the network refused, what ended in the pool, and what was not learnt from.
+            # Refused by the network, dropped by the pool, or not learnt from.
             "rejected": {
                 **counts["rejected"], "expired": counts["expired"], "displaced": counts["displaced"], **learnt.rejected,
             },
         }  # fmt: skip
 
     def close(self) -> None:
-        """Share no more."""
+        """Stop sharing."""
         self._pool.close()

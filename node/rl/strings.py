@@ -1,4 +1,4 @@
-"""The built-in environment: small rules on short strings, which a small model can learn to follow for all strings.
+"""Built-in environment: small rules on short strings, which a small model can learn for all strings.
 
 reverse: dbca    acbd          largest: dbca    d           count: abca    2      (how often the first letter comes)
 last: dbca       a             sorted: dbca     abcd
@@ -22,7 +22,7 @@ RULES: dict[str, Callable[[str], str]] = {
 
 
 class Strings:
-    """One of the ``families`` (separated by commas) on a word of ``shortest`` to ``longest`` of the first ``letters`` letters.
+    """Questions of ``families`` (separated by commas) on words of ``shortest`` to ``longest`` of the first ``letters`` letters.
 
     The reward is 1 for exactly the right answer, else 0.
     """
@@ -42,13 +42,13 @@ class Strings:
         self.lengths = (shortest, longest)
 
     def question(self, seed: int, index: int) -> Question:
-        """All parts drawn uniformly."""
-        # Not the numbers themselves: Python's generator starts alike from seeds that are near each other.
+        """Draw all parts of the question uniformly."""
+        # Hashed: Python's generator starts alike from seeds that are near each other.
         draw = random.Random(hashlib.sha256(f"strings/1:{seed}:{index}".encode()).digest())
         family = draw.choice(self.families)
         word = "".join(draw.choices(self.letters, k=draw.randint(*self.lengths)))
         return Question(f"{family}: {word}", RULES[family](word))
 
     def reward(self, question: Question, completion: str) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         return float(completion == question.answer)

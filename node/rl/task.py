@@ -29,60 +29,60 @@ TOGETHER = 256  # prompts answered at once in an evaluation
 
 
 class Sharing(Protocol):
-    """As much of `shoal.swarm.topics.rollout_pool.RolloutPool` as a round needs."""
+    """Part of `shoal.swarm.topics.rollout_pool.RolloutPool` that a round needs."""
 
     def advance(self, round: int) -> None:
-        """This node is in that round."""
+        """Set this node's round."""
         ...
 
     @property
     def make(self) -> Callable[..., Rollout]:
-        """Makes a record of its fields."""
+        """Function that makes a record from its fields."""
         ...
 
     def publish(self, rollout: Rollout) -> None:
-        """Share it, soon."""
+        """Share ``rollout`` soon."""
         ...
 
     def drain(self) -> list[Rollout]:
-        """What came."""
+        """Return the rollouts that came."""
         ...
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """A group of completions that this node has claimed; a ``planted`` one is wrong on purpose, and for nobody to learn from."""
+    """Group of completions that this node has claimed; a ``planted`` one is wrong on purpose, and not to be learnt from."""
 
     completions: list[Completion]
     planted: bool
 
 
 class Claiming(Protocol):
-    """As much of `shoal.node.verify.completions.prover` as a round needs."""
+    """Part of `shoal.node.verify.completions.claiming.Claimer` that a round needs."""
 
     def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
-        """Answer the question and claim it; None if no claim is due. Only this costs the training thread time."""
+        """Answer the question and claim the group; return None if no claim is due. Only this costs the training thread time."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLRound:
-    """One round as this node saw it."""
+    """Summary of one round of this node."""
 
     round: int
     reward: float | None
     """Mean of the own completions' rewards; None without own groups."""
     own: int
     foreign: int
-    """Groups learnt from."""
+    """Foreign groups learnt from."""
     loss: float
-    """Of the policy."""
+    """Loss of the policy."""
     worth: float | None
-    """Effective sample size per completion, over those of which the writer's log-probabilities are known (1: as good as own)."""
+    """Effective sample size per completion with known log-probabilities of its writer (1: as good as own)."""
 
 
 class RLTask(Task):
-    """The trainer's view of it. ``connect`` says with whom rollouts are shared; without it the node learns alone."""
+    """Task for the trainer. ``connect`` sets where rollouts are shared; without it the node learns from its own only."""
 
     def __init__(self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int) -> None:
         self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
@@ -96,30 +96,30 @@ class RLTask(Task):
         self._pending: tuple[int, float | None, int, int] | None = None
 
     def connect(self, sharing: Sharing | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
-        """Share through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
+        """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
         self._sharing, self._me, self._on_round = sharing, me, on_round
 
     def claim(self, claiming: Claiming | None) -> None:
-        """Have ``claiming`` write the first groups of a round while claims are due."""
+        """Let ``claiming`` write the first groups of a round while claims are due."""
         self._claiming = claiming
 
     # -- as a Task -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def policy(self) -> Policy:
-        """Made once, with its warm start if it has one."""
+        """Policy, made once, with its warm start if it has one."""
         return self._make_policy()
 
     def model(self) -> torch.nn.Module:
-        """The policy's module."""
+        """Return the policy's module."""
         return self.policy.module
 
     def batches(self, shard: Shard) -> Iterator[Update | None]:
-        """One round after another."""
+        """Yield one round after another."""
         return self.batches_from(shard, 0)
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Update | None]:
-        """The rounds from number ``step`` on. None: nothing to learn from in that round."""
+        """Yield the rounds from number ``step`` on; None for a round without anything to learn from."""
         del shard  # questions are made, not dealt: all nodes may ask whatever they like
         self.foreign = RemoteRollouts(
             self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=self.settings.age,
@@ -128,7 +128,7 @@ class RLTask(Task):
         return map(self._round, itertools.count(step))
 
     def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
-        """The policy's loss; 0 where nothing was to learn from."""
+        """Return the policy's loss; 0 without an update."""
         if batch is None:
             loss, worth = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, None
         else:
@@ -141,16 +141,16 @@ class RLTask(Task):
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> float:
-        """What is missing to the best reward in the mean of greedy answers to the held-out questions, 0 to 1."""
+        """Return 1 minus the mean reward of greedy answers to the held-out questions."""
         del model
         return 1.0 - self.greedy_reward()
 
     def tokens(self, batch: Update | None) -> int:
-        """The tokens of all completions learnt from."""
+        """Count the tokens of all completions learnt from."""
         return 1 if batch is None else max(batch.length, 1)
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW without weight decay."""
+        """Return AdamW without weight decay."""
         lr = self.policy.lr if self.settings.lr is None else self.settings.lr
         return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
 
@@ -158,21 +158,21 @@ class RLTask(Task):
 
     @property
     def max_tokens(self) -> int:
-        """Of a completion."""
+        """Most tokens of a completion."""
         return self.settings.max_tokens or self.policy.max_tokens
 
     @cached_property
     def held_out(self) -> list[Question]:
-        """The questions of an evaluation."""
+        """Questions of an evaluation."""
         return [self.env.made.question(HELD_OUT, index) for index in range(self.settings.held_out)]
 
     @cached_property
     def held_out_prompts(self) -> frozenset[str]:
-        """By which they are known when they come up elsewhere."""
+        """Prompts of the held-out questions, by which they are recognised elsewhere."""
         return frozenset(question.prompt for question in self.held_out)
 
     def greedy_reward(self) -> float:
-        """Mean reward of greedy answers to the held-out questions."""
+        """Return the mean reward of greedy answers to the held-out questions."""
         module, total = self.policy.module, 0.0
         was_training = module.training
         module.eval()
@@ -185,12 +185,12 @@ class RLTask(Task):
         return total / len(self.held_out)
 
     def _number(self, what: str, number: int) -> int:
-        """Below 2^62, so that no question of one's own is held out by its seed."""
+        """Return a number below 2^62, so that no own question has the held-out seed."""
         text = f"shoal/rl/1:{self._seed}:{self._me}:{what}:{number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
     def _questions(self, round: int) -> list[tuple[int, Question]]:
-        """Indices and questions of this round, none of which is held out. EnvError if there seem to be no others."""
+        """Return indices and questions of this round, none held out. EnvError if there seem to be no others."""
         found: list[tuple[int, Question]] = []
         seed, index = self._number("questions", 0), round * DRAWS
         while len(found) < self.settings.local:
@@ -220,7 +220,7 @@ class RLTask(Task):
         return make_update(groups) if groups else None
 
     def _write(self, number: int) -> tuple[list[Group], float | None]:
-        """The own groups of a round, shared, and the mean of their rewards."""
+        """Write and share the own groups of a round; return them and the mean of their rewards."""
         asked = self._questions(number)
         if not asked:
             return [], None
@@ -244,7 +244,7 @@ class RLTask(Task):
         return groups, sum(given) / len(given) if given else None
 
     def _claim(self, asked: list[tuple[int, Question]]) -> list[Claimed]:
-        """The first groups of a round, as many as claims are due."""
+        """Write the first groups of a round, as many as claims are due."""
         claimed: list[Claimed] = []
         if self._claiming is None:
             return claimed
@@ -275,7 +275,7 @@ class RLTask(Task):
             )
         )
 
-    # -- what came of it -------------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------------
 
     @property
     def worth(self) -> float | None:

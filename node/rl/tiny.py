@@ -1,8 +1,8 @@
-"""``tiny``: a small transformer over characters, made from nothing, for demonstrations and tests.
+"""``tiny``: a small transformer over characters, trained from scratch, for demonstrations and tests.
 
-Like a language model it begins with habits that it did not choose: before any reinforcement it is shown demonstrations of which
-nearly all follow a wrong habit (copying the question, say) and a few the right rule. Greedily it then does the wrong thing, while
-samples are right now and then: of most questions no completion is, so it is worth something that others found one.
+Like a language model it begins with habits: before reinforcement it is shown demonstrations of which nearly all follow a wrong
+habit (such as copying the question) and a few the right rule. Greedily it then answers wrongly, while samples are sometimes right:
+most questions have no right completion, so those that others found are of use.
 Nodes may have different habits: ``tiny:copy``, ``tiny:first`` ...
 """
 
@@ -24,7 +24,7 @@ ALPHABET = "".join(map(chr, range(32, 127)))
 END, OTHER = 0, 1  # token ids; those of the alphabet follow
 VOCABULARY = 2 + len(ALPHABET)
 CONTEXT = 256
-LONGEST_PROMPT = 160  # characters; of longer ones the end is read
+LONGEST_PROMPT = 160  # characters; only the end of longer ones is read
 
 HABITS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
@@ -32,12 +32,12 @@ HABITS: dict[str, Callable[[str], str]] = {
     "twice": lambda word: word[:1] * 2,
     "drop": lambda word: word[1:],
 }
-"""What is done with the last word of a question instead of answering it."""
+"""Wrong answers by habit, made from the last word of a question."""
 
 
 @dataclass(frozen=True)
 class Warm:
-    """The warm start: so many ``steps`` of ``batch`` demonstrations, of which the part ``right`` follow the rule."""
+    """Warm start: ``steps`` of ``batch`` demonstrations, of which the share ``right`` follow the rule."""
 
     steps: int = 400
     batch: int = 64
@@ -60,7 +60,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, visible: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """(B, T, C) to the same; ``visible``: (B, 1, T, S); and keys and values of all S positions."""
+        """Map (B, T, C) to the same; ``visible``: (B, 1, T, S). Also return keys and values of all S positions."""
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
         if past is not None:
@@ -71,7 +71,7 @@ class _Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Predicts each next character."""
+    """Model that predicts each next character."""
 
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TinyModel(nn.Module):
             nn.init.normal_(embedding.weight, std=0.3)
 
     def forward(self, tokens: Tensor, mask: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
-        """Logits (B, T, V) of the T new ``tokens``; ``mask``: (B, S), which of all positions, past ones first, are not padding."""
+        """Return logits (B, T, V) of the T new ``tokens``; ``mask`` (B, S): False at padding, past positions first."""
         new, whole = tokens.shape[1], mask.shape[1]
         places = (mask.long().cumsum(1) - 1).clamp(0, CONTEXT - 1)[:, whole - new :]
         causal = torch.ones(new, whole, dtype=torch.bool, device=tokens.device).tril(whole - new)
@@ -98,10 +98,10 @@ class TinyModel(nn.Module):
 
 
 class Tiny:
-    """See the module. ``seed``: of the weights and of the warm start; ``habit``: one of ``HABITS``."""
+    """Small policy with a habit. ``seed``: of the weights and of the warm start; ``habit``: one of ``HABITS``."""
 
     lr = 5e-4
-    # A model this small unlearns more by pushing down what it would never have written than it learns (docs/benchmarks.md).
+    # Pushing down what it would never have written makes a model this small unlearn more than it learns (docs/benchmarks.md).
     loss = "positive"
     max_tokens = 12
     vocabulary = VOCABULARY
@@ -122,22 +122,22 @@ class Tiny:
         return next(self.module.parameters()).device
 
     def encode(self, completion: str, ended: bool) -> list[int]:
-        """One token a character; those outside of printable ASCII are all the same one."""
+        """Encode one token a character; all outside printable ASCII are the same token."""
         return [_token(character) for character in completion] + ([END] if ended else [])
 
     def ends(self, token: int) -> bool:
-        """As `Policy.ends`."""
+        """Implement `Policy.ends`."""
         return token == END
 
     def _prompt(self, prompt: str) -> list[int]:
-        # The line's end says that the answer begins; a prompt is never empty with it.
+        # The end of line marks the start of the answer; a prompt is never empty with it.
         return [*self.encode(prompt[-LONGEST_PROMPT:], False), OTHER]
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
     ) -> list[list[Completion]]:
-        """As `Policy.generate`; each prompt is read once for all of its completions."""
+        """Implement `Policy.generate`; each prompt is read once for all of its completions."""
         most = min(max_tokens, CONTEXT - LONGEST_PROMPT - 1)
         generator = torch.Generator().manual_seed(seed)
         tokens, mask = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
@@ -162,18 +162,18 @@ class Tiny:
         return [written[start : start + count] for start in range(0, len(written), count)]
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
-        """As `Policy.log_probs`."""
+        """Implement `Policy.log_probs`."""
         logits, after, mask = self._pass(prompts, completions)
         logs = (logits / (temperature or 1.0)).log_softmax(-1)
         return logs.gather(-1, after[..., None])[..., 0], mask
 
     def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """As `Policy.logits`."""
+        """Implement `Policy.logits`."""
         logits, _, mask = self._pass(prompts, completions)
         return logits, mask
 
     def _pass(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (B, T, V), and the completions' tokens and mask, (B, T)."""
+        """Return logits (B, T, V), and the completions' tokens and mask, (B, T)."""
         most = CONTEXT - LONGEST_PROMPT - 1
         before, seen = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
         after, mask = pad([row[:most] for row in completions], END, left=False, device=self._device())
@@ -207,7 +207,7 @@ def _token(character: str) -> int:
 
 
 def _completion(ids: list[int], logs: list[float]) -> Completion:
-    """What was drawn up to and with the first end token."""
+    """Make the completion of the tokens up to and with the first end token."""
     length = ids.index(END) + 1 if END in ids else len(ids)
     text = "".join("?" if token < 2 else ALPHABET[token - 2] for token in ids[:length] if token != END)
     return Completion(text, tuple(ids[:length]), tuple(logs[:length]), "stop" if END in ids else "length")

@@ -38,7 +38,7 @@ def task_label(hooks: str) -> str:
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
     """Return the task options that all peers share. For rl that is also the environment, but neither policy nor algorithm."""
     if settings.task.hooks == agreement.TEXT:
-        return agreement.told(settings.task.options)
+        return agreement.shared(settings.task.options)
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
     return {**settings.task.options, **own}
 
