@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 NUMBERS = 4
-WIDTH, CHUNK = (
-    1024,
-    1 << 20,
-)  # values in a row and a chunk; rows of a chunk are few enough to be summed in float32
+WIDTH, CHUNK = 1024, 1 << 20
+"""Values in a row and in a chunk. A chunk has few enough rows to sum them in float32."""
 
 
 def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
