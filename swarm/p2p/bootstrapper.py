@@ -97,7 +97,7 @@ class Bootstrapper:
         return dht
 
     async def enter_again(self, daemon: HivemindDaemon) -> DHTNode:
-        """Join after a restart of the daemon, with whoever can be reached now."""
+        """Join after a restart of the daemon, through the peers that can be reached now."""
         addresses = list(dict.fromkeys((*self.bootstrap, *self._known.addresses())))
         reached, _ = await dial.connect_any(daemon, addresses, 5.0)
         if addresses and not reached:

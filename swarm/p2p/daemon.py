@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 D = TypeVar("D", bound="Daemon")
 
 MAX_FRAME = 2 << 20  # bytes of one message of the daemon; a gossiped one has 1 MiB at most
-ANSWER_S = 10.0  # seconds for the daemon to take a stream handler, or to say whose stream it hands over
+ANSWER_S = 10.0  # seconds for the daemon to take a stream handler, or to name the peer of a stream
 FIND_S = 2  # seconds a look into the address book of the daemon may take
 
 Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

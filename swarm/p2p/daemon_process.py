@@ -89,7 +89,7 @@ def run_folder() -> tuple[Path, int]:
 
 
 def sweep(base: Path) -> None:
-    """Remove the run folders in ``base`` whose guard is dead. (A lock tells, for a process id may be another machine's.)"""
+    """Remove the run folders in ``base`` whose guard is dead. (Shown by its lock: a process id may be another machine's.)"""
     for folder in base.iterdir():
         with contextlib.suppress(OSError):  # another node may be sweeping too
             if time.time() - folder.lstat().st_mtime < YOUNG:

@@ -1,5 +1,6 @@
-"""A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and is a relay for those that
-nobody can reach. No torch: it runs where 100 MB are free.
+"""A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and relays for unreachable ones.
+
+It imports no torch, so it runs where 100 MB are free.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
+from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.listen import check_free, fixed_ports, obtain_ports
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
@@ -87,12 +88,13 @@ class Seed:
         try:
             await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
             await daemon.serve(DIAL_PROTOCOL, self._handler(self._dial_back))
-            addresses = tuple(address for address in await daemon.addresses() if "/p2p-circuit" not in address)
+            found = await asyncio.wait_for(daemon.addresses(), ANSWER_S)
         except BaseException as error:
             await daemon.shutdown()
-            if isinstance(error, (*DAEMON_GONE, ValueError)):
+            if isinstance(error, (*DAEMON_GONE, ValueError, asyncio.TimeoutError)):
                 raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
             raise
+        addresses = tuple(address for address in found if "/p2p-circuit" not in address)
         self._listen = fixed_ports(self._listen, addresses)
         self._on_ready(addresses)
         return daemon

@@ -56,7 +56,7 @@ class GroupAlive(Message):
 class GroupFormed(Message):
     """The leader's message to a member of its group: the signed ready messages of all, each after its length as two bytes.
 
-    ``alone``: nobody else was ready. A second one calls the first attempt off and asks for another.
+    ``alone``: no other member was ready. A second such message calls the first attempt off and asks for another.
     """
 
     KIND, LIMIT = "group-formed", MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
