@@ -1,10 +1,11 @@
 """A virtual clock: an asyncio event loop whose time jumps to the next timer as soon as nothing is left to do.
 
 It has no sockets, no threads and no sleep, so what runs on it is a function of its inputs, and an hour takes as long as the
-callbacks in it. What runs in worker threads elsewhere (``asyncio.to_thread``) runs at once, in between.
+callbacks in it. A worker thread (``asyncio.to_thread``) becomes a call at once, in between.
 
-A `Process` is whose callbacks can be stopped and ended: every callback belongs to the process in whose context it was left. That
-of one that is dead is never called, as after ``kill -9``; that of one that sleeps is called when it wakes, as after SIGCONT.
+A `Process` owns callbacks that can be stopped and ended: every callback belongs to the process in whose context it was scheduled. A
+callback of a dead process is never called, as after ``kill -9``; one of a sleeping process is called when it wakes, as after
+SIGCONT.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proce
 
 
 class Stuck(RuntimeError):
-    """Nothing is left that could ever happen, and something is still waited for."""
+    """An error: nothing is left that could ever happen, and something still waits."""
 
 
 class Process:
-    """Whose callbacks those are. ``state``: whether they are called."""
+    """The owner of callbacks. ``state``: whether they are called."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state: Literal["awake", "asleep", "dead"] = "awake"
         self.tasks: dict[int, asyncio.Task[Any]] = {}
-        """Those that have not ended, by a number."""
+        """Its tasks that have not ended, by number."""
         self.begun = 0
         self.held: list[asyncio.Handle] = []
-        """Callbacks that are called when it wakes, in order; of a dead process never, unless somebody winds it up."""
+        """Callbacks that are called when it wakes, in order; of a dead process only at the end of a simulation."""
         self.context = contextvars.Context()
         self.context.run(_process.set, self)
 
@@ -53,7 +54,7 @@ class _Soon(asyncio.Handle):
 
 
 class _Later(asyncio.TimerHandle):
-    """A callback of a process at a time."""
+    """A callback of a process at a set time."""
 
     __slots__ = ("process",)
     process: Process | None
@@ -67,7 +68,7 @@ class _Later(asyncio.TimerHandle):
 
 
 class VirtualLoop(BaseEventLoop):
-    """See the module. ``busy``: turns between two moments of the clock after which it says that it is stuck."""
+    """An event loop on virtual time. ``busy``: turns without progress of the clock after which it raises `Stuck`."""
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -80,23 +81,23 @@ class VirtualLoop(BaseEventLoop):
         self.set_task_factory(_begin)  # type: ignore[arg-type]
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return virtual seconds since the loop was made."""
         return self._now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Let time pass: all of it, at once. Stuck if nothing would end the wait, or if time does not move any more."""
+        """Let the time pass at once. Raises Stuck if nothing would end the wait, or if time no longer progresses."""
         if timeout is None:
             raise Stuck(f"at {self._now:.6f} s nothing is left that could happen")
         self._at_once = 0 if timeout else self._at_once + 1
         if self._at_once > self._busy:
-            raise Stuck(f"at {self._now:.6f} s time does not move any more")
+            raise Stuck(f"at {self._now:.6f} s time no longer progresses")
         self._now += timeout
         return []
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """As everywhere, but for its process."""
+        """Schedule a callback of the current process."""
         handle = _Soon(callback, args, self, context)
         handle.process = _process.get() if context is None else context.get(_process)
         self._ready.append(handle)
@@ -105,7 +106,7 @@ class VirtualLoop(BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """As everywhere, but for its process."""
+        """Schedule a callback of the current process at a set time."""
         timer = _Later(when, callback, args, self, context)
         timer.process = _process.get() if context is None else context.get(_process)
         heapq.heappush(self._scheduled, timer)
@@ -115,13 +116,13 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """There is one thread only."""
+        """Schedule a callback; there is one thread only."""
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Run it now: a worker thread that takes no time."""
+        """Run the function now: a worker thread that takes no time."""
         done: asyncio.Future[Any] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -130,16 +131,16 @@ class VirtualLoop(BaseEventLoop):
         return done
 
     def wake(self, process: Process) -> None:
-        """Let a process that slept go on."""
+        """Let a sleeping process go on."""
         process.state, held, process.held = "awake", process.held, []
         self._ready.extend(held)
 
     def _process_events(self, events: list[Any]) -> None:
-        """There are none."""
+        """Do nothing: there are no sockets."""
 
 
 def _begin(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-    """A task of the process in whose context it begins."""
+    """Make a task of the process in whose context it begins."""
     process = _process.get()
     if process is None:
         return asyncio.Task(coroutine, loop=loop, **options)

@@ -1,8 +1,8 @@
-"""Membership on a simulated network: what `swarm.directory` does, with its trie, bounds and pace, over a DHT that is one table.
+"""Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that is one table.
 
-Real: where a record stands and which keys are read (`swarm.trie`), how many records at most, how often, when a record expires, that
-each peer has a view of its own which is seconds old, and how many bytes the records have. Not simulated: the DHT itself, with its
-routing and replicas. A key is read, or a record stored, in one round trip, and nothing of that is ever lost.
+Real: the keys of records and of reads (`shoal.swarm.membership.dht_index`), the number and rate of reads, the lifetime and size of
+records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing and replicas. A key is read, or a
+record stored, in one round trip, and nothing of that is ever lost.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Board:
         self.network = network
         self._keys: dict[str, dict[str, Posted]] = {}
         self._due: dict[str, float] = {}
-        """When something under a key expires next."""
+        """The time of the next expiry under each key."""
         self._asked: dict[float, list[tuple[asyncio.Future[Mapping[str, Posted]], str]]] = {}
-        """By the time at which they are answered: what was asked at one time takes one timer."""
+        """Reads by the time of their answers: those asked at one time share a timer."""
 
     def put(self, prefix: str, posted: Posted) -> None:
         """Store a record under a key of the trie."""
@@ -48,7 +48,7 @@ class Board:
         self._due[prefix] = min(self._due.get(prefix, posted.until), posted.until)
 
     def under(self, prefix: str) -> Mapping[str, Posted]:
-        """The live records under a key."""
+        """Return the live records under a key."""
         names, now = self._keys.get(prefix, {}), self.network.loop.time()
         if names and now >= self._due[prefix]:
             names = self._keys[prefix] = {peer: posted for peer, posted in names.items() if posted.until > now}
@@ -56,7 +56,7 @@ class Board:
         return names
 
     def read(self, prefix: str) -> asyncio.Future[Mapping[str, Posted]]:
-        """The same, a round trip later."""
+        """Return the same, a round trip later."""
         loop, links = self.network.loop, self.network.links
         answer: asyncio.Future[Mapping[str, Posted]] = loop.create_future()
         when = loop.time() + 2 * (links.latency + links.jitter / 2)
@@ -73,9 +73,10 @@ class Board:
 
 
 class SimDirectory:
-    """A peer's view, and its own record. What the exchanges and `swarm.follower.Follower` ask of a `Directory`.
+    """A peer's view and its own record: the part of a `Directory` that exchanges and `shoal.swarm.training.outer_sync.OuterSync`
+    use.
 
-    ``record``: what the peer says of itself now. ``chance``: for what is drawn. ``limit``: about as many records are read.
+    ``record``: returns the peer's current record. ``chance``: source of random numbers. ``limit``: about as many records are read.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SimDirectory:
         self._here: dict[str, Member] = {}
         self._left: dict[str, Member] = {}
         self._stale = 0.0
-        """When the two above have to be made anew."""
+        """The time at which the two above have to be made anew."""
         self._keys: Mapping[str, trie.Names] = {}
         self._prefix: str | None = None
         self._size: int | None = None
@@ -99,7 +100,7 @@ class SimDirectory:
     # -- what others ask ---------------------------------------------------------------------------------------------------
 
     def members(self) -> dict[str, Member]:
-        """Peer id -> newest record of all who are waiting or training, this peer included."""
+        """Return peer id -> newest record of all that are waiting or training, this peer included."""
         if self._now() >= self._stale:
             self._sort()
         return self._here
@@ -107,16 +108,16 @@ class SimDirectory:
     everyone = members
 
     def departed(self) -> dict[str, Member]:
-        """Peer id -> last record of those who said lately that they left or are done."""
+        """Return peer id -> last record of all that recently announced that they left or are done."""
         self.members()
         return self._left
 
     def is_barred(self, peer: str) -> bool:
-        """Nobody is."""
+        """Return False: no peer is barred."""
         return False
 
     def look(self) -> None:
-        """Read soon, because somebody unknown turned up."""
+        """Read soon, because an unknown peer turned up."""
         self._curious = True
         self._wake.set()
 
@@ -129,7 +130,7 @@ class SimDirectory:
     # -- what it does ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Stand in the table from the start, as if this peer had come after all that stand there already."""
+        """Enter the table at the start, as if this peer had come after all that are in it already."""
         keys: dict[str, trie.Names] = {}
         bits, depth = bits_of(self._host.peer_id), 0
         while bits[:depth] not in keys:
@@ -139,7 +140,7 @@ class SimDirectory:
         self._board.put(prefix, self._posted(prefix))
 
     async def run(self) -> None:
-        """Publish and read until the end, at a `Directory`'s pace."""
+        """Publish and read until the end, at a `Directory`'s rate."""
         read = published = float("-inf")
         while True:
             self._wake.clear()
@@ -200,13 +201,13 @@ class SimDirectory:
             self._board.put,
             prefix,
             posted,
-            context=NOTHING,  # it has left, whoever dies
+            context=NOTHING,  # the record has left, even if its peer dies
         )
 
     def _posted(self, prefix: str) -> Posted:
         mine = self._record()
         self._note(mine)
-        if self._size is None:  # a signature for each record would tell no more
+        if self._size is None:  # signing each record would show no more
             self._size = len(make_record(prefix, mine, self._host.identity))
         self._prefix = prefix
         self.nbytes += self._size

@@ -1,4 +1,4 @@
-"""A virtual loop run on its own: no garbage collector interferes, and what the protocols log is collected."""
+"""A virtual loop run in isolation: no garbage collector interferes, and the protocols' log is collected."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""An internet in one process: hosts on a virtual clock, streams that take their time, and faults at will; all from one seed.
+"""An internet in one process: hosts on a virtual clock, streams with latency and bandwidth, and faults; all from one seed.
 
-`SimHost` is what the exchanges need of `swarm.host.Host`. The protocols above it, and `swarm.stream`, are the production code.
+`SimHost` is the part of `shoal.swarm.p2p.host.Host` that exchanges use. The protocols above it, and the streams, are the
+production code.
 
-What a host's death, sleep and links do to the others:
+The effects of faults on the other hosts:
 
     kill        its callbacks are never called again; the others' streams to it end, and no new ones can be opened
     sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking streams and bytes, as the real one does
     partition   bytes wait at the border until it is lifted; streams across it cannot be opened
     sever       one stream breaks, with an end of file or with a reset
-    stall       one stream carries nothing any more, and nobody says so, as when a router forgets a connection
+    stall       one stream carries nothing any more, unannounced, as when a router forgets a connection
     slow        every link of a host gets so many seconds longer, for a while
 """
 
@@ -35,12 +36,12 @@ from shoal.swarm.sim.clock import Process, Stuck, VirtualLoop
 from shoal.swarm.wire.nonce import nonces_from
 
 T = TypeVar("T")
-LINGER = 2.0  # seconds an answered stream waits for the caller to end it, as at a real host
+LINGER = 2.0  # seconds that an answered stream waits for the caller to end it, as at a real host
 
 
 @dataclass(frozen=True)
 class Links:
-    """What every link is like. ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream.
+    """The properties of every link. ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream.
 
     ``shared``: that bandwidth is of all that a host sends.
     """
@@ -52,7 +53,7 @@ class Links:
 
 
 class Trace:
-    """What happened, in order: a hash of it, and with ``keep`` the lines themselves."""
+    """The events in order: a hash of them, and with ``keep`` the lines themselves."""
 
     def __init__(self, keep: bool = False) -> None:
         self._hash = hashlib.sha256()
@@ -68,21 +69,21 @@ class Trace:
             self.lines.append(line)
 
     def hexdigest(self) -> str:
-        """Equal for equal traces."""
+        """Return the hash, equal for equal traces."""
         return self._hash.hexdigest()
 
 
 class Network:
-    """All hosts and what lies between them. ``watch``: called with a peer's name after every event of it."""
+    """All hosts and the links between them. ``watch``: called with a peer's name after every event of it."""
 
     def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace) -> None:
         self.loop, self.links, self.trace = loop, links, trace
         self.watch: Callable[[str], None] = lambda name: None
         self.seed, self.errors = seed, list[BaseException]()
-        """What a handler raised that is no error of its peer's."""
+        """Errors raised by handlers that are no error of their peers."""
         self.chance = random.Random(f"network {seed}")
         self.stream = Stream
-        """What a host makes its streams of."""
+        """The class of a host's streams."""
         self.hosts: dict[str, SimHost] = {}
         self.every: list[SimHost] = []
         """All processes that ever were."""
@@ -93,36 +94,36 @@ class Network:
         """Peer id -> side of the partition; empty: there is none."""
 
     def identity(self, name: str) -> Identity:
-        """The key of that name, always the same."""
+        """Return the key of that name, always the same."""
         return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"shoal sim {name}".encode()).digest()))
 
     def note(self, name: str, event: str) -> None:
-        """Something has happened."""
+        """Record an event."""
         self.trace.note(self.loop.time(), name, event)
         self.watch(name)
 
     def host(self, name: str, identity: Identity) -> SimHost:
-        """A new process; one of the same peer that was there before must be dead."""
+        """Make a new process; an earlier one of the same peer must be dead."""
         host = SimHost(self, name, identity)
         self.hosts[host.peer_id] = host
         self.every.append(host)
         return host
 
     def born(self) -> int:
-        """A number that no other process has."""
+        """Return a number that no other process has."""
         self._number += 1
         return self._number
 
     def latency(self, one: SimHost, two: SimHost) -> float:
-        """Seconds that the next bytes need from one to the other."""
+        """Return the seconds that the next bytes need from one to the other."""
         return self.links.latency + self.links.jitter * self.chance.random() + one.slow + two.slow
 
     def apart(self, one: str, two: str) -> bool:
-        """Whether a partition lies between two peers."""
+        """Return whether a partition separates two peers."""
         return bool(self._sides) and self._sides.get(one) != self._sides.get(two)
 
     def wire(self, one: SimHost, two: SimHost) -> tuple[MemoryTransport, MemoryTransport]:
-        """A new stream's two ends."""
+        """Return a new stream's two ends."""
         number = self.born()
         self.note(one.name, f"opens {number} to {two.name}")
         wire = self.wires[number] = Wire(self, number, one, two)
@@ -138,7 +139,7 @@ class Network:
     # -- faults ----------------------------------------------------------------------------------------------------------
 
     def kill(self, peer: str) -> None:
-        """As ``kill -9``."""
+        """Kill a process, like ``kill -9``."""
         host = self.hosts[peer]
         self.note(host.name, "killed")
         host.process.state = "dead"
@@ -146,21 +147,21 @@ class Network:
             wire.end_of(host)
 
     def sleep(self, peer: str) -> None:
-        """As SIGSTOP, until ``wake``."""
+        """Stop a process, like SIGSTOP, until ``wake``."""
         host = self.hosts[peer]
         if host.process.state == "awake":
             self.note(host.name, "fell asleep")
             host.process.state = "asleep"
 
     def wake(self, peer: str) -> None:
-        """As SIGCONT."""
+        """Continue a process, like SIGCONT."""
         host = self.hosts[peer]
         if host.process.state == "asleep":
             self.note(host.name, "woke")
             self.loop.wake(host.process)
 
     def part(self, sides: dict[str, int]) -> None:
-        """Peers with different numbers do not reach each other any more; with {} all do."""
+        """Separate peers with different numbers; with {} end the partition."""
         self.note("-", "parted" if sides else "healed")
         self._sides = sides
         for wire in list(self.wires.values()):
@@ -182,7 +183,7 @@ class Network:
             wire.stalled = True
 
     def end(self) -> None:
-        """All processes end, also those that were killed: their tasks are cancelled, and run to that end."""
+        """End all processes, also killed ones: cancel their tasks, and run them to that end."""
         for wire in list(self.wires.values()):
             for end in wire.ends:
                 end.vanish()
@@ -204,35 +205,35 @@ class Wire:
 
     def __init__(self, network: Network, number: int, one: SimHost, two: SimHost) -> None:
         self.network, self.number, self.hosts = network, number, (one, two)
-        self.roads = (_Delayed(self, one, two), _Delayed(self, two, one))
+        self.links = (_Delayed(self, one, two), _Delayed(self, two, one))
         loop = network.loop
         self.ends = (
-            MemoryTransport(loop, self.roads[0], one.process.context),
-            MemoryTransport(loop, self.roads[1], two.process.context),
+            MemoryTransport(loop, self.links[0], one.process.context),
+            MemoryTransport(loop, self.links[1], two.process.context),
         )
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
         self.ended, self.stalled = 0, False
 
     def end_of(self, host: SimHost) -> None:
-        """That host is dead."""
+        """Vanish from the network: the host is dead."""
         for end, owner in zip(self.ends, self.hosts, strict=True):
             if owner is host:
                 end.vanish()
 
     def release(self) -> None:
-        """Whether bytes may pass has changed."""
-        for road in self.roads:
-            road.release()
+        """Deliver waiting bytes that may pass now."""
+        for link in self.links:
+            link.release()
 
     def over(self) -> None:
-        """An end of file arrived; after both there is nothing left of it."""
+        """Count an end of file that arrived; after both the stream is removed."""
         self.ended += 1
         if self.ended == 2:
             self.network.wires.pop(self.number, None)
 
 
 class _Delayed(MemoryLink):
-    """Bytes take the link's latency, one after the other at its bandwidth, and wait at the border of a partition."""
+    """A link whose bytes take its latency, one after the other at its bandwidth, and wait at the border of a partition."""
 
     def __init__(self, wire: Wire, source: SimHost, target: SimHost) -> None:
         super().__init__(wire.network.loop)
@@ -240,10 +241,10 @@ class _Delayed(MemoryLink):
         self.free = self._last = 0.0
         self._moving: deque[tuple[int, Callable[[], None]]] = deque()
         self._arrived = 0
-        """How many of those, from the first, wait at the border."""
+        """The number of those, from the first, that wait at the border."""
 
     def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
-        """In the order of the calls, later."""
+        """Deliver later, in the order of the calls."""
         network, now = self._wire.network, self._loop.time()
         link: _Delayed | SimHost = self._source if network.links.shared else self
         link.free = max(link.free, now) + nbytes / network.links.bandwidth
@@ -256,7 +257,7 @@ class _Delayed(MemoryLink):
         self.release()
 
     def release(self) -> None:
-        """Hand over what has arrived, unless a partition is between."""
+        """Deliver what has arrived, unless a partition separates the two."""
         wire = self._wire
         while self._arrived and not wire.stalled and not wire.network.apart(self._source.peer_id, self._target.peer_id):
             self._arrived -= 1
@@ -268,7 +269,7 @@ class _Delayed(MemoryLink):
 
 
 class SimHost:
-    """What an exchange needs of a `shoal.swarm.p2p.host.Host`, in a process of its own on a `Network`."""
+    """The part of a `shoal.swarm.p2p.host.Host` that exchanges use, in a process of its own on a `Network`."""
 
     def __init__(self, network: Network, name: str, identity: Identity) -> None:
         self.network, self.name, self.identity, self.peer_id = network, name, identity, identity.peer_id
@@ -276,36 +277,38 @@ class SimHost:
         self.process.context.run(nonces_from, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes)
         self.traffic = TrafficMeter()
         self.resource_manager = ResourceManager(clock=network.loop.time)
-        """Nobody is refused: it only takes what the protocols tell it."""
+        """Refuses no peer: it only counts."""
         self.free = 0.0
-        """When all that it has sent will have left, where its streams share one link."""
+        """The time at which everything sent has left, where its streams share one link."""
         self.slow = 0.0
         """Seconds that its links take longer, each way."""
         self.busy: Counter[str] = Counter()
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
 
     def entry(self) -> tuple[str, ...]:
-        """Nobody got it onto the network."""
+        """Return no addresses: no peer got it onto the network."""
         return ()
 
     def seeds(self) -> dict[str, tuple[str, ...]]:
-        """There are none."""
+        """Return no seeds."""
         return {}
 
     def serve(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
-        """As ``Host.serve``."""
+        """Serve a protocol, like ``Host.serve``."""
         self._handlers[protocol] = handler
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of this host's process."""
+        """Start a task of this host's process."""
         return self.process.context.copy().run(self.network.loop.create_task, coroutine)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """As ``Host.submit``; nobody may block on the result, for the caller is on the loop too."""
+        """Run a coroutine, like ``Host.submit``; do not block on the result, because the caller is on the loop too."""
         return self.process.context.copy().run(asyncio.run_coroutine_threadsafe, coroutine, self.network.loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """As ``Host.call``, of what need not wait: the caller is on the loop too. RuntimeError if it would."""
+        """Run a coroutine that need not wait, like ``Host.call``: the caller is on the loop too. Raises RuntimeError if it would
+        wait.
+        """
         try:
             self.process.context.copy().run(coroutine.send, None)
         except StopIteration as end:
@@ -315,7 +318,7 @@ class SimHost:
         raise RuntimeError("a simulated host's call would have to wait")
 
     async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
-        """As ``Host.open``. NetworkError."""
+        """Open a stream, like ``Host.open``. Raises NetworkError."""
         try:
             return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
         except asyncio.TimeoutError:

@@ -1,1 +1,1 @@
-"""What is gossiped: rollouts, attestations, evidence and status records."""
+"""Gossiped records: rollouts, attestations, evidence and status."""

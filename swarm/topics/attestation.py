@@ -1,10 +1,11 @@
-"""Records of verification on their way: small, opaque here, each signed by its author so that anybody can pass it on and show it.
+"""Records of verification in transit: small, opaque here, each signed by its author so that any peer can pass it on and show it.
 
-The message that carries a record is sealed like every gossiped one; that signature is the transport's and ends with it. The one in
-it is the record's own, over the record's bytes alone, and goes into every peer's log. What a record says is not judged here.
+The message that carries a record is sealed like every gossiped one; that signature is the transport's and ends with it. The
+signature inside is the record's own, over the record's bytes alone, and goes into every peer's log. The content of a record is not
+judged here.
 
-Gossip is no log: a daemon whose node reads nothing for some seconds drops what comes then, and who joins later hears nothing of
-what was. What is missing is fetched by swarm/log_sync.py.
+Gossip is no log: a daemon whose node reads nothing for some seconds drops messages, and a late peer gets no earlier ones. Missing
+records are fetched by `shoal.swarm.topics.log_sync`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from shoal.swarm.wire.fields import PeerId, SwarmId
 
 CONTEXT = "shoal/verification/1"
 MAX_RECORD = 2048  # bytes
-# In a swarm of 100 in which each claims once in a round of 60 s and all claims are checked by 3, a peer has 3 seats a round, and
-# the busiest of all hardly ever more than 12. A seat makes a commitment, a reveal and a verdict, in 3 draws at most: 108, and some
+# In a swarm of 100 in which each claims once in a round of 60 s and all claims are checked by 3, a peer is drawn 3 times a round,
+# and the busiest hardly ever more than 12 times. Each makes a commitment, a reveal and a verdict, in 3 draws at most: 108, and some
 # five others (entry, claim, view, dispute, opening). This is five times as much: for rounds of 12 s, or for five claims.
 QUOTA = RateLimit(messages=600, nbytes=2 << 20)
 # Whole draws vote in the same moment, so more arrive at once than a busy node opens at once.
@@ -45,20 +46,20 @@ class Attestation(Message):
 
 
 def sign_record(identity: Identity, data: bytes) -> bytes:
-    """The author's signature over an encoded record, 64 bytes."""
+    """Return the author's signature over an encoded record, 64 bytes."""
     return identity.sign(CONTEXT, data)
 
 
 def verify_record(peer: str, data: bytes, signature: bytes) -> bool:
-    """Whether ``peer`` signed the encoded record ``data``. Never raises, whatever it is given."""
+    """Return whether ``peer`` signed the encoded record ``data``. Never raises, whatever it is given."""
     return isinstance(data, bytes) and verify(peer, CONTEXT, data, signature)
 
 
 class Attestations:
     """The records of ``gossip``'s swarm. For any thread but the host's own.
 
-    ``handler(author, record, signature)`` is told each record of another peer once, on the host's loop, after its signature was
-    found right (a wrong one is refused as ``forged``); it must not wait. It refuses a record by MessageError, whose reason is
+    ``handler(author, record, signature)`` is called once for each record of another peer, on the host's loop, after its signature
+    was verified (a wrong one is refused as ``forged``); it must not wait. It refuses a record by MessageError, whose reason is
     counted.
     """
 
@@ -67,7 +68,7 @@ class Attestations:
         self.topic = gossip.join(Attestation, self._take, quota, INBOX)
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """Give a record of this node to everybody, soon; never waits. Not told to the own handler.
+        """Send a record of this node to everybody, soon; never waits. The own handler is not called.
 
         Raises MessageError if it is empty or larger than 2048 bytes (reason ``oversized``), or if the signature is not this
         node's (``forged``).
@@ -80,13 +81,15 @@ class Attestations:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """How many records were ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason (swarm/gossip.py)."""
+        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason
+        (`shoal.swarm.gossip`).
+        """
         events, rejected = self.topic.counters.events(), self.topic.counters.rejected()
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
         return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
 
     def close(self) -> None:
-        """Neither publish nor take any more."""
+        """Stop publishing and receiving."""
         self.topic.close()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What stands behind a record and is too large for it: kept and handed out by its author, and fetched by its digest.
+"""Bodies behind records, too large for them: kept and handed out by their author, and fetched by digest.
 
-A claim names its evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. Whoever checks it asks the author,
-says how many bytes it will take at most, and gets the bytes with that digest or an error; a size is never taken on trust.
+A claim names its evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A verifier asks the author, states
+how many bytes it will take at most, and gets the bytes with that digest or an error; a size is never taken on trust.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ EVIDENCE_PROTOCOL = "/shoal/evidence/1"
 MAX_BODIES = 1024  # own ones, held at a time
 MAX_BYTES = 256 << 20  # of all of them
 MAX_FETCHED = 64 << 20  # bytes of others' bodies that are kept, in case they are asked for again
-# What one peer is handed out in a minute. In bytes, everything once: nobody drains a node's uplink by asking again and again.
+# Handed out to one peer in a minute. In bytes, everything once: no peer can drain a node's uplink by asking again and again.
 QUOTA = RateLimit(messages=600, nbytes=MAX_BYTES)
-GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to say what went wrong
+GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to report what went wrong
 
 
 class EvidenceStore:
-    """The bodies that this node hands out, the newest 1024 and at most 256 MiB, and the door to those of others.
+    """The bodies that this node hands out, the newest 1024 and at most 256 MiB, and access to those of others.
 
-    ``addresses``: where a peer is reached, as far as known; also a barred one (``Directory.everyone``), for it may be judged yet.
+    ``addresses``: returns the known addresses of a peer; also of a barred one (``Directory.everyone``), which may still be judged.
     For any thread but the host's own.
     """
 
     def __init__(self, host: Host, swarm: str, addresses: Callable[[str], Sequence[str]] = lambda peer: ()) -> None:
         self._host = host
-        self._shelf = BodyStore(
+        self._store = BodyStore(
             host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=QUOTA
         )
         self._lock = threading.Lock()  # guards the next two
-        self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # the one that was used longest ago first
+        self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._nbytes = 0
 
     def put(self, body: bytes) -> bytes:
-        """Hand out ``body`` (1 byte to 256 MiB, else ValueError) from now on; never waits. Its SHA-256, 32 bytes."""
+        """Hand out ``body`` (1 byte to 256 MiB, else ValueError) from now on; never waits. Returns its SHA-256, 32 bytes."""
         if not 0 < len(body) <= MAX_BYTES:
             raise ValueError(f"a body of {len(body)} bytes: between 1 and {MAX_BYTES} are allowed")
-        return self._shelf.put(body)
+        return self._store.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """The body with this digest, of at most ``most`` bytes: an own one, one fetched lately, or from ``peer``.
+        """Return the body with this digest, of at most ``most`` bytes: an own one, one fetched lately, or from ``peer``.
 
         Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow;
         MessageError if it hands out nothing (reason ``unavailable``), something larger (``oversized``) or other (``digest``).
         """
-        body = self._shelf.get(sha256) or self._again(sha256)
+        body = self._store.get(sha256) or self._again(sha256)
         if body is None:
-            body = self._host.call(self._shelf.fetch_up_to(peer, sha256, most, timeout), timeout + GRACE_S)
+            body = self._host.call(self._store.fetch_up_to(peer, sha256, most, timeout), timeout + GRACE_S)
             self._keep(sha256, body)
         if len(body) > most:
             raise MessageError(f"A body of {len(body)} bytes was refused: at most {most} are allowed.", "oversized")

@@ -1,6 +1,6 @@
-"""The log of verification by stream: for a peer that was away, or that finds that it has seen other records than the rest.
+"""The log of verification by stream: for a peer that was away, or whose records differ from the others'.
 
-What is in a log is not judged here: it is as many bytes as the peer says, bounded, whole or not at all.
+The content of a log is not judged here: it is as many bytes as the peer states, bounded, whole or not at all.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 LOG_PROTOCOL = "/shoal/verification-log/1"
 MAX_LOG = 8 << 20  # bytes
 QUOTA = RateLimit(messages=4)  # logs that one peer is handed out in a minute
-FRESH_S = 1.0  # seconds for which a log that was made is handed out again
+FRESH_S = 1.0  # seconds for which a log is handed out again
 KEPT = 4  # logs kept for that
 SMALL_S = 5.0  # seconds for one small message, or without a byte
 MAKE_S = 20.0  # seconds in which a log must be made, the wait for others included
 SERVE_S = 60.0  # seconds in which it must be taken
-GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to say what went wrong
+GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to report what went wrong
 
 
 class LogRequest(Message):
-    """Asks for the log of verification from round ``since`` on."""
+    """A request for the log of verification from round ``since`` on."""
 
     KIND = "log-request"
     swarm: SwarmId
@@ -44,7 +44,7 @@ class LogRequest(Message):
 
 
 class LogReply(Message):
-    """How many bytes follow; None, and the reason, if the peer hands out no log."""
+    """The number of bytes that follow; None, and the reason, if the peer hands out no log."""
 
     KIND, LIMIT = "log-reply", 4 * KIB
     nbytes: Annotated[int, Field(ge=0, le=MAX_LOG)] | None
@@ -52,10 +52,10 @@ class LogReply(Message):
 
 
 class LogServer:
-    """Hands the log of this node to the peers of ``swarm``, to each 4 times a minute.
+    """The server of this node's log to the peers of ``swarm``, to each 4 times a minute.
 
-    ``make(since)`` returns the log from round ``since`` on. It runs in a worker thread of its own, never twice at once, and what
-    it returned is handed out again for a second. A log of more than 8 MiB is not handed out.
+    ``make(since)`` returns the log from round ``since`` on. It runs in a worker thread of its own, never twice at once, and its
+    result is handed out again for a second. A log of more than 8 MiB is not handed out.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LogServer:
         host.serve(LOG_PROTOCOL, self._answer)
 
     def close(self) -> None:
-        """Hand out nothing any more; never waits."""
+        """Stop handing out logs; never waits."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, stream: Stream) -> None:
@@ -92,7 +92,7 @@ class LogServer:
             await stream.swap(memoryview(log), memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=deadline)
 
     async def _log(self, since: int) -> tuple[bytes, str]:
-        """The log, or the reason why there is none."""
+        """Return the log, or the reason why there is none."""
         try:
             making = asyncio.get_running_loop().run_in_executor(self._worker, self._newest, since)
         except RuntimeError:  # closed
@@ -138,9 +138,9 @@ async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRe
 
 
 def fetch_log(host: Host, peer: str, addresses: Sequence[str], swarm: str, since: int, timeout: float) -> bytes:
-    """The log of ``peer`` from round ``since`` on, at most 8 MiB. For any thread but the host's own.
+    """Return the log of ``peer`` from round ``since`` on, at most 8 MiB. For any thread but the host's own.
 
     Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow; MessageError if
-    it hands out none (reason ``unavailable``: asked too often, another swarm, too long), or speaks otherwise.
+    it hands out none (reason ``unavailable``: asked too often, another swarm, too long), or violates the protocol.
     """
     return host.call(_fetch(host, peer, addresses, LogRequest(swarm=swarm, since=since), timeout), timeout + GRACE_S)

@@ -1,8 +1,8 @@
-"""The record of a rollout: one question's place in an environment, and a group of completions that a peer's policy gave.
+"""The record of a rollout: one question's place in an environment, and a group of completions by a peer's policy.
 
-SAPO (arXiv 2509.08721): the unit of sharing is one question with all its completions. Text is what travels, so that peers with
-other models and tokenizers can learn from it. Neither the question, the answer nor a reward is in the record: whoever receives it
-makes the question anew from (env, env_version, env_config, seed, index) and judges the completions itself.
+SAPO (arXiv 2509.08721): the unit of sharing is one question with all its completions. They travel as text, so that peers with other
+models and tokenizers can learn from it. Neither the question, the answer nor a reward is in the record: the receiver makes the
+question anew from (env, env_version, env_config, seed, index) and judges the completions itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _pack_parts(parts: Sequence[bytes]) -> bytes:
 
 
 def _parts(value: bytes, longest: int) -> tuple[bytes, ...]:
-    """The byte strings in one, each after its length (u32, little-endian)."""
+    """Split one byte string into its parts, each after its length (u32, little-endian)."""
     parts: list[bytes] = []
     at = 0
     while at < len(value):
@@ -68,7 +68,7 @@ def _checked_count(parts: Sequence[object]) -> None:
 
 
 def _texts(value: object) -> object:
-    """Completions as the wire has them (one byte string) or as a tuple of str."""
+    """Return completions, given in wire form (one byte string) or as a tuple of str, as a tuple of str."""
     if isinstance(value, bytes):
         try:
             return tuple(part.decode("utf-8") for part in _parts(value, MAX_TEXT))
@@ -88,7 +88,7 @@ def _texts(value: object) -> object:
 
 
 def _numbers(value: object) -> object:
-    """Packed 4-byte numbers per completion, as the wire has them (one byte string) or as a tuple of bytes."""
+    """Return packed 4-byte numbers per completion, given in wire form (one byte string) or as a tuple of bytes, as a tuple."""
     if isinstance(value, bytes):
         value = _parts(value, 4 * MAX_TOKENS)
     if value is None:
@@ -105,7 +105,7 @@ def _numbers(value: object) -> object:
 
 
 def _finishes(value: object) -> object:
-    """Finish reasons as the wire has them (a byte each: 0 stop, 1 length) or as a tuple of str."""
+    """Return finish reasons, given in wire form (a byte each: 0 stop, 1 length) or as a tuple of str, as a tuple."""
     if isinstance(value, bytes):
         if len(value) > MAX_COMPLETIONS:
             raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
@@ -132,7 +132,7 @@ Finishes = Annotated[
     PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes))),
 ]
 
-# Of a question, here and wherever else one is named.
+# The name of a question, here and elsewhere.
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
 EnvConfig = Annotated[bytes, Field(max_length=4 * KIB)]
 QuestionSeed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -142,7 +142,7 @@ class Rollout(Message):
     """A group of completions to one question, all drawn by one policy at one temperature.
 
     ``env_config`` are the bytes from which the environment makes its configuration (canonical, so that equal configurations are
-    equal bytes); ``seed`` and ``index`` say which question. ``policy_version`` counts the author's updates, ``round`` is the
+    equal bytes); ``seed`` and ``index`` name the question. ``policy_version`` counts the author's updates, ``round`` is the
     author's when it drew them, ``issued`` is in Unix seconds. ``tokens`` (int32) and ``logps`` (float32, natural logarithm, under
     the policy that drew them) are packed little-endian, per completion, for peers whose tokenizer has the digest ``tokenizer``:
     all three are given, or none.
@@ -181,12 +181,12 @@ class Rollout(Message):
         return self
 
     def behaviours(self) -> tuple[Behaviour, ...]:
-        """Token ids and log-probabilities of each completion; empty if the author gave none."""
+        """Return token ids and log-probabilities of each completion; empty if the author gave none."""
         pairs = zip(self.tokens or (), self.logps or (), strict=True)
         return tuple(Behaviour(_tensor(ids, torch.int32).long(), _tensor(logps, torch.float32)) for ids, logps in pairs)
 
     def nbytes(self) -> int:
-        """About how much memory the record takes."""
+        """Return about how much memory the record takes."""
         return 1024 + sum(map(len, (*self.completions, *(self.tokens or ()), *(self.logps or ()), self.env_config)))
 
 
@@ -205,10 +205,10 @@ def _check_numbers(tokens: bytes, logps: bytes) -> None:
 
 
 def pack_tokens(ids: Sequence[int]) -> bytes:
-    """One completion's token ids as a rollout holds them. Raises struct.error for an id that is not an int32."""
+    """Return one completion's token ids in the form of a rollout. Raises struct.error for an id that is not an int32."""
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def pack_logps(logps: Sequence[float]) -> bytes:
-    """One completion's log-probabilities as a rollout holds them."""
+    """Return one completion's log-probabilities in the form of a rollout."""
     return struct.pack(f"<{len(logps)}f", *logps)

@@ -1,7 +1,7 @@
-"""The swarm's rollouts as the training thread sees them: it publishes its own, and drains those of others, without ever waiting.
+"""The swarm's rollouts as the training thread sees them: it publishes its own and drains those of others, without ever waiting.
 
-The pool judges where a record belongs and how old it is, not how good it is: rewards are the receiver's to compute (node). Whose
-author is barred is refused as ``banned``, or dropped if it was held already.
+The pool judges the swarm, environment and age of a record, not its quality: rewards are the receiver's to compute. Records of a
+barred author are refused as ``banned``, or dropped if they were held already.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ REASONS = (
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """What a pool takes and keeps."""
+    """The limits on what a pool accepts and keeps."""
 
     max_age: int = 8
     """Rounds: a record is stale when this node's round is ahead of the record's, or of its arrival's, by more."""
     max_ahead: int | None = None
-    """Rounds: a record is from the future if its round is ahead of this node's by more. None: slower than others is no fault."""
+    """Rounds: a record is from the future if its round is ahead of this node's by more. None: no limit, for slow nodes."""
     ttl: float = 600.0
     """Seconds since the record was issued."""
     per_sender: int = 64
@@ -50,7 +50,7 @@ class PoolLimits:
     nbytes: int = 128 << 20
     """Bytes held at a time."""
     quota: RateLimit = field(default_factory=RateLimit)
-    """What one publisher may send in a minute."""
+    """The limit of one publisher in a minute."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class _Held:
 class RolloutPool:
     """The rollouts of ``gossip``'s swarm. For any thread but the host's own.
 
-    ``knows(env, env_version, env_config)``: whether this node can make the questions of that environment; quick, on the host's
-    loop; what it raises counts as no. ``barred``: peers whose records are not taken; quick, for any thread; it may be set later.
+    ``knows(env, env_version, env_config)``: returns whether this node can make the questions of that environment; quick, on the
+    host's loop; an exception counts as no. ``barred``: tells peers whose records are refused; quick, for any thread; it may be set
+    later.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RolloutPool:
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
     def advance(self, round: int) -> None:
-        """This node is in ``round`` now: the age of records is counted from there."""
+        """Count the age of records from ``round``, the round in which this node is now."""
         with self._lock:
             self._round = round
 
@@ -110,7 +111,7 @@ class RolloutPool:
         logps: Sequence[bytes] | None = None,
         tokenizer: str | None = None,
     ) -> Rollout:
-        """A record of this node in its present round (`Rollout` says what the fields mean). Raises pydantic's ValidationError."""
+        """Return a record of this node in its present round (`Rollout` explains the fields). Raises pydantic's ValidationError."""
         return Rollout(
             swarm=self._swarm,
             peer=self._peer,
@@ -136,7 +137,7 @@ class RolloutPool:
         self.topic.publish(rollout)
 
     def drain(self) -> list[Rollout]:
-        """All that came since the last call and is not too old by now, nor of a barred peer, in the order of arrival."""
+        """Return all records since the last call that are neither too old by now nor of a barred peer, in the order of arrival."""
         with self._lock:
             self._expire()
             held, self._held = self._held, []
@@ -148,9 +149,8 @@ class RolloutPool:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """How many records were ``sent``, ``unsent``, ``received``, ``accepted``; are ``held``; were accepted and then
-        ``expired`` or were ``displaced`` before they were drained, or ``banned`` with their author; and were ``rejected``, by
-        reason.
+        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; ``held``; accepted but then ``expired`` or
+        ``displaced`` before they were drained, or ``banned`` with their author; and ``rejected``, by reason.
         """
         events, rejected = self.topic.counters.events(), self.topic.counters.rejected()
         with self._lock:
@@ -159,7 +159,7 @@ class RolloutPool:
         return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **rejected}}
 
     def close(self) -> None:
-        """Neither share nor take any more."""
+        """Stop publishing and receiving."""
         self.topic.close()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class RolloutPool:
     def _is_known(self, rollout: Rollout) -> bool:
         try:
             return self._knows(rollout.env, rollout.env_version, rollout.env_config)
-        except Exception:  # it may trip over what a peer wrote into the configuration
+        except Exception:  # a peer's configuration may make it fail
             log.debug("environment %r was not recognised", rollout.env, exc_info=True)
             return False
 
@@ -210,7 +210,7 @@ class RolloutPool:
         self._displaced += before - len(self._held)
 
     def _expire(self) -> None:
-        """Drop what became stale while it was held."""
+        """Drop records that became stale while they were held."""
         oldest, issued = self._round - self._limits.max_age, self._clock() - self._limits.ttl
         fresh = [item for item in self._held if min(item.rollout.round, item.arrived) >= oldest and item.rollout.issued >= issued]
         self._expired += len(self._held) - len(fresh)

@@ -1,6 +1,6 @@
-"""What a node says of itself to whoever watches: its newest rounds, with whom, how fast, and what went wrong.
+"""A node's status for watchers: its newest rounds, with whom, how fast, and what went wrong.
 
-Nothing depends on it: whoever believes it learns what the author claims, and no more.
+Nothing depends on it: a reader learns what the author claims, and no more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PARTNERS = 8  # of a round that are named
 ADDRESSES = 4
 BANNED = 8
 FAULTS = 12
-PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each speaks less often
+PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each sends fewer
 TAIL = 8  # characters from the end of a peer id by which a partner is named
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -46,7 +46,7 @@ class Status(Message):
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
-    ``faults``: what went wrong -> how often.
+    ``faults``: kind of fault -> count.
     """
 
     KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"

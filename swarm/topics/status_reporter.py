@@ -1,6 +1,6 @@
-"""What this node tells those who watch the swarm: gathered where it happens, and sent by swarm/status_gossip.py.
+"""This node's status for watchers of the swarm: gathered where things happen, and sent by `StatusPublisher`.
 
-Training only notes down numbers here; building, signing and sending a status is done on the network's thread.
+Training only notes numbers here; building, signing and sending a status is done on the network's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _finite(value: float | None) -> float | None:
 
 
 class StatusReporter:
-    """Tells how this node is, from now until `close`. For any thread."""
+    """A reporter of this node's status, from now until `close`. For any thread."""
 
     def __init__(self, membership: Membership, name: str) -> None:
         self._membership, self._name = membership, name
@@ -34,16 +34,16 @@ class StatusReporter:
         self._faults: Counter[str] = Counter()
         self._more: dict[str, Any] = {}
         directory = membership.directory
-        self._gossip = StatusPublisher(membership.gossip, self.status, lambda: len(directory.members()))
+        self._publisher = StatusPublisher(membership.gossip, self.status, lambda: len(directory.members()))
 
     def progress(self, state: State, round: int, step: int, loss: float | None, steps_per_s: float) -> None:
-        """Where training is."""
+        """Note the progress of training."""
         with self._lock:
-            said = self._now["state"]
+            before = self._now["state"]
             speed = max(_finite(steps_per_s) or 0.0, 0.0)
             self._now = {"state": state, "round": round, "step": step, "loss": _finite(loss), "steps_per_s": speed}
-        if state != said:
-            self._gossip.hint()
+        if state != before:
+            self._publisher.hint()
 
     def round(
         self,
@@ -57,7 +57,7 @@ class StatusReporter:
         wait_s: float,
         suspicious: int = 0,
     ) -> None:
-        """A round is over; ``members``: the peer ids of those in its mean; bytes and seconds are those of this round alone."""
+        """Note a finished round; ``members``: the peer ids in its mean; bytes and seconds are those of this round alone."""
         others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]
         done = RoundStatus(
             round=round,
@@ -73,10 +73,10 @@ class StatusReporter:
             self._rounds.append(done)
             self._faults["alone"] += not others and self._membership.manifest.outer.method != "none"
             self._faults["refused"] += suspicious
-        self._gossip.hint()
+        self._publisher.hint()
 
     def event(self, event: str, **fields: Any) -> None:
-        """What goes into the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""
+        """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""
         with self._lock:
             if event == "rl":
                 self._more["reward"] = _finite(fields["reward"])
@@ -86,12 +86,12 @@ class StatusReporter:
                 self._more["banned"] = tuple(fields["banned"][:BANNED])
 
     def verified(self, report: Mapping[str, int]) -> None:
-        """What came of verification so far (node/verify/session.py, ``counted``): claims made, and checks done here."""
+        """Note the counts of verification so far: claims made, and checks done here."""
         with self._lock:
             self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
 
     def status(self) -> Status:
-        """This node, now."""
+        """Return this node's current status."""
         host = self._membership.host
         with self._lock:
             now, more, rounds = dict(self._now), dict(self._more), tuple(self._rounds)
@@ -112,5 +112,5 @@ class StatusReporter:
         )
 
     def close(self) -> None:
-        """Say no more."""
-        self._gossip.close()
+        """Stop sending."""
+        self._publisher.close()

@@ -1,6 +1,6 @@
-"""What goes wrong in a simulation: a plan that follows from the seed, each fault at the n-th event rather than at a time.
+"""The faults of a simulation: a plan that follows from the seed, each fault at the n-th event rather than at a time.
 
-Most of a swarm's time nothing is on its way. Counted in events, a fault hits the middle of an exchange as often as not.
+Most of the time nothing is in flight. Counted in events, a fault hits the middle of an exchange as often as not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = ("kill", "sleep", "part", "sever", "sever", "stall", "
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong, at the event ``after``."""
+    """One fault, at the event ``after``."""
 
     after: int
     kind: Kind
@@ -33,7 +33,7 @@ class Fault:
 
 @dataclass
 class FaultPlan:
-    """A fault that came about: whom it touched, and when."""
+    """A fault that came about: the peers that it touched, and its time."""
 
     peers: frozenset[str]
     since: float
@@ -41,7 +41,7 @@ class FaultPlan:
 
 
 def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind] = KINDS) -> list[Fault]:
-    """At most ``most`` faults within the first ``events`` events."""
+    """Return at most ``most`` faults within the first ``events`` events."""
     chance = random.Random(f"faults {seed}")
     found = []
     for _ in range(chance.randint(0, most)):
@@ -53,14 +53,14 @@ def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind
 
 
 class FaultInjector:
-    """Lets a plan come true, up to the time at which the swarm is left in peace."""
+    """Injects the faults of a plan, up to the time at which the swarm is left in peace."""
 
     def __init__(self, swarm: SimSwarm, faults: Sequence[Fault]) -> None:
         self._swarm, self._left = swarm, list(faults)
         self.troubles: list[FaultPlan] = []
 
     def look(self, name: str) -> None:
-        """Called with every event and the name of whose it is."""
+        """Inject what is due; called with every event and the name of its peer."""
         events = self._swarm.network.trace.events
         while self._left and events >= self._left[0].after:
             fault = self._left.pop(0)
@@ -123,7 +123,7 @@ class FaultInjector:
             self._swarm.network.stall(number)
 
     def _stream(self, fault: Fault, trouble: FaultPlan) -> int | None:
-        """One that is open now, if there is one; its ends are in trouble."""
+        """Return the number of a stream that is open now, if there is one, and note the trouble of its ends."""
         network = self._swarm.network
         open_now = sorted(network.wires)
         if not open_now:

@@ -1,14 +1,14 @@
-"""What must hold in a simulated swarm after every event, and at its end; the first that does not ends it with a `Broken`.
+"""The invariants of a simulated swarm, checked after every event and at its end; the first violation raises `Broken`.
 
-1. Whole or nothing. What a peer takes is the weighted mean of whole contributions, its own among them. Each contribution carries
+1. Whole or nothing. A peer takes the weighted mean of whole contributions, its own among them. Each contribution carries
    the name of its peer and its number, so the mean itself says whose it is.
-2. A contribution counts in one mean. All who take a mean with it take the same bits; who takes none has kept its own step whole.
+2. A contribution counts in one mean. All peers that take a mean with it take the same bits; the others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
 4. Rounds grow.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
-7. Tables are bounded, and nothing is left over at the end: no task, no stream, no entry but for what is remembered.
+7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for `REMEMBERED`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in 
 
 
 class Broken(AssertionError):
-    """An invariant does not hold."""
+    """The error that an invariant does not hold."""
 
 
 class Checks:
-    """Looks on at one swarm."""
+    """The checks of one swarm."""
 
     def __init__(self, swarm: SimSwarm, mischief: FaultInjector, errors: ErrorCollector) -> None:
         self._swarm, self._mischief, self._errors = swarm, mischief, errors
@@ -61,7 +61,7 @@ class Checks:
         raise Broken(f"at {self._swarm.network.loop.time():.3f} s: {what}")
 
     def look(self) -> None:
-        """After every event."""
+        """Check the swarm after an event."""
         swarm = self._swarm
         if swarm.network.errors:
             raise swarm.network.errors[0]
@@ -91,7 +91,7 @@ class Checks:
     # -- outcomes --------------------------------------------------------------------------------------------------------
 
     def outcome(self, peer: SimPeer, mine: Contribution) -> None:
-        """A round of ``peer`` is over."""
+        """Check a finished round of ``peer``."""
         assert mine.ended is not None
         took = mine.ended - mine.begun - peer.slept
         if took >= peer.exchange.limit:
@@ -106,7 +106,7 @@ class Checks:
             self._swarm.over = self._swarm.spread() <= self._near()
 
     def _near(self) -> float:
-        """How near to each other the replicas must come."""
+        """Return how near to each other the replicas must come."""
         options, before = self._swarm.setting.options, self._apart_at_calm or 0.0
         whole = self._swarm.setting.kind == "group" and not options.get("quorum") and "max_group" not in options
         return EQUAL if whole else max(before / 2, EQUAL)
@@ -130,7 +130,7 @@ class Checks:
         return next(p.number for p in self._swarm.peers if p.id == peer)
 
     def _named(self, number: int, value: float, mean: Mean) -> Contribution:
-        """The contribution that a value of the mean names."""
+        """Return the contribution that a value of the mean names."""
         weight = self._swarm.peers[number].weight
         serial = value * mean.weight / weight
         found = self._swarm.contributions.get((number, round(serial)))
@@ -140,7 +140,7 @@ class Checks:
         return found
 
     def _apart(self, alone: Contribution, taker: Contribution) -> None:
-        """One went on alone with a contribution that another counted: the two generals, or a fault of ours."""
+        """Check a contribution without a mean that another peer counted: two generals, or a bug."""
         ends = max(self._swarm.network.loop.time(), taker.ended or 0.0)
         touched = {alone.peer, taker.peer} if self._swarm.setting.kind == "pair" else set(taker.mean.members if taker.mean else ())
         for trouble in self._mischief.troubles:
@@ -157,7 +157,7 @@ class Checks:
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """When all have left and everything has had time to come to its end."""
+        """Check the end, when all have left and everything has had time to finish."""
         self.look()
         swarm = self._swarm
         for peer in swarm.peers:
@@ -176,7 +176,7 @@ class Checks:
 
 
 def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
-    """Every container that an object of ours holds, or one that it holds, and so on: its path and how much is in it."""
+    """Yield the path and the size of every container that an object of ours holds, directly or in another."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return

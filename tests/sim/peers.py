@@ -1,7 +1,7 @@
 """A swarm on a simulated network: peers that train a little, exchange by the production code, and know of each other by records.
 
 Each peer holds a small tensor, its weights. A round is: compute for a while, hand in the weights and what names the contribution,
-take the mean if there is one. What the mean holds, and that it counts once, `swarm.sim_checks` looks at.
+take the mean if there is one. `tests.sim.invariants` checks what the mean holds, and that it counts once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VALUES = 8  # floats that a peer trains
 
 @dataclass(frozen=True)
 class Setting:
-    """What kind of swarm, and how patient. Times in virtual seconds."""
+    """The kind of swarm, and its patience. Times in virtual seconds."""
 
     kind: Literal["pair", "group"]
     peers: int
@@ -60,7 +60,7 @@ class Setting:
 
 @dataclass
 class Contribution:
-    """What a peer handed in."""
+    """A peer's contribution to one of its rounds."""
 
     peer: str
     serial: int
@@ -90,7 +90,7 @@ class SimPeer:
         self.begin()
 
     def begin(self) -> None:
-        """A new process: the first, or one after the last was killed."""
+        """Start a process: the first, or one after the last was killed."""
         self.host: SimHost = self.swarm.network.host(self.name, self.identity)
         self.seen: dict[str, Member] = {}
         self.handle: ExchangeHandle[Any] | None = None
@@ -108,18 +108,18 @@ class SimPeer:
     # -- who is there ----------------------------------------------------------------------------------------------------
 
     def wall(self) -> float:
-        """Unix time, as this peer's clock shows it."""
+        """Return the Unix time on this peer's clock."""
         return EPOCH + self.swarm.network.loop.time() + self.skew
 
     def record(self) -> Member:
-        """What this peer says of itself now."""
+        """Return this peer's current record."""
         return Member(
             swarm=SWARM, peer=self.id, name=self.name, addresses=(), round=self.exchange.next_round, step=0, loss=None,
             steps_per_s=0.0, shard=0, shards=1, model=MODEL, state=self.state, issued=self.wall(), version="0",
         )  # fmt: skip
 
-    def hear(self, member: Member) -> None:
-        """Another's record; an older one than is known already says nothing."""
+    def receive(self, member: Member) -> None:
+        """Take another peer's record, unless a newer one is known."""
         known = self.seen.get(member.peer)
         if known is None or known.issued < member.issued:
             self.seen[member.peer] = member
@@ -129,23 +129,23 @@ class SimPeer:
         return {peer: member for peer, member in self.seen.items() if member.issued >= oldest and member.state in states}
 
     def members(self) -> dict[str, Member]:
-        """Who is there, as far as this peer knows."""
+        """Return the members, as far as this peer knows."""
         return self._live("training") | ({self.id: self.record()} if self.state == "training" else {})
 
     def departed(self) -> dict[str, Member]:
-        """Who has said goodbye lately."""
+        """Return the peers that announced their departure lately."""
         return self._live("leaving")
 
-    def _tell(self) -> None:
+    def _send_record(self) -> None:
         record, setting = self.record(), self.swarm.setting
         for other in self.swarm.peers:
             if other is not self and not other.gone:
                 network = self.swarm.network
-                network.datagram(self.host, other.host, partial(other.hear, record), setting.lose, setting.again)
+                network.datagram(self.host, other.host, partial(other.receive, record), setting.lose, setting.again)
 
     async def _announce(self) -> None:
         while self.state == "training":
-            self._tell()
+            self._send_record()
             await self.swarm.sleep(PERIOD * self.chance.uniform(0.8, 1.0))
 
     # -- what it does ----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class SimPeer:
                 self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
             await self._round()
         self.state = "leaving"
-        self._tell()
+        self._send_record()
         swarm.network.note(self.name, "left")
 
     async def _round(self) -> None:
@@ -192,7 +192,7 @@ class SimSwarm:
         self.contributions: dict[tuple[int, int], Contribution] = {}
         """By the peer's number and the contribution's serial number."""
         self.over = False
-        """Whether whoever ends a round should leave."""
+        """True once a peer that ends a round should leave."""
         self.peers: list[SimPeer] = []
         self.named: dict[str, str] = {}
         for number in range(setting.peers):
@@ -205,9 +205,9 @@ class SimSwarm:
         await asyncio.sleep(seconds)
 
     def outcome(self, peer: SimPeer, mine: Contribution) -> None:
-        """A round of a peer has come to its end; for whoever looks on to replace."""
+        """Note a finished round; for observers to replace."""
 
     def spread(self) -> float:
-        """The largest difference of a value between two peers that are there."""
+        """Return the largest difference of a value between two peers that are there."""
         held = torch.stack([peer.weights for peer in self.peers if not peer.gone])
         return float((held.max(0).values - held.min(0).values).max())

@@ -1,4 +1,4 @@
-"""One seed, one simulation: what the swarm is like and what goes wrong in it follow from the seed alone."""
+"""One seed, one simulation: the swarm and its faults follow from the seed alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REST = 20.0  # virtual seconds after the end of training in which everything mus
 
 @dataclass(frozen=True)
 class Report:
-    """How a simulation went. ``failure``: the invariant that did not hold, or the error of ours, or None."""
+    """The outcome of a simulation. ``failure``: the violated invariant, or an error of ours, or None."""
 
     seed: int
     setting: Setting
@@ -38,7 +38,7 @@ class Report:
 
 
 def setting_of(seed: int) -> Setting:
-    """What the swarm of a seed is like."""
+    """Return the swarm of a seed."""
     chance = random.Random(f"setting {seed}")
     kind = chance.choice(("pair", "pair", "group"))
     options: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def setting_of(seed: int) -> Setting:
 
 
 def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] | None = None, keep: bool = False) -> Report:
-    """Run a simulation to its end, or to the first invariant that does not hold. ``keep``: the trace's lines too."""
+    """Run a simulation to its end, or to the first violated invariant. ``keep``: keep the trace's lines too."""
     setting = setting or setting_of(seed)
     faults = plan(seed, setting.peers, 350 if setting.kind == "pair" else 700) if faults is None else faults
     chance = random.Random(f"links {seed}")
@@ -106,7 +106,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
 
 
 def main(argv: list[str]) -> int:
-    """Run the seeds that are named, and print their traces. The exit code: 1 if something did not hold."""
+    """Run the named seeds and print their traces. Returns the exit code: 1 if an invariant did not hold."""
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     failed = False
     for seed in map(int, argv[1:]):

@@ -104,10 +104,10 @@ def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network,
 def test_the_newest_bodies_are_held(two):
     author, _ = two
     digests = [author.put(number.to_bytes(4, "big")) for number in range(MAX_BODIES + 2)]
-    held = [author._shelf.get(digest) is not None for digest in digests]
+    held = [author._store.get(digest) is not None for digest in digests]
     assert held == [False, False] + [True] * MAX_BODIES
     author.put((2).to_bytes(4, "big"))  # again: the same body, newer
-    assert len(author._shelf._bodies) == MAX_BODIES
+    assert len(author._store._bodies) == MAX_BODIES
     with pytest.raises(ValueError, match="between 1 and"):
         author.put(b"")
 
@@ -118,7 +118,7 @@ def test_a_body_too_large_to_be_held_leaves_the_others_alone(monkeypatch, two):
     digest = author.put(b"small")
     with pytest.raises(ValueError, match="a body of 11 bytes"):
         author.put(bytes(11))
-    assert author._shelf.get(digest) == b"small"
+    assert author._store.get(digest) == b"small"
 
 
 def liar(network, nbytes, body):
