@@ -226,8 +226,17 @@ def node_process(tmp_path):
 
 def nothing_left(family, seconds=5.0):
     """Return the processes that still run. A zombie has ended: it waits for its parent, which in a container may never look."""
-    _, alive = psutil.wait_procs(family, timeout=seconds)
-    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    end = time.monotonic() + seconds
+    while (left := [p for p in family if _runs(p)]) and time.monotonic() < end:
+        psutil.wait_procs(left, timeout=0.05)
+    return left
+
+
+def _runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
