@@ -5,6 +5,7 @@ output. A comment ``<!-- not run: why -->`` on the line before a block excuses i
 still exist, with the options that it uses.
 """
 
+import importlib
 import os
 import re
 import shlex
@@ -26,7 +27,8 @@ from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TOPS = ("node", "optim", "swarm", "verification")
 MARK = re.compile(r"<!-- not run: \S.* -->")
 LANGUAGES = {"sh", "python", "toml", "text"}
 
@@ -158,8 +160,34 @@ def test_files_that_the_pages_name_exist():
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-        for path in re.findall(r"`((?:optim|swarm|node|tests|examples|bench|docs)/[\w/]+\.\w+)`", text):
+        for path in re.findall(r"`((?:optim|swarm|node|verification|tests|examples|bench|docs)/[\w/]+\.\w+)`", text):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def exists(name):
+    """Say whether ``shoal.optim.outer.optimizer.OuterOptimizer`` is a module, or a name in one."""
+    module, rest = "shoal", name.split(".")[1:]
+    while rest and (ROOT / "shoal" / Path(*module.split(".")[1:])).is_dir():
+        try:
+            importlib.import_module(f"{module}.{rest[0]}")
+        except ModuleNotFoundError:
+            break
+        module, rest = f"{module}.{rest[0]}", rest[1:]
+    return not rest or hasattr(importlib.import_module(module), rest[0])
+
+
+def test_modules_and_names_that_the_pages_name_exist():
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for name in re.findall(r"(?:`|^::: )(shoal(?:\.\w+)+)", text, re.M):
+            assert name == "shoal.json" or exists(name), f"{page.name} names {name}"
+
+
+def test_modules_that_the_pages_name_in_short_exist():
+    """ARCHITECTURE.md and docs/internals.md leave out the leading ``shoal.``."""
+    for page in (ROOT / "ARCHITECTURE.md", ROOT / "docs" / "internals.md"):
+        for name in re.findall(rf"`((?:{'|'.join(TOPS)})(?:\.\w+)+)`", page.read_text(encoding="utf-8")):
+            assert exists(f"shoal.{name}"), f"{page.name} names {name}"
 
 
 def test_exit_codes_are_those_of_the_program():
