@@ -1,4 +1,4 @@
-"""A swarm of real hosts that is by invitation only: who is let in, and what is served to who is not."""
+"""A swarm of real hosts by invitation only: admitted peers, and what is served to the others."""
 
 import asyncio
 import threading
@@ -138,7 +138,7 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
         with pytest.raises(NetworkError, match="ended early"):
             asks(spy.host, anna.host.peer_id, protocol, StateRequest(swarm=spy.swarm, model=MODEL), anna.host.addresses())
     assert anna.host.resource_manager.refused()["uninvited"] == 4
-    # The manifest says that an invitation is needed, so everybody gets it; and the directory shows who is there.
+    # The manifest says that an invitation is needed, so every peer gets it; and the directory shows the members.
     assert fetch_manifest(spy.host, club.link())[1].invite_only
 
 
@@ -221,4 +221,4 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
     second.host.introduce = None
     with pytest.raises(NetworkError, match="ended early"):
         asks(second.host, anna.peer_id, "/shoal/manifest/1", StateRequest(swarm=first.swarm, model=MODEL), first.host.addresses())
-    assert first.host.resource_manager.refused()["denied"]  # the manifest is for anybody else, not for who is denied
+    assert first.host.resource_manager.refused()["denied"]  # the manifest is for any other peer, not for a denied one

@@ -70,8 +70,8 @@ def test_unwritable_file_is_one_sentence(tmp_path):
 
 
 def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_path, monkeypatch):
-    said, path = [], tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, said.append)
+    messages, path = [], tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, messages.append)
     metrics.write("before")
     real = metrics._file
 
@@ -93,7 +93,7 @@ def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_
     monkeypatch.setattr(metrics, "_file", real)
     metrics.write("after")
     metrics.close()
-    assert said == [
+    assert messages == [
         f"Cannot write the metrics {str(path)!r} (No space left on device): free some space or choose another folder; "
         "training goes on without them.",
         "Metrics can be written again.",

@@ -1,4 +1,4 @@
-"""Every method from its settings: what is not said is the method's own, and each trains through the node's trainer."""
+"""Every method from its settings: defaults are the method's own, and each trains through the node's trainer."""
 
 import re
 import typing
@@ -93,7 +93,7 @@ def test_the_table_in_the_docs_has_every_method_with_whom_it_meets_and_a_command
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_not_said_is_the_methods_own(name):
+def test_settings_not_given_are_the_methods_own(name):
     torch.manual_seed(0)
     ours = made(OuterSettings(method=name))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a node refused: noted once when it changes, said at most once a minute, and told from its metrics afterwards."""
+"""The refusals of a node: written when they change, logged at most once a minute, and read from its metrics afterwards."""
 
 import json
 
@@ -20,26 +20,26 @@ class Clock:
 
 
 def test_what_changed_is_noted_at_once_and_said_once_a_minute():
-    counts, events, said, clock = {}, [], [], Clock()
-    refusals = RefusalLog(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), said.append, clock)
+    counts, events, logged, clock = {}, [], [], Clock()
+    refusals = RefusalLog(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), logged.append, clock)
     refusals.look()
-    assert (events, said) == ([], [])
+    assert (events, logged) == ([], [])
     counts |= {"rate": 3, "forged": 1, "overflow": 0}
     refusals.look()
     refusals.look()
     assert events == [("refused", {"rate": 3, "forged": 1})]
-    assert said == ["refused of others since the last such line: 3 x rate, 1 x forged"]
+    assert logged == ["refused of others since the last such line: 3 x rate, 1 x forged"]
     counts["forged"] = 7
     refusals.look()
     assert len(events) == 2
-    assert len(said) == 1
+    assert len(logged) == 1
     clock.now += LOG_S
     refusals.look()
     assert len(events) == 2
-    assert said[1:] == ["refused of others since the last such line: 6 x forged"]
+    assert logged[1:] == ["refused of others since the last such line: 6 x forged"]
     clock.now += LOG_S
     refusals.look()
-    assert len(said) == 2
+    assert len(logged) == 2
     assert refusals.now() == {"rate": 3, "forged": 7}
 
 

@@ -85,10 +85,10 @@ def test_weights_inner_state_and_steps_come_over_to_every_method(tmp_path, ident
     save(tmp_path, old, identity)
     new = trainer(method)
     saved = find(load(None, {"node.folder": str(tmp_path / "new"), "node.resume_from": str(tmp_path)}).node)
-    told = restore(new, saved, "another swarm")
-    assert told[0].startswith("goes on from step 10 of the checkpoint in ")
+    lines = restore(new, saved, "another swarm")
+    assert lines[0].startswith("goes on from step 10 of the checkpoint in ")
     lost = method not in ("diloco", "diloco-hb", "streaming", "decoupled", "eager")
-    assert told[1:] == ([f"not carried over: the outer momentum of diloco (the method is {method} now)"] if lost else [])
+    assert lines[1:] == ([f"not carried over: the outer momentum of diloco (the method is {method} now)"] if lost else [])
     assert same(new.model.parameters(), old.model.parameters())
     assert same(new.opt.slow, old.opt.slow)
     inner = [[state[name] for state in made.opt.state.values() for name in ("exp_avg", "exp_avg_sq")] for made in (new, old)]

@@ -1,4 +1,4 @@
-"""A node returns to a swarm of which nobody is there: it goes on alone where it has been before, and says so."""
+"""A node that returns to a swarm without members: it goes on alone where it has been before, and logs that."""
 
 import pytest
 
@@ -14,7 +14,7 @@ ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "
 
 
 class Alone:
-    """A membership of which as many members are in sight, and come, as a test says."""
+    """A membership with as many members in sight, and to come, as a test wants."""
 
     swarm = "a" * 52
 
@@ -39,22 +39,22 @@ class Alone:
         return self._come
 
 
-def told(membership, stopped=False):
-    said = []
-    await_others(membership, said.append, lambda: stopped)
-    return said
+def logged_by(membership, stopped=False):
+    logged = []
+    await_others(membership, logged.append, lambda: stopped)
+    return logged
 
 
 def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
     alone = Alone()
-    first, second = told(alone)
+    first, second = logged_by(alone)
     assert "link and 2 addresses of known peers for 20 s" in first
     assert second.endswith("or by the link shoal://LINK")
     assert alone.waited == node_membership.AWAIT_S
-    assert len(told(Alone(come=True))) == 1
-    assert len(told(Alone(), stopped=True)) == 1
+    assert len(logged_by(Alone(come=True))) == 1
+    assert len(logged_by(Alone(), stopped=True)) == 1
     for met in (Alone(entry=("somebody",)), Alone(here=2)):
-        assert told(met) == []
+        assert logged_by(met) == []
         assert met.waited == 0
 
 

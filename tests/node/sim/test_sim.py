@@ -1,4 +1,4 @@
-"""``shoal sim``: one seed is one result, the settings are obeyed, what cannot be used is told in one sentence."""
+"""``shoal sim``: one seed is one result, the settings are obeyed, and a bad argument is named in one sentence."""
 
 import json
 

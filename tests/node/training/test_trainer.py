@@ -1,4 +1,4 @@
-"""The training loop: it resumes bit by bit from any step, and says in one sentence what cannot be trained."""
+"""The training loop: it resumes bit by bit from any step, and names in one sentence what cannot be trained."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How long a round is, from the setting; the speed that a node tells the others."""
+"""The length of a round, from the setting; the speed that a node announces."""
 
 import itertools
 

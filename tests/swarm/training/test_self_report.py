@@ -1,4 +1,4 @@
-"""What a node says of itself in its record, and what it tells its user about who is missing."""
+"""A node's report of itself in its record, and the events about missing members for its user."""
 
 from types import SimpleNamespace
 

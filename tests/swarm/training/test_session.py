@@ -80,9 +80,9 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
             loop(opt, other, 2)
             status = s.status()
             seen["names"] = sorted(member["name"] for member in status["members"])
-            told = overview("x", s._membership.manifest, s._membership.directory.members(), 0.0)
-            assert set(status) == {*told, "peer", "refused"}
-            assert set(status["members"][0]) == set(told["members"][0])
+            expected = overview("x", s._membership.manifest, s._membership.directory.members(), 0.0)
+            assert set(status) == {*expected, "peer", "refused"}
+            assert set(status["members"][0]) == set(expected["members"][0])
             return [t.clone() for t in opt.slow]
 
     slow = together(anna, bert)
@@ -99,7 +99,7 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_who_joins_late_takes_over_weights_and_round_and_who_leaves_goes_on_alone():
+def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
     begin, stop, joined = model(0), threading.Event(), []
     first = shoal.create(state=begin, every=EVERY, network=HERE, wait_s=1.0, shards=2)
     opt = first.optimizer(sgd(begin))
@@ -177,8 +177,8 @@ def test_a_session_has_one_optimizer(alone):
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_weights():
-    """As nodes of `shoal up` do, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
+def test_record_and_status_carry_its_self_report_and_its_sketch():
+    """Like nodes of `shoal up`, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
     module = model(0)
     with shoal.create(state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2) as s:
         opt = s.optimizer(sgd(module))
@@ -194,7 +194,7 @@ def test_peers_and_those_who_watch_are_told_what_it_knows_of_itself_and_of_its_w
     assert (watched.state, watched.loss, watched.faults) == ("training", 1.5, (("alone", ROUNDS),))
 
 
-def test_a_swarm_by_invitation_only_lets_in_who_has_one(tmp_path):
+def test_a_swarm_by_invitation_only_admits_peers_with_one(tmp_path):
     key = Identity.create(tmp_path / "key")
     with shoal.create(state=model(0), identity=key, invite_only=True, network=HERE) as first:
         open_link = Link.parse(first.link)

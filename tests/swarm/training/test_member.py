@@ -1,0 +1,102 @@
+"""A member's duties: the order of announcements, and the costs of each round."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.optim import RoundInfo, RoundKey
+from shoal.swarm.training.member import LEAVE_S, TrainingMember
+from shoal.swarm.training.shard import Shard
+
+
+class Recorder:
+    """Any object of which only the calls matter."""
+
+    def __init__(self, name, calls):
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method):
+        return lambda *args, **kwargs: self._calls.append((f"{self._name}.{method}", args, kwargs))
+
+
+@pytest.fixture
+def world():
+    calls, traffic, waits = [], SimpleNamespace(sent=100, received=50), []
+    details = {"wait_s": 0.5}
+    report = SimpleNamespace(waited=waits.append, details=lambda: details)
+    rejected = []
+    member = TrainingMember(
+        SimpleNamespace(host=SimpleNamespace(traffic=traffic)),
+        SimpleNamespace(round=3, steps=30),
+        SimpleNamespace(waited=0.0),
+        SimpleNamespace(suspicions=lambda: [rejected.pop() for _ in rejected[:]]),
+        model="digest",
+        name="anna",
+        shard=Shard(1, 4, 0),
+        publisher=Recorder("directory", calls),
+    )
+
+    def serve():
+        sync = Recorder("sync", calls)
+        sync.self_report = report
+        member._sync = sync
+
+    return SimpleNamespace(
+        member=member, calls=calls, traffic=traffic, waits=waits, details=details, rejected=rejected, serve=serve
+    )
+
+
+def info(number):
+    return RoundInfo(RoundKey("run", number, 0), ("anna", "bert"), 30, 0)
+
+
+def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_sends_no_status(world):
+    world.member.announce("waiting")
+    ((name, args, fields),) = world.calls
+    assert (name, args, fields["details"]) == ("directory.announce", (), None)
+    assert {key: fields[key] for key in ("name", "round", "step", "loss", "steps_per_s", "shard", "shards", "model", "state")} == {
+        "name": "anna", "round": 3, "step": 30, "loss": None, "steps_per_s": 0.0, "shard": 1, "shards": 4, "model": "digest",
+        "state": "waiting",
+    }  # fmt: skip
+
+
+def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
+    world.serve()
+    world.member.reporter = Recorder("reporter", world.calls)
+    world.member.leave(1.5, 2.0)
+    assert [name for name, _, _ in world.calls] == ["reporter.progress", "directory.announce", "directory.leave"]
+    assert world.calls[0][1] == ("leaving", 3, 30, 1.5, 2.0)
+    fields = world.calls[1][2]
+    assert (fields["state"], fields["loss"], fields["steps_per_s"], fields["details"]) == ("leaving", 1.5, 2.0, world.details)
+    assert world.calls[2][1] == (LEAVE_S,)
+
+
+def test_beginning_takes_over_weights_before_the_exchange_gets_its_round(world):
+    world.serve()
+    world.member.begin("state")
+    world.member.begin()
+    assert [(name, args) for name, args, _ in world.calls] == [
+        ("sync.begin_from", ("state",)), ("sync.begin", ()), ("sync.begin", ()),
+    ]  # fmt: skip
+
+
+def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
+    member, traffic = world.member, world.traffic
+    world.serve()
+    member.start_counting()
+    traffic.sent, traffic.received, member.exchange.waited = 170, 80, 2.0
+    world.rejected.append("update")
+    first = member.on_round(info(3))
+    assert (first.sent, first.received, first.wait_s, first.rejected) == (70, 30, 2.0, ["update"])
+    traffic.sent, member.exchange.waited = 175, 2.5
+    second = member.on_round(info(4))
+    assert (second.sent, second.received, second.wait_s, second.rejected) == (5, 0, 0.5, [])
+    assert member.on_round(info(5), 0.25).wait_s == 0.25  # a simulation measures it on its own clock
+    assert world.waits == [2.0, 0.5, 0.25]
+    assert [name for name, _, _ in world.calls] == ["sync.on_round"] * 3
+    member.report_round(info(3), first, 1.0)  # nobody watches
+    member.reporter = Recorder("reporter", world.calls)
+    member.report_round(info(3), first, 1.0)
+    name, args, fields = world.calls[-1]
+    assert (name, args) == ("reporter.round", (("anna", "bert"),))
+    assert fields == {"round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1}
