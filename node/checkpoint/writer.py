@@ -108,11 +108,11 @@ class CheckpointWriter:
         self._failure: CheckpointError | None = None
         self._failing = False
         self.due = False
-        """Whether to save the state at the next `turn` at which no other save is being written; set it from outside."""
+        """Set it to True to save the state at the next `turn` at which no other save is being written."""
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True while a checkpoint is being written."""
         return self._writer is not None and self._writer.is_alive()
 
     @property

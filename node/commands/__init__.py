@@ -1,1 +1,1 @@
-"""What the commands that run no node do."""
+"""The commands that run no node: pull, status, seed, invite and init."""

@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is missing."""
+        """True when nothing is missing."""
         return not self._free and not self._asked
 
     @property

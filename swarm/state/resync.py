@@ -66,13 +66,13 @@ class Resynchronizer:
         self._preferred: frozenset[str] = frozenset()
         """Peers to fetch from if any of them is there: those of the part that this node gives way to."""
         self._afresh = False
-        """Whether the fetched state is to start from, as a newcomer does."""
+        """True if the state being fetched is to start from, as a newcomer does."""
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
 
     @property
     def diverged(self) -> bool:
-        """Whether this node knows that its weights have diverged."""
+        """True while this node knows that its weights have diverged."""
         return bool(self._diverged)
 
     def joined(self, state: State) -> None:

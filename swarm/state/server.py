@@ -47,7 +47,7 @@ class StateServer:
         self._wanted: dict[asyncio.Future[Snapshot | None], int] = {}
         """Callers that wait, and the earliest round that each accepts."""
         self._diverged_callers: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
-        """Those of them whose own weights have diverged: the round of these weights, and the caller."""
+        """Waiting callers whose own weights have diverged: the round of these weights, and the caller."""
         self._making = False
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)

@@ -46,7 +46,7 @@ def texts(record):
 
 
 def plain(policy, **settings):
-    """What is written without claims: of each group its record and what is learnt from it."""
+    """Return what is written without claims: of each group its record and what is learnt from it."""
     task, other, _ = task_of(policy, **settings)
     groups, reward = task._write(0)
     return groups, reward, other.inbox

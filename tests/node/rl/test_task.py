@@ -23,7 +23,7 @@ SHARD = Shard(0, 1, 0)
 
 
 class Bus:
-    """What everyone publishes comes to all others at once."""
+    """A pool that hands each record to all others at once."""
 
     def __init__(self, everyone, peer):
         self.everyone, self.peer, self.inbox, self.sent, self.round = everyone, peer, [], [], 0

@@ -1,4 +1,4 @@
-"""What `shoal status` says is wrong: the slow by the median, the failing by the word of others, and nothing where all is well."""
+"""The health report of `shoal status`: the slow by the median, the failing by the word of others, and nothing where all is well."""
 
 import pytest
 

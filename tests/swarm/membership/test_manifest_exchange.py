@@ -1,4 +1,4 @@
-"""What a newcomer is told: the manifest of the right swarm."""
+"""A newcomer gets the manifest of the right swarm."""
 
 import pytest
 

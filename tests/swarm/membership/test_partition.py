@@ -33,7 +33,7 @@ METHODS = {
 
 @dataclass
 class Cut:
-    """Which hosts are on which side; whoever is not named is on the side 0."""
+    """A map of hosts to sides; a host that is not named is on side 0."""
 
     side: dict[str, int] = field(default_factory=dict)
 
@@ -42,7 +42,7 @@ class Cut:
 
 
 class Node:
-    """What a node does around its optimizer, with a directory that is always up to date."""
+    """A node around its optimizer, with a directory that is always up to date."""
 
     def __init__(self, network, cut, method, number, wait):
         self.network, self.cut, self.number = network, cut, number

@@ -1,4 +1,4 @@
-"""Whose weights differ, by sketches in records of the same round, and who gives way."""
+"""Detection of differing weights, by sketches in records of the same round, and who gives way."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a node does with weights that it takes over: whose fast weights stay and whose move, and who takes over at all."""
+"""A node takes over weights: whose fast weights stay and whose move, and who takes over at all."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ class Swarm:
             self.resynchronizer.adopt_fetched()
 
     def away(self):
-        """How far the model is from the swarm's weights: what its next pseudo-gradient holds."""
+        """Return how far the model is from the swarm's weights: what its next pseudo-gradient holds."""
         return (self.model.weight.detach() - self.theirs[0]).norm().item()
 
 
