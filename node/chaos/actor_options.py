@@ -1,8 +1,8 @@
-"""How ``shoal chaos`` starts a node, and as what: without importing what a node needs."""
+"""Command line of a node of ``shoal chaos``, without the imports of a node."""
 
 from __future__ import annotations
 
 PROGRAM = ("-m", "shoal.node.cli.chaos_actor")
 HONEST = "honest"
 LIES = ("sign-flip", "x1000", "nan", "stale")
-"""What hostile nodes may send (node/chaos/actor.py)."""
+"""False contributions of hostile nodes (`shoal.node.cli.chaos_actor`)."""

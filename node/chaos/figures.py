@@ -1,4 +1,4 @@
-"""What a run came to, as pure functions of when each node did its steps."""
+"""Figures of a run, as pure functions of the times of each node's steps."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Span = tuple[float, float]
 
 @dataclass
 class Life:
-    """One process of a node, from its start to its end. All times are Unix seconds."""
+    """Process of a node, from its start to its end. All times are Unix seconds."""
 
     peer: int
     spawned: float
     ended: float | None = None
-    """When it was killed or ended; None: it was there in the end."""
+    """Time of its end; None: it was there in the end."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """When each inner step was done, and how many the node had then done in all its lives."""
+    """Time of each inner step, and the number of the node's steps in all its lives until then."""
     stopped: list[Span] = field(default_factory=list)
-    """While it was stopped by us."""
+    """Spans in which it was stopped by the plan."""
     joined: float | None = None
-    """When its first contribution was accepted by somebody."""
+    """Time at which its first contribution was accepted by a peer."""
     resumed: bool = False
-    """It went on from a checkpoint."""
+    """True if it resumed from a checkpoint."""
     killed: bool = False
-    """It was ended by a kill of the plan."""
+    """True if the plan killed it."""
 
 
 def restarts(lives: Iterable[Life]) -> list[Life]:
-    """All lives but the first of each node; ``lives`` of a node are in order."""
+    """Return all lives but the first of each node; ``lives`` of a node are in order."""
     found, seen = [], set()
     for life in lives:
         if life.peer in seen:
@@ -42,7 +42,7 @@ def restarts(lives: Iterable[Life]) -> list[Life]:
 
 
 def overlap(spans: Iterable[Span], begin: float, end: float) -> float:
-    """Seconds of [begin, end] that lie in ``spans``, which do not overlap each other."""
+    """Return the seconds of [begin, end] within ``spans``, which do not overlap each other."""
     return sum(max(min(end, until) - max(begin, since), 0.0) for since, until in spans)
 
 
@@ -51,7 +51,7 @@ def _end(life: Life, until: float) -> float:
 
 
 def longest_gap(life: Life, until: float) -> float | None:
-    """Longest time without a finished inner step, less what the node itself was stopped by us; None before its first step.
+    """Return the longest time without a finished inner step, less the node's own stops; None before its first step.
 
     The time from the last step to the end counts too, so a node that hangs for good is not overlooked; a killed node's does not.
     """
@@ -64,8 +64,8 @@ def longest_gap(life: Life, until: float) -> float | None:
     return max(gaps, default=0.0)
 
 
-def pace(lives: Sequence[Life], until: float, *, with_starts: bool = False) -> float | None:
-    """Inner steps done by all, for each second that a node was alive; None if nobody was.
+def speed(lives: Sequence[Life], until: float, *, with_starts: bool = False) -> float | None:
+    """Return the inner steps of all for each second that a node was alive; None if none was.
 
     Alive is from the first step (or, ``with_starts``, from the start of the process) to the end, without stops.
     """
@@ -82,12 +82,12 @@ def pace(lives: Sequence[Life], until: float, *, with_starts: bool = False) -> f
 
 
 def steps_lost(lives: Iterable[Life]) -> int:
-    """Inner steps that nodes did and then had not done any more, while they lived."""
+    """Return the inner steps that living nodes did and then lost."""
     return sum(max(before + 1 - after, 0) for life in lives for (_, before), (_, after) in pairwise(life.steps))
 
 
 def steps_lost_by_kills(lives: Sequence[Life]) -> int:
-    """Inner steps that killed nodes had done since the checkpoint from which they went on. ``lives`` of a node are in order."""
+    """Return the inner steps of killed nodes since the checkpoint from which they resumed. ``lives`` of a node are in order."""
     lost = 0
     for peer in {life.peer for life in lives}:
         mine = [life for life in lives if life.peer == peer and life.steps]
@@ -98,7 +98,7 @@ def steps_lost_by_kills(lives: Sequence[Life]) -> int:
 
 
 def next_step_s(lives: Sequence[Life], peer: int, at: float) -> float | None:
-    """Seconds from the kill of ``peer`` at ``at`` until the last of the survivors has done its next step; None without survivors.
+    """Return the seconds from the kill of ``peer`` at ``at`` until the last survivor's next step; None without survivors.
 
     Survivors are those who had begun to train, and neither were stopped nor had ended before they got to it.
     """
@@ -114,7 +114,7 @@ def next_step_s(lives: Sequence[Life], peer: int, at: float) -> float | None:
 
 
 def slope(series: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    """Common slope of several series of (time in seconds, value), each about its own mean: least squares, value a minute.
+    """Return the common slope of series of (time in seconds, value), each about its own mean: least squares, value a minute.
 
     None if no series has two different times.
     """
@@ -129,7 +129,7 @@ def slope(series: Iterable[Sequence[tuple[float, float]]]) -> float | None:
 
 
 def binned(points: Sequence[tuple[float, float]], begin: float, end: float, bins: int = 10) -> list[float | None]:
-    """Mean value of (time, value) in each of ``bins`` equal parts of [begin, end); None where there is nothing."""
+    """Return the mean value of (time, value) in each of ``bins`` equal parts of [begin, end); None for an empty one."""
     ordered = sorted(points)
     times = [at for at, _ in ordered]
     edges = [begin + (end - begin) * number / bins for number in range(bins + 1)]

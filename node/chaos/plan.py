@@ -1,4 +1,4 @@
-"""What is done to which node, and when: drawn from a seed before the run begins, so a run can be repeated."""
+"""Plan of the faults of a run: drawn from a seed before the run begins, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Literal
 
 Kind = Literal["kill", "stop", "sleep"]
 
-HEAD_S, TAIL_S = 8.0, 20.0  # no kill so early that nothing is saved, or so late that the node could not be back; of long runs
-REST_S = (1.0, 6.0)  # seconds from a kill to the restart; in short runs the most is less
+HEAD_S, TAIL_S = 8.0, 20.0  # no kill before a checkpoint is saved, or too late for the node to return; in long runs
+REST_S = (1.0, 6.0)  # seconds from a kill to the restart; at most less in short runs
 STOP_S = (1.0, 8.0)
-RETURN_S = 8.0  # seconds that a node may need to be of use again after its restart; of long runs
-KEEPS = 0.75  # of the killed nodes, so many have their checkpoints when they return
+RETURN_S = 8.0  # seconds that a node may need after its restart to be of use; in long runs
+KEEPS = 0.75  # share of the killed nodes that return with their checkpoints
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One thing that happens to one node."""
+    """Fault of one node."""
 
     at_s: float
     """Seconds after all nodes had begun to train."""
     peer: int
-    """Which node, from 0; node 0 created the swarm."""
+    """Number of the node, from 0; node 0 created the swarm."""
     kind: Kind
-    """kill: SIGKILL, and a restart; stop: SIGSTOP of the node's process; sleep: of its daemon too, as if the lid were shut."""
+    """kill: SIGKILL, and a restart; stop: SIGSTOP of the node's process; sleep: of its daemon too, as of a closed laptop."""
     seconds: float
-    """Until it is started again, or goes on."""
+    """Seconds until it is started again, or continues."""
     keeps: bool = True
     """A killed node returns with its checkpoints; else it has its key and the addresses of known peers only."""
 
 
 def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_minute: float, seed: int) -> list[Hit]:
-    """The hits of a run of ``seconds``, in order of time.
+    """Draw the hits of a run of ``seconds``, in order of time.
 
-    Kills come one in each of equally long slots, at a random moment of it; stops likewise. Everybody's turn comes before
-    anybody's second, and the creator's is among the first. Never more than half of the nodes are down at once: a hit that would
-    make it more comes later, or not at all if the run is nearly over then.
+    There is one kill in each of equally long slots, at a random moment; stops likewise. Every node has a turn before any has its
+    second, and the creator's is among the first. Never more than half of the nodes are down at once: a hit that would exceed that
+    comes later, or not at all if the run is nearly over then.
 
     Raises:
         ValueError: fewer than two peers, or a negative number.

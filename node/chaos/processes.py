@@ -1,4 +1,4 @@
-"""What the kernel knows of processes, from Linux's /proc; elsewhere nothing is known."""
+"""Figures of processes from Linux's /proc; None or empty elsewhere."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ PROC = Path("/proc")
 
 
 def resident_mb(pid: int) -> float | None:
-    """Megabytes (10**6 bytes) of its own that a process has in memory; None if it is gone.
+    """Return the resident megabytes (10**6 bytes) of a process; None if it is gone.
 
-    Without mapped files, such as libraries: those pages the kernel takes away and brings back as it likes.
+    Mapped files, such as libraries, do not count: the kernel may evict and reload their pages at any time.
     """
     with contextlib.suppress(OSError, ValueError):
         status = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
@@ -22,7 +22,7 @@ def resident_mb(pid: int) -> float | None:
 
 
 def descriptors(pid: int) -> int | None:
-    """Open file descriptors of a process; None if it is gone, or not ours."""
+    """Count the open file descriptors of a process; None if it is gone, or of another user."""
     with contextlib.suppress(OSError):
         return sum(1 for _ in (PROC / str(pid) / "fd").iterdir())
     return None
@@ -35,14 +35,14 @@ def _numbers() -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on: what follows the name, which may hold anything."""
+    """Return the fields after the name (which may hold anything): state, parent and so on."""
     with contextlib.suppress(OSError):
         return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return []
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, their children, and so on, the nearest first."""
+    """Return the children of a process, their children, and so on, the nearest first."""
     children: dict[int, list[int]] = {}
     for each in _numbers():
         if len(found := _stat(each)) > 1:
@@ -54,13 +54,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def daemon_of(pid: int) -> int | None:
-    """The network daemon of a node: what its guard runs."""
+    """Return the process of a node's network daemon, which its guard runs."""
     line = descendants(pid)
     return line[-1] if len(line) > 1 else None
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes whose environment holds ``mark`` (NAME=VALUE): whoever was started with it, and all that they started."""
+    """Return the living processes whose environment holds ``mark`` (NAME=VALUE), which descendants inherit."""
     found = []
     for pid in _numbers():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The nodes of a chaos run: started, killed, stopped, started again, and ended, all of them, whatever happens."""
+"""Processes of the nodes of a chaos run: started, killed, stopped, restarted, and ended in any case."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ from shoal.node.checkpoint.store import steps as saved_steps
 from shoal.node.demo.demo import DemoError, Nodes, read_line
 from shoal.node.exit_codes import ExitCode
 
-END_S = 20.0  # seconds that all nodes have, together, to end in good order
-GONE_S = 5.0  # seconds that the guards have to end the daemons of killed nodes
+END_S = 20.0  # seconds for all nodes together to end in good order
+GONE_S = 5.0  # seconds for the guards to end the daemons of killed nodes
 TICK_S = 0.05
 MARK = "SHOAL_CHAOS"
-PORTS = range(20_000, 32_000)  # below those that systems give to who asks for none, so nobody gets a dead node's port by chance
+PORTS = range(20_000, 32_000)  # below the ephemeral ports, so that no other process gets a dead node's port by chance
 
 
 class ChaosError(DemoError):
-    """The swarm of a chaos run did not even begin."""
+    """Failure of a chaos run's swarm to begin."""
 
 
 @dataclass
 class Running:
-    """A process of a node."""
+    """Running process of a node."""
 
     life: Life
     process: subprocess.Popen[str]
     log: Path
-    """Where it notes its steps."""
+    """File in which it notes its steps."""
     read: int = 0
-    """Bytes of that which are known already."""
+    """Bytes of the file that were read already."""
     read_out: bool = False
-    """It has ended, and all is known."""
+    """True if it has ended, and its end was reported."""
     daemon: int | None = None
-    """The process id of its network daemon, once known."""
+    """Process id of its network daemon, once known."""
 
     @property
     def alive(self) -> bool:
-        """It has not ended, as far as we know."""
+        """True if it is not known to have ended."""
         return self.life.ended is None
 
 
 class ProcessesUnderTest(Nodes):
-    """Nodes with numbers from 0, of which each is one process at a time, with the same key, folder and port every time.
+    """Nodes with numbers from 0, each one process at a time, with the same key, folder and port every time.
 
-    ``lies``: what the hostile ones send, by number. ``pace``: seconds that an inner step takes at least.
+    ``lies``: false contributions of the hostile nodes, by number. ``step_s``: least seconds of an inner step.
     """
 
-    def __init__(self, folder: Path, *, peers: int, pace: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *, peers: int, step_s: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
         super().__init__(folder)
-        self._pace, self.lies, self._flags = pace, lies, list(flags)
+        self._step_s, self.lies, self._flags = step_s, lies, list(flags)
         self._ports = free_ports(peers)
         self._mark = secrets.token_hex(8)
         self.running: list[Running] = []
         self._stopped_pids: dict[int, list[int]] = {}
-        """By node: what was stopped of it."""
+        """Stopped process ids by node."""
 
     @property
     def stopped(self) -> set[int]:
-        """Nodes that stand still because of ``pause``."""
+        """Nodes that are stopped by ``pause``."""
         return set(self._stopped_pids)
 
     def spawn(self, peer: int, arguments: Sequence[str], *, resumed: bool = False) -> Running:
@@ -83,31 +83,31 @@ class ProcessesUnderTest(Nodes):
         process = self.start(
             [*arguments, "--listen", f"/ip4/127.0.0.1/tcp/{self._ports[peer]}", "--threads", "1", *self._flags],
             f"peer-{peer}",
-            program=[*PROGRAM, str(log), str(self._pace), self.lies.get(peer, HONEST)],
+            program=[*PROGRAM, str(log), str(self._step_s), self.lies.get(peer, HONEST)],
             env={**os.environ, MARK: self._mark},
         )
         self.running.append(Running(life, process, log))
         return self.running[-1]
 
     def first_line(self, running: Running, seconds: float) -> str:
-        """What a node prints first, or "" if it did not in time."""
+        """Return the first line that a node prints, or "" if it prints none in time."""
         return read_line(running.process, seconds)
 
     def now(self, peer: int) -> Running:
-        """A node's newest process."""
+        """Return a node's newest process."""
         return next(each for each in reversed(self.running) if each.life.peer == peer)
 
     def saved(self, peer: int) -> bool:
-        """Whether a node has a checkpoint."""
+        """Return whether a node has a checkpoint."""
         return bool(saved_steps(self.folder / f"peer-{peer}"))
 
     def forget(self, peer: int) -> None:
-        """Take a node's checkpoints away, as if its disk had been lost."""
+        """Remove a node's checkpoints, as if its disk had been lost."""
         for path in (self.folder / f"peer-{peer}").glob("*step-*"):
             shutil.rmtree(path)
 
     def shoot(self, peer: int) -> float:
-        """kill -9; the time at which it was done. The node's guard ends its daemon."""
+        """Kill a node with SIGKILL; return the time. The node's guard ends its daemon."""
         running = self.now(peer)
         running.process.kill()
         running.life.ended, running.life.killed = time.time(), True
@@ -117,7 +117,7 @@ class ProcessesUnderTest(Nodes):
         return running.life.ended
 
     def pause(self, peer: int, *, daemon: bool) -> None:
-        """SIGSTOP. Not of the guard: should we be killed meanwhile, it must end the daemon."""
+        """Stop a node with SIGSTOP, but not its guard, which must end the daemon if this process is killed meanwhile."""
         pid = self.now(peer).process.pid
         pids = [pid, *([found] if daemon and (found := processes.daemon_of(pid)) is not None else [])]
         self._stopped_pids[peer] = pids
@@ -125,7 +125,7 @@ class ProcessesUnderTest(Nodes):
         _send(pids, signal.SIGSTOP)
 
     def wake(self, peer: int) -> None:
-        """SIGCONT, if it is stopped."""
+        """Continue a node with SIGCONT, if it is stopped."""
         pids = self._stopped_pids.pop(peer, None)
         if pids is not None:
             _send(pids, signal.SIGCONT)
@@ -133,7 +133,7 @@ class ProcessesUnderTest(Nodes):
             stopped[-1] = stopped[-1][0], time.time()
 
     def read_steps(self) -> None:
-        """Bring all lives up to date with what the nodes have noted."""
+        """Update all lives from the nodes' notes."""
         for running in (each for each in self.running if not each.read_out):
             running.read_out = not running.alive
             with contextlib.suppress(FileNotFoundError), running.log.open("rb") as file:
@@ -146,14 +146,14 @@ class ProcessesUnderTest(Nodes):
                     running.life.steps.append((float(at), int(step)))
 
     def ended(self) -> Iterator[Running]:
-        """Processes that have ended by themselves since the last call."""
+        """Yield the processes that have ended by themselves since the last call."""
         for running in self.running:
             if running.alive and running.process.poll() is not None:
                 running.life.ended = time.time()
                 yield running
 
     def end(self) -> list[str]:
-        """End all in good order; one sentence for each node that did not."""
+        """End all nodes in good order; return a sentence for each that did not."""
         for peer in list(self._stopped_pids):
             self.wake(peer)
         alive = [running for running in self.running if running.alive]
@@ -169,14 +169,14 @@ class ProcessesUnderTest(Nodes):
                 running.process.wait()
                 said.append(f"{name} did not end within {END_S:g} s of being asked to")
                 continue
-            # Asked while it still imports what it needs, it is ended by the signal itself, or Python says that it was interrupted.
+            # During its imports a node is ended by the signal itself, or by Python's KeyboardInterrupt.
             young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
             if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
                 said.append(f"{name} ended with code {code} when it was asked to end: {self.last_log_line(running.life.peer)}")
         return said
 
     def left_behind(self) -> list[str]:
-        """Processes, and folders with daemons' sockets, that are still there some seconds after the end of all nodes."""
+        """Return the processes, and folders of daemons' sockets, that remain some seconds after the end of all nodes."""
         until = time.monotonic() + GONE_S
         tick = threading.Event()
         while (found := self._orphans()) and time.monotonic() < until:
@@ -195,7 +195,7 @@ class ProcessesUnderTest(Nodes):
         return self
 
     def kill(self) -> None:
-        """End all at once, stopped ones too."""
+        """Kill all at once, stopped ones too."""
         super().kill()
         for pids in self._stopped_pids.values():
             _send(pids, signal.SIGKILL)
@@ -207,7 +207,7 @@ class ProcessesUnderTest(Nodes):
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback at which nobody listens now. ChaosError if there are too few."""
+    """Return TCP ports of the loopback on which nobody listens now. ChaosError if there are too few."""
     found: list[int] = []
     for port in random.Random(os.urandom(8)).sample(PORTS, 100 + 4 * count):
         with contextlib.suppress(OSError), socket.socket() as probe:

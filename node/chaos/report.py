@@ -1,4 +1,4 @@
-"""``shoal chaos`` as a whole: an unharmed run, one that the plan harms, and both compared."""
+"""Work of ``shoal chaos``: an unharmed run, one with the plan's faults, and their comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.node.config.settings import assignment, load, resolve_device, use_thr
 from shoal.node.demo.demo import stage
 from shoal.node.tasks.loader import load_task
 
-WARM_S = 60.0  # of a long run: what a process allocates in its first minute is no leak
+WARM_S = 60.0  # of a long run: allocations in a process's first minute are no leak
 
 
 def run_chaos(
@@ -43,9 +43,9 @@ def run_chaos(
     keep: Path | None = None,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """The report of ``shoal chaos --json`` (``report`` says what is in it). ``outer``: more settings, with dotted keys.
+    """Run ``shoal chaos`` and return the object of ``--json`` (see `report`). ``outer``: more settings, with dotted keys.
 
-    ``load`` is the machine's load average before it all: what else it did.
+    ``load`` is the machine's load average before the run.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -75,7 +75,7 @@ def run_chaos(
     seconds, began, busy = 60 * minutes, time.monotonic(), os.getloadavg()[0]
     plan = draw_plan(peers=peers, seconds=seconds, kills_per_minute=kills_per_minute, stops_per_minute=stops_per_minute, seed=seed)
     usual: dict[str, Any] = {
-        "seconds": seconds, "pace": step_seconds, "device": device, "checkpoint_every": checkpoint_every, "verbose": verbose,
+        "seconds": seconds, "step_s": step_seconds, "device": device, "checkpoint_every": checkpoint_every, "verbose": verbose,
     }  # fmt: skip
     with stage(keep, "chaos") as (folder, display):
         for name in ("unharmed", "chaos"):
@@ -109,12 +109,12 @@ def run_chaos(
 
 
 def report(harmed: Seen, clean: Seen | None, *, hostile: set[int], deadline: float, seconds: float) -> dict[str, Any]:
-    """What a run came to; everything about honest nodes only, but for kills, memory and what is left behind.
+    """Return the figures of a run, of honest nodes only but for kills, memory and what is left behind.
 
-    ``stalls``: longest time of each node between two inner steps, while it lived and was not stopped by us. ``steps_lost``: inner
-    steps that a living node had done and then had not; ``steps_lost_by_killed``: those since its checkpoint. ``throughput_kept``:
+    ``stalls``: longest time of each node between two inner steps, while it lived and was not stopped. ``steps_lost``: inner
+    steps that a living node did and then lost; ``steps_lost_by_killed``: those since its checkpoint. ``throughput_kept``:
     inner steps for each second that a node was alive and not stopped, against the unharmed run; ``_with_starts``: the seconds from
-    the start of its process to its first step count too. ``join_s``: from a restart to the first contribution that somebody
+    the start of its process to its first step count too. ``join_s``: from a restart to the first contribution that a peer
     accepted; ``resume_s``: from a kill until the last survivor has done its next step; both medians. Slopes are in MB (10**6
     bytes) or descriptors a minute, of one node, after a warm-up. None: not known, or there was nothing to measure.
     """
@@ -149,7 +149,7 @@ def report(harmed: Seen, clean: Seen | None, *, hostile: set[int], deadline: flo
         "loss_curve": loss_curve(harmed, hostile),
         "throughput_kept": kept,
         "throughput_kept_with_starts": kept_with_starts,
-        "steps_per_s": figures.pace(honest, harmed.until),
+        "steps_per_s": figures.speed(honest, harmed.until),
         "orphans": len(harmed.orphans) + (len(clean.orphans) if clean else 0),
         "rss_slope": slope_of(harmed, warm, lambda sample: sample.node_mb),
         "daemon_rss_slope": slope_of(harmed, warm, lambda sample: sample.daemon_mb),
@@ -170,7 +170,7 @@ def _unharmed(clean: Seen, warm: float) -> dict[str, Any]:
         "max_stall_s": max(stalls.values(), default=None),
         "median_stall_s": median(stalls.values()) if stalls else None,
         "steps": sum(len(life.steps) for life in clean.lives),
-        "steps_per_s": figures.pace(clean.lives, clean.until),
+        "steps_per_s": figures.speed(clean.lives, clean.until),
         "loss_first": loss_first(clean, set()),
         "loss_last": _mean(clean.losses.values()),
         "loss_curve": loss_curve(clean, set()),
@@ -190,7 +190,7 @@ def _mean(values: Any) -> float | None:
 
 
 def stalls_of(lives: Sequence[figures.Life], until: float) -> dict[int, float]:
-    """By node: the longest time without a finished inner step in any of its lives."""
+    """Return by node the longest time without a finished inner step in any of its lives."""
     found: dict[int, float] = {}
     for life in lives:
         if (gap := figures.longest_gap(life, until)) is not None:
@@ -199,30 +199,30 @@ def stalls_of(lives: Sequence[figures.Life], until: float) -> dict[int, float]:
 
 
 def _ratio(honest: Sequence[figures.Life], harmed: Seen, clean: Seen | None, *, with_starts: bool) -> float | None:
-    # The unharmed run's nodes waited for each other at the start: that is no part of its pace.
-    usual = None if clean is None else figures.pace(clean.lives, clean.until)
+    # The unharmed run's nodes waited for each other at the start: that does not count.
+    usual = None if clean is None else figures.speed(clean.lives, clean.until)
     if with_starts:
         again = figures.restarts(honest)
         honest = [*again, *(_trained_from_start(life) for life in honest if life not in again)]
-    now = figures.pace(honest, harmed.until, with_starts=with_starts)
+    now = figures.speed(honest, harmed.until, with_starts=with_starts)
     return now / usual if now is not None and usual else None
 
 
 def _trained_from_start(life: figures.Life) -> figures.Life:
-    """The first life of a node as if its process had begun with its first step, since it waited for the others before."""
+    """Return the first life of a node as if its process had begun with its first step: before, it waited for the others."""
     begin = life.steps[0][0] if life.steps else life.spawned
     return figures.Life(life.peer, begin, life.ended, life.steps, life.stopped)
 
 
 def loss_first(seen: Seen, hostile: set[int]) -> float | None:
-    """Mean held-out loss of the honest nodes before their first step."""
+    """Return the mean held-out loss of the honest nodes before their first step."""
     firsts = [next((e["loss_first"] for e in events if e["event"] == "start"), None)
               for peer, events in seen.events.items() if peer not in hostile]  # fmt: skip
     return _mean(loss for loss in firsts if loss is not None)
 
 
 def loss_curve(seen: Seen, hostile: set[int]) -> list[float | None]:
-    """Mean training loss of the honest nodes in each tenth of the run."""
+    """Return the mean training loss of the honest nodes in each tenth of the run."""
     points = [
         (event["time"], event["loss"])
         for peer, events in seen.events.items()
@@ -233,7 +233,7 @@ def loss_curve(seen: Seen, hostile: set[int]) -> list[float | None]:
 
 
 def slope_of(seen: Seen, warm: float, what: Callable[[Sample], float | None]) -> float | None:
-    """Growth of ``what`` in a minute, common to all processes, each from ``warm`` seconds after its first step."""
+    """Return the growth of ``what`` a minute, common to all processes, each from ``warm`` seconds after its first step."""
     series = []
     for place, samples in seen.samples.items():
         life = seen.lives[place]
@@ -259,7 +259,7 @@ ROWS = (
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Format the report for people."""
     hostile = f", {report['byzantine']} hostile ({report['lie']})" if report["byzantine"] else ""
     grid = Table(title=f"{report['peers']} nodes{hostile}, {report['minutes']:g} min of {report['method']}, seed {report['seed']}")
     grid.add_column("")

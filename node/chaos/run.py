@@ -1,4 +1,4 @@
-"""One swarm of real nodes, with or without what a plan does to it, and what was seen of it."""
+"""Run of a swarm of real nodes, with or without the faults of a plan, and its observations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shoal.optim import Alone
 from shoal.swarm.errors import ShoalError
 
 SEEN = "seen.json"
-READY_S, READY_EACH_S = 60.0, 10.0  # seconds for all nodes to begin to train, and for each besides
+READY_S, READY_EACH_S = 60.0, 10.0  # seconds for all nodes to begin to train, and more for each
 SAMPLE_S = 2.0
 TICK_S = 0.05
 BACK_S = 45.0  # seconds after its start in which a node must have begun to train
@@ -39,7 +39,7 @@ AGAIN_S = 2.0  # seconds from an end by itself to the restart
 
 @dataclass(frozen=True)
 class Sample:
-    """What the kernel says of one node's process."""
+    """Sample of one node's process."""
 
     at: float
     node_mb: float
@@ -49,24 +49,24 @@ class Sample:
 
 @dataclass
 class Seen:
-    """What was seen of one run. Times are Unix seconds."""
+    """Observations of one run. Times are Unix seconds."""
 
     begin: float = 0.0
-    """All nodes had done their first step."""
+    """Time at which all nodes had done their first step."""
     until: float = 0.0
-    """The nodes were asked to end."""
+    """Time at which the nodes were asked to end."""
     lives: list[Life] = field(default_factory=list)
     kills: list[tuple[int, float]] = field(default_factory=list)
-    """Who, and when."""
+    """Node and time of each kill."""
     stops: int = 0
     failed_starts: list[str] = field(default_factory=list)
-    """Of processes that ended by themselves before their first step; they were started again."""
+    """Ends of processes before their first step; they were started again."""
     samples: dict[int, list[Sample]] = field(default_factory=dict)
-    """By the life's place in ``lives``."""
+    """Samples by the life's place in ``lives``."""
     events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """By node: what it wrote into its metrics."""
+    """Events in the metrics by node."""
     losses: dict[int, float] = field(default_factory=dict)
-    """By node: held-out loss of what it saved in the end."""
+    """Held-out loss by node, of the weights saved in the end."""
     orphans: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class _Run:
         )
 
     def live(self, plan: Sequence[Hit], seconds: float) -> None:
-        """Let it train for ``seconds`` while the plan is carried out."""
+        """Train for ``seconds`` while the plan is carried out."""
         begin = time.monotonic()
         for each in plan:
             self._later(begin + each.at_s, "hit", each.peer, each)
@@ -163,7 +163,7 @@ class _Run:
             self.display.message(f"{hit.at_s:.0f} s: {name} {what} for {hit.seconds:.1f} s")
 
     def _may_be_hit(self, peer: int) -> bool:
-        """It trains, and so do as many others that at least half of all are left. (The plan cannot know how soon one is back.)"""
+        """Return whether the node trains, and at least half of all would be left. (The plan cannot know how soon one is back.)"""
         self.fleet.read_steps()
         here = {each for each in range(self.peers) if (now := self.fleet.now(each)).alive and now.life.steps}
         return peer in here - self.fleet.stopped and len(here - self.fleet.stopped) > self.peers // 2
@@ -175,7 +175,7 @@ class _Run:
         self.fleet.read_steps()
         if not ended.life.steps:
             self.seen.failed_starts.append(said)
-        elif peer not in self.fleet.lies:  # those may ruin themselves
+        elif peer not in self.fleet.lies:  # hostile nodes may ruin themselves
             self.seen.troubles.append(said)
         self._later(time.monotonic() + AGAIN_S, "restart", peer)
 
@@ -195,7 +195,7 @@ class _Run:
             self.seen.samples.setdefault(place, []).append(sample)
 
     def end(self) -> Seen:
-        """End all nodes, look for what is left, and read what they wrote."""
+        """End all nodes, look for leftovers, and read the nodes' files."""
         seen, fleet = self.seen, self.fleet
         seen.until = time.time()
         seen.troubles += fleet.end()
@@ -216,7 +216,7 @@ class _Run:
 
 
 def first_accepted(events: Sequence[Mapping[str, Any]], since: float, until: float) -> float | None:
-    """When the first round in which somebody took this node's contribution was over, in [since, until)."""
+    """Return the time, in [since, until), of the first round in which a peer accepted this node's contribution."""
     return next((e["time"] for e in events if e["event"] == "round" and e["partner"] and since <= e["time"] < until), None)
 
 
@@ -228,21 +228,21 @@ def run_swarm(
     seconds: float,
     plan: Sequence[Hit],
     lies: dict[int, str],
-    pace: float,
+    step_s: float,
     device: str,
     checkpoint_every: int,
     verbose: bool = False,
 ) -> Seen:
     """Train with as many nodes as ``settings.swarm.start_when`` for ``seconds``, while ``plan`` is carried out.
 
-    What was seen is in ``seen.json`` too, for who keeps the folder and wants to know more than the report says.
+    The observations are in ``seen.json`` too, with more detail than the report.
 
     Raises:
-        ChaosError: it did not begin. All processes are ended then, and also at a KeyboardInterrupt.
+        ChaosError: the run did not begin. All processes are ended then, and also at a KeyboardInterrupt.
     """
     folder.mkdir()
     flags = ["--device", device, "--set", f"node.checkpoint_every_rounds={checkpoint_every}", *(["--verbose"] if verbose else [])]
-    with ProcessesUnderTest(folder, peers=settings.swarm.start_when, pace=pace, lies=lies) as fleet:
+    with ProcessesUnderTest(folder, peers=settings.swarm.start_when, step_s=step_s, lies=lies) as fleet:
         run = _Run(fleet, settings, display, flags)
         run.begin()
         run.live(plan, seconds)
@@ -253,7 +253,7 @@ def run_swarm(
 
 
 def held_out(settings: Settings, folder: Path, peers: Sequence[int]) -> dict[int, float]:
-    """Held-out loss of what each node saved last; without those that saved nothing usable."""
+    """Return the held-out loss of each node's last checkpoint, without nodes that saved nothing usable."""
     task, found = load_task(settings.task.hooks, settings.task.options), {}
     for peer in peers:
         try:
@@ -268,7 +268,7 @@ def held_out(settings: Settings, folder: Path, peers: Sequence[int]) -> dict[int
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """What a node wrote in all its lives; a line that a kill cut off is left out."""
+    """Return the events of a node in all its lives, without lines that a kill cut off."""
     found = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -34,9 +34,7 @@ class Name:
 
     @classmethod
     def parse(cls, data: str) -> Name:
-        """Parse ``hf:NAME``, ``hf:OWNER/NAME``, ``hf:OWNER/NAME/CONFIG`` or ``hf:./FOLDER``, with or without ``:SPLIT``.
-        DataError.
-        """
+        """Parse ``hf:NAME``, ``hf:OWNER/NAME[/CONFIG]`` or ``hf:./FOLDER``, each with ``:SPLIT`` or not. Raises DataError."""
         text, split = data.removeprefix(PREFIX).strip(), "train"
         if found := re.fullmatch(rf"(.+):({PART}|{PART}\[[0-9:%-]*\])", text):
             text, split = found[1], found[2]

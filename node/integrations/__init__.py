@@ -1,1 +1,1 @@
-"""Callbacks for other people's training loops; each file needs its library, and nothing else here does."""
+"""Callbacks for the trainers of other libraries; only the file of a library needs it."""

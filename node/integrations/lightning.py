@@ -1,4 +1,4 @@
-"""A swarm in Lightning's ``Trainer``, in one callback.
+"""Callback that trains in a swarm with Lightning's ``Trainer``.
 
     with swarm.create(state=module, every=50) as s:         # or swarm.join(link, state=module)
         Trainer(max_steps=1000, callbacks=[SwarmCallback(s)]).fit(module, loader)
@@ -22,7 +22,7 @@ from shoal.swarm.training.session import Session
 
 
 class SwarmCallback(Callback):  # type: ignore[misc]
-    """Takes part in the swarm of ``session`` while a trainer fits, once. ``options`` as for ``Session.optimizer``."""
+    """Callback that takes part in the swarm of ``session`` while a trainer fits, once. ``options`` as for `Session.optimizer`."""
 
     def __init__(self, session: Session, **options: Any) -> None:
         self.session, self.options = session, options
@@ -39,7 +39,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self._steps = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The outer part of the step, if the batch ended one; where peers are weighed they are by their batches' elements."""
+        """Do the outer part of the step, if the batch ended one; peers' weights count elements of batches."""
         assert self.opt is not None  # the trainer begins before it steps
         self._tokens += elements(batch)
         if trainer.global_step == self._steps:  # gradients are being accumulated
@@ -53,5 +53,5 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.opt.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What is in flight is waited for, so that the model is whole when it is saved."""
+        """Wait for pending exchanges, so that the model is complete when it is saved."""
         self.session.finish()

@@ -1,4 +1,4 @@
-"""A swarm in the ``Trainer`` of Hugging Face's transformers, in one callback.
+"""Callback that trains in a swarm with the ``Trainer`` of Hugging Face's transformers.
 
     with swarm.create(state=model, every=50) as s:          # or swarm.join(link, state=model)
         Trainer(model, args, train_dataset=data, callbacks=[SwarmCallback(s)]).train()
@@ -20,7 +20,7 @@ from shoal.swarm.training.session import Session
 
 
 class SwarmCallback(TrainerCallback):  # type: ignore[misc]
-    """Takes part in the swarm of ``session`` while a trainer trains, once. ``options`` as for ``Session.optimizer``."""
+    """Callback that takes part in the swarm of ``session`` while a trainer trains, once. ``options`` as for `Session.optimizer`."""
 
     def __init__(self, session: Session, **options: Any) -> None:
         self.session, self.options = session, options
@@ -36,17 +36,17 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         self._samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The outer part of the step that the trainer has just taken; where peers are weighed they are by samples."""
+        """Do the outer part of the trainer's last step; peers' weights count samples."""
         assert self.opt is not None  # the trainer begins before it steps
         self.opt.count(self._samples)
         self.opt.step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The others see the loss that the trainer logs."""
+        """Report the loss that the trainer logs to the other peers."""
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
             self.session.report(float(logs["loss"]))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """What is in flight is waited for, so that the model is whole when it is saved."""
+        """Wait for pending exchanges, so that the model is complete when it is saved."""
         self.session.finish()

@@ -1,4 +1,4 @@
-"""A sink that may be slow (a disk, somebody's server) in a thread of its own: training never waits for it."""
+"""Wrapper that runs a slow sink (a disk, a remote server) in a thread of its own, so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.sink import About, MetricsError, Sink
 
-MOST_WAITING = 10_000  # events: with two a second, what an hour's outage leaves
-END_S = 30.0  # seconds for what waits, once the run is over
+MOST_WAITING = 10_000  # events: an hour's outage at two a second
+END_S = 30.0  # seconds to write waiting events at the end of the run
 
 _Call = Callable[[], None]
 
 
 class SinkError(Exception):
-    """The sink fell so far behind, or took so long at the end, that it was given up."""
+    """Sink that was given up, because it fell too far behind or took too long at the end."""
 
 
 class Background:
-    """``sink``, a call behind the other in its thread. What it raised there, the next call raises here."""
+    """Runner of ``sink``'s calls, in order, in a thread. An error there is raised by the next call here."""
 
     def __init__(self, sink: Sink, most: int = MOST_WAITING, end_s: float = END_S) -> None:
         self.name, self._sink, self._end_s = sink.name, sink, end_s
@@ -30,13 +30,13 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"metrics to {sink.name}", daemon=True)
 
     def begin(self, about: About) -> str:
-        """At once and here, so that what cannot be had ends the start."""
+        """Begin the sink in the caller's thread, so that an error ends the start."""
         said = self._sink.begin(about)
         self._thread.start()
         return said
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Soon. Raises what an earlier call raised, and SinkError if too much waits."""
+        """Queue an event. Raises the error of an earlier call, and SinkError if too many wait."""
         self._check()
         try:
             self._calls.put_nowait(lambda: self._sink.event(name, time, fields))
@@ -44,7 +44,7 @@ class Background:
             raise SinkError(f"it takes nothing, and {self._calls.maxsize} events wait") from None
 
     def close(self) -> None:
-        """Write what waits, then end. SinkError: that took longer than its deadline."""
+        """Write waiting events, then end. Raises SinkError if that took longer than its deadline."""
         if self._closed:
             return
         self._closed = True
@@ -77,7 +77,7 @@ class Background:
 
 
 def installed(module: str, what: str, extra: str) -> None:
-    """Raise MetricsError unless ``module``, which ``what`` needs, can be imported; ``extra`` of shoal's holds it."""
+    """Raise MetricsError unless ``module``, which ``what`` needs and shoal's ``extra`` installs, can be imported."""
     from importlib.util import find_spec
 
     try:

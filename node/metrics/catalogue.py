@@ -1,4 +1,4 @@
-"""What the events of a run mean to Prometheus: the measures, and what each event says of them.
+"""Catalogue of Prometheus measures, and their readings from the events of a run.
 
 A pure function of events; docs/metrics.md holds the same table, and a test compares them.
 """
@@ -21,25 +21,25 @@ WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bounds of the histogram of waiting, seconds."""
 
 LIVE = ("progress", "checks")
-"""Events that go to sinks alone: in the file they would be a line twice a second."""
+"""Events for sinks alone: in the file they would be a line twice a second."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One name that Prometheus sees."""
+    """Measure with one name in Prometheus."""
 
     name: str
     kind: Kind
     text: str
     takes: Mapping[str, str] = field(default_factory=dict)
-    """Event -> the field of it that says the value."""
+    """Event -> its field with the value."""
     how: How = "set"
     labels: tuple[str, ...] = ()
-    """Besides those of all."""
+    """Labels besides those of all measures."""
 
 
 class Reading(NamedTuple):
-    """A value for a measure; ``labels`` as `Measure.labels`."""
+    """Value of a measure; ``labels`` as `Measure.labels`."""
 
     measure: Measure
     value: float
@@ -118,7 +118,7 @@ MEASURES: tuple[Measure, ...] = (
 
 
 def number(value: object) -> float | None:
-    """``value`` if it is a finite number, the length of a list; None for all else."""
+    """Return ``value`` if it is a finite number, or the length of a list; None for all else."""
     if isinstance(value, (list, tuple)):
         return float(len(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -127,7 +127,7 @@ def number(value: object) -> float | None:
 
 
 def readings(event: str, fields: Fields) -> Iterator[Reading]:
-    """What the measures make of an event. A field that is missing, null or no number changes nothing."""
+    """Yield the readings of an event. A field that is missing, null or no number gives none."""
     for measure in MEASURES:
         value = number(fields.get(measure.takes.get(event, "")))
         if value is not None:

@@ -1,29 +1,29 @@
-"""What the events of a run mean as curves, which TensorBoard and W&B draw: points at inner steps."""
+"""Curves of the events of a run for TensorBoard and W&B: points at inner steps."""
 
 from __future__ import annotations
 
 from shoal.node.metrics.catalogue import Fields, number
 
 SUMMARIES = ("start", "end")
-"""Events about the whole run; of them a curve holds the held-out loss alone."""
+"""Events about the whole run, of which only the held-out loss makes a curve."""
 
 PROGRESS_S = 10.0
-"""Seconds between two points of progress, of which there are two a second: a month of them would fill a disk."""
+"""Least seconds between two points of progress: at two a second, a month would fill a disk."""
 
 STEPS = {"rl": "round", "start": "steps", "end": "steps"}
-"""Event -> its field that says where it lies, if that is not ``step``; one round of rl is one inner step."""
+"""Event -> its field with the inner step, if that is not ``step``; one round of rl is one inner step."""
 
 
 class Curves:
-    """Makes points of events as they come."""
+    """Converter of events to points."""
 
     def __init__(self) -> None:
         self._step, self._progress = 0, float("-inf")
 
     def points(self, event: str, time: float, fields: Fields) -> tuple[int, dict[str, float]]:
-        """The inner step at which the points lie, and their values by name: ``event/field`` for every number and list.
+        """Return the inner step of the points, and their values by name: ``event/field`` for every number and list.
 
-        A list counts by its length. An event that says no step lies where the one before lay.
+        A list counts by its length. An event without a step takes that of the one before.
         """
         step = number(fields.get(STEPS.get(event, "step")))
         self._step = self._step if step is None else int(step)

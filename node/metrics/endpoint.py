@@ -1,4 +1,4 @@
-"""The page that Prometheus scrapes: ``http://HOST:PORT/metrics``, served from a thread, whatever the training does."""
+"""Page for Prometheus: ``http://HOST:PORT/metrics``, served from a thread, whatever the training does."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
 
-MOST_CALLERS = 8  # at a time; whoever is more is hung up on
-SILENCE_S = 10.0  # seconds for which a caller may say nothing, or take nothing
-POLL_S = 0.05  # seconds until the server notices that it is to end
+MOST_CALLERS = 8  # connections at a time; further ones are closed
+SILENCE_S = 10.0  # seconds for which a caller may be idle
+POLL_S = 0.05  # seconds between two checks for the end
 
 
 class _Handler(MetricsHandler):
@@ -29,7 +29,7 @@ class _Handler(MetricsHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    allow_reuse_port = False  # newer Pythons set it, and a port that is taken would go unnoticed
+    allow_reuse_port = False  # newer Pythons set it, and a taken port would go unnoticed
     request_queue_size = MOST_CALLERS
 
     def __init__(self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
@@ -38,7 +38,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(place, handler)
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the network what this machine is called
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks up this machine's name on the network
         self.server_port = int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -54,11 +54,11 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a caller that hangs up is no error of ours."""
+        """Ignore the error: a caller that hangs up is no fault of this node."""
 
 
 def bind(address: Address, handler: type[MetricsHandler] = _Handler) -> _Server:
-    """A server that holds the port. MetricsError: it is taken, or this machine has no such address."""
+    """Return a server that holds the port. MetricsError: it is taken, or this machine has no such address."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return _Server(family, place, handler)
@@ -78,7 +78,7 @@ def _problem(error: OSError | UnicodeError) -> str:
 
 
 class Endpoint:
-    """Serves what it is told, from now on. MetricsError: the port cannot be had."""
+    """Sink that serves the newest values. MetricsError: the port is not available."""
 
     name = "Prometheus"
 
@@ -92,12 +92,12 @@ class Endpoint:
         self._thread.start()
 
     def begin(self, about: About) -> str:
-        """Say where it is."""
+        """Return a sentence with the address."""
         self._board.begin(about)
         return f"metrics for Prometheus: http://{self.address}/metrics"
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Keep the values."""
+        """Store the values of an event."""
         self._board.event(name, fields)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The sinks that the settings name: opened before anything is asked of the network, for one node or all of a demo."""
+"""Sinks that the settings name, opened before the network is used, for one node or all of a demo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 
 
 def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
-    """Those of a node; ``say`` is told what a person should know of them.
+    """Open the sinks of a node; ``say`` is given sentences for people.
 
     Raises:
         MetricsError: a port is taken, a folder cannot be written, or a package is missing; nothing is left open.
@@ -33,12 +33,12 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
     if node.metrics is not None:
         from shoal.node.metrics.endpoint import Endpoint
 
-        sinks.append(Endpoint(parse_address(node.metrics)))  # last, for it alone holds something by now
+        sinks.append(Endpoint(parse_address(node.metrics)))  # last, for it alone holds a resource by now
     return Sinks(sinks, say)
 
 
 def about(settings: Settings, membership: Membership, device: object) -> About:
-    """What sinks are told of the run."""
+    """Return the description of the run for sinks."""
     manifest = membership.manifest
     return About(
         swarm=manifest.name,
@@ -53,20 +53,20 @@ def about(settings: Settings, membership: Membership, device: object) -> About:
 
 
 def of_demo(node: NodeSettings, number: int) -> NodeSettings:
-    """What node ``number`` of a demo has for ``node``: a name and a port of its own."""
+    """Return the settings of node ``number`` of a demo: ``node`` with a name and a port of its own."""
     metrics = None if node.metrics is None else str(parse_address(node.metrics).next(number))
     return node.model_copy(update={"name": f"peer-{number}", "metrics": metrics})
 
 
 def flags_of_demo(node: NodeSettings, number: int) -> list[str]:
-    """The same as words of its command line."""
+    """Return the settings of node ``number`` of a demo as command-line flags."""
     own = of_demo(node, number)
     given = {"--metrics": own.metrics, "--tensorboard": own.tensorboard, "--wandb": own.wandb}
     return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
 def check_demo(node: NodeSettings, count: int, say: Callable[[str], None]) -> None:
-    """Say what cannot be had at once and once, and not by every node. MetricsError."""
+    """Check once for all nodes of a demo that their sinks are available. Raises MetricsError."""
     if node.metrics is not None and parse_address(node.metrics).next(count - 1).port > MAX_PORT:
         raise MetricsError(f"There are no {count} ports from --metrics {node.metrics} on: choose a lower one.")
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The newest values of all measures, in the form in which ``prometheus_client`` asks for them."""
+"""Newest values of all measures, as a collector of ``prometheus_client``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Histogram:
 
 
 class Gauges(Collector):
-    """Events come in from one thread, and any other may ask. Before the first event there is nothing to see."""
+    """Collector of the values of events. One thread adds events, any other may collect. Empty before the first event."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,13 +37,13 @@ class Gauges(Collector):
         self._histograms: dict[str, _Histogram] = {}
 
     def begin(self, about: About) -> None:
-        """What is the same throughout the run."""
+        """Set the labels that are the same throughout the run."""
         with self._lock:
             self._constant = tuple(getattr(about, name) for name in CONSTANT)
             self._take(Reading(INFO, 1.0, tuple(getattr(about, name) for name in INFO.labels)))
 
     def event(self, name: str, fields: Fields) -> None:
-        """Something happened."""
+        """Store the readings of an event."""
         with self._lock:
             for reading in readings(name, fields):
                 self._take(reading)
@@ -57,7 +57,7 @@ class Gauges(Collector):
         values[labels] = value + (values.get(labels, 0.0) if measure.how == "add" else 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        """The families of those measures that have a value."""
+        """Yield the families of the measures that have a value."""
         with self._lock:
             found = [family for measure in MEASURES if (family := self._family(measure)) is not None]
         yield from found

@@ -1,7 +1,4 @@
-"""What a run measured, one JSON object a line in ``metrics.jsonl``: for people, plots, and questions afterwards.
-
-docs/metrics.md says which events there are and what they hold.
-"""
+"""Metrics file of a run, ``metrics.jsonl``, with one JSON object a line; docs/metrics.md describes the events."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Valu
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One round as this node saw it. Bytes and waits are those of this round alone."""
+    """Summary of one round of this node. Bytes and waits are those of this round alone."""
 
     round: int
     step: int
@@ -36,17 +33,17 @@ class RoundRecord:
     lag: int
     """Inner steps between sending and applying."""
     wait_s: float
-    """Seconds for which training stood still for the network."""
+    """Seconds for which training waited for the network."""
     loss: float | None
     """Mean training loss of the round's inner steps, nats."""
     weights: str | None
-    """A digest of the fragment's slow weights, where all nodes of a group should hold the same."""
+    """Digest of the fragment's slow weights, where all nodes of a group should hold the same."""
     suspicious: int = 0
-    """Contributions that were refused since the last round because they lay too far away."""
+    """Contributions that were refused since the last round because they were too far away."""
 
 
 def _plain(value: Value) -> Value:
-    """``value`` without NaN and infinities, which JSON does not have: they become null."""
+    """Return ``value`` with null for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -57,10 +54,10 @@ def _plain(value: Value) -> Value:
 
 
 class Metrics:
-    """Appends events to a file; each line has left the process when the call returns, so a kill loses none.
+    """Writer of events to a file; each line has left the process when the call returns, so a kill loses none.
 
-    ``say``: told, in one sentence, that lines cannot be written any more (a full disk), and that they can again; those in between
-    are lost, and the run goes on. Without it that is an error. ``sinks`` get every event too, whether it can be written or not.
+    ``say`` is given a sentence when lines cannot be written (a full disk), and when they can again; those in between are lost, and
+    the run continues. Without it a failure is an error. ``sinks`` get every event, whether it can be written or not.
 
     Raises:
         MetricsError: the file cannot be opened or written.
@@ -107,7 +104,7 @@ class Metrics:
             data = data[done:]
 
     def live(self, event: str, **fields: Value) -> None:
-        """Tell the sinks alone, as often as one likes."""
+        """Pass an event to the sinks alone."""
         if self._sinks is not None:
             self._sinks.event(event, time.time(), {name: _plain(value) for name, value in fields.items()})
 

@@ -1,4 +1,4 @@
-"""Who else is told what a run measured, and what happens when one of them fails: one sentence, and training goes on."""
+"""Protocol of sinks of metrics besides the file. When a sink fails, a sentence says so and training continues."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shoal.swarm.errors import ShoalError
 
 
 class MetricsError(ShoalError):
-    """The metrics file cannot be written, or what the user asked for besides cannot be had."""
+    """Failure to write the metrics file, or to open a sink that the user asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What is the same throughout a run."""
+    """Description of a run, constant throughout it."""
 
     swarm: str
     """Name of the swarm, for people."""
@@ -31,44 +31,44 @@ class About:
 
 
 class Sink(Protocol):
-    """Takes events. All calls come from one thread, and return at once but for ``begin`` and ``close``."""
+    """Receiver of events. All calls come from one thread, and return at once but for ``begin`` and ``close``."""
 
     name: str
-    """In sentences."""
+    """Name for use in sentences."""
 
     def begin(self, about: About) -> str:
-        """Before the first event; returns a sentence for people, or nothing. MetricsError: it cannot be had after all."""
+        """Begin before the first event; return a sentence for people, or nothing. MetricsError: it is not available."""
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Something happened at ``time`` (Unix seconds). ``fields`` as in the file: plain, and without NaN."""
+        """Take an event of ``time`` (Unix seconds). ``fields`` as in the file: plain, and without NaN."""
 
     def close(self) -> None:
-        """The run is over: what is held back is written, or given up at a deadline. A second call does nothing."""
+        """End: write what is buffered, or give it up at a deadline. A second call does nothing."""
 
 
 class Sinks:
-    """All of a node. One that raises is told of once, closed, and not asked again."""
+    """All sinks of a node. A sink that raises is reported once, closed, and not used again."""
 
     def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
         self._sinks, self._say = list(sinks), say
 
     def begin(self, about: About) -> None:
-        """Before the first event. MetricsError: what the user asked for cannot be had after all."""
+        """Begin all sinks before the first event. MetricsError: one is not available."""
         for sink in self._sinks:
             if said := sink.begin(about):
                 self._say(said)
 
     def event(self, name: str, time: float, fields: dict[str, Any]) -> None:
-        """To all."""
+        """Pass an event to all sinks."""
         for sink in tuple(self._sinks):
             try:
                 sink.event(name, time, fields)
-            except Exception as error:  # other people's code, of which a run must not depend
+            except Exception as error:  # a run must not depend on other people's code
                 self._sinks.remove(sink)
                 self._give_up(sink, error)
 
     def close(self) -> None:
-        """The run is over."""
+        """Close all sinks."""
         while self._sinks:
             sink = self._sinks.pop()
             try:
@@ -77,8 +77,8 @@ class Sinks:
                 self._say(f"{sink.name} did not get the last of the metrics ({one_line(error)}).")
 
     def _give_up(self, sink: Sink, error: Exception) -> None:
-        told = f"{sink.name} gets no metrics any more ({one_line(error)}); training goes on, and metrics.jsonl has them all."
-        self._say(told)
+        sentence = f"{sink.name} gets no metrics any more ({one_line(error)}); training goes on, and metrics.jsonl has them all."
+        self._say(sentence)
         try:
             sink.close()
         except Exception as second:
@@ -93,6 +93,6 @@ class Sinks:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, within a line; its kind if it says nothing."""
+    """Return the text of an error in one line, or its type if it has none."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(".")
     return text[:200] or type(error).__name__

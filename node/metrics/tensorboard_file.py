@@ -1,4 +1,4 @@
-"""Curves for TensorBoard: an event file in a folder named like the node, so that nodes of one DIR are compared."""
+"""Sink for TensorBoard: an event file in a folder named like the node, so that nodes of one DIR can be compared."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shoal.node.metrics.sink import About, MetricsError
 
 
 class TensorBoardFile:
-    """Writes in ``folder``/``node``. MetricsError: the package is missing, or the folder cannot be written.
+    """Writer to ``folder``/``node``. MetricsError: the package is missing, or the folder cannot be written.
 
-    Without the package's own writer: it has a further thread, which prints a traceback when a disk is full.
+    It does not use the package's own writer, whose thread prints a traceback when a disk is full.
     """
 
     name = "TensorBoard"
@@ -51,7 +51,7 @@ class TensorBoardFile:
         return f"curves for TensorBoard: tensorboard --logdir {self._folder.parent}"
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Append its points, and hand them to the system at once."""
+        """Append the points of an event, and flush them at once."""
         step, points = self._curves.points(name, time, fields)
         if points:
             from tensorboard.compat.proto.event_pb2 import Event

@@ -1,4 +1,4 @@
-"""Curves for Weights & Biases: a run named like the node. Where to, and whether at all, the user's WANDB_* variables say too."""
+"""Sink for Weights & Biases: a run named like the node. The user's WANDB_* variables apply too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shoal.node.metrics.curves import Curves
 from shoal.node.metrics.sink import About, MetricsError, one_line
 
 INIT_S = 60.0  # seconds to reach the server at the start
-FINISH_S = 25.0  # seconds to upload what is left at the end; less than what `Background` waits
+FINISH_S = 25.0  # seconds to upload the rest at the end; less than `Background` waits
 
 
 class WandbRun:
-    """Logs to ``project`` (or ``team/project``); W&B's own files go below ``folder``. MetricsError: the package is missing."""
+    """Logger to ``project`` (or ``team/project``); W&B's own files go below ``folder``. MetricsError: the package is missing."""
 
     name = "Weights & Biases"
 
@@ -31,7 +31,7 @@ class WandbRun:
         """Start the run. MetricsError: nobody is logged in, or the server is not reached."""
         import wandb
 
-        # What W&B prints would tear the progress bar, and it must not catch what others print.
+        # W&B's output would tear the progress bar, and it must not capture that of others.
         quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True)
         try:
             # Its own variable wins; without it, the folder of the run and not the current one.
@@ -52,7 +52,7 @@ class WandbRun:
         return f"curves for Weights & Biases: {where_to}" if where_to else ""  # nowhere with WANDB_MODE=disabled
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Log its points; of the end, also what the run came to."""
+        """Log the points of an event, and at the end the result of the run."""
         step, points = self._curves.points(name, time, fields)
         if points:
             self._run.log({"step": step, **points})
@@ -60,7 +60,7 @@ class WandbRun:
             self._run.summary.update({f"end/{key}": value for key, value in fields.items() if not isinstance(value, dict)})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the rest."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()

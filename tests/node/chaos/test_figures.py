@@ -28,16 +28,16 @@ def test_who_hangs_until_the_end_stalls_and_who_is_dead_does_not():
     assert figures.longest_gap(life(), 9) is None
 
 
-def test_the_pace_counts_only_seconds_in_which_somebody_could_train():
+def test_the_speed_counts_only_seconds_in_which_somebody_could_train():
     dead = life(times=[10, 11, 12], ended=12.0)
     slept = life(1, times=[10, 11, 18, 19, 20], stopped=[(11.0, 17.0)])
-    assert figures.pace([dead, slept], 20) == exactly((2 + 4) / (2 + 4))
-    assert figures.pace([life(spawned=5.0, times=[10, 11])], 11, with_starts=True) == exactly(2 / 6)
-    assert figures.pace([life()], 20) is None
+    assert figures.speed([dead, slept], 20) == exactly((2 + 4) / (2 + 4))
+    assert figures.speed([life(spawned=5.0, times=[10, 11])], 11, with_starts=True) == exactly(2 / 6)
+    assert figures.speed([life()], 20) is None
 
 
 def test_steps_after_the_end_do_not_count():
-    assert figures.pace([life(times=[0, 1, 2, 3])], 2.0) == exactly(1)
+    assert figures.speed([life(times=[0, 1, 2, 3])], 2.0) == exactly(1)
 
 
 def test_a_node_that_goes_back_has_lost_steps():
