@@ -1,7 +1,7 @@
 """Real processes that are killed (-9) or stopped at a named point of a protocol: the others have one whole outcome, and go on.
 
 One case of each point runs with every change; the others, so that every role meets both signals, are marked slow. What a save that
-was killed at each of its points leaves is in tests/node/test_saver.py.
+was killed at each of its points leaves is in tests/node/checkpoint/test_writer.py.
 """
 
 import signal

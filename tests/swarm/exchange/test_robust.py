@@ -1,4 +1,4 @@
-"""What a node's defence refuses never counts, in pairs and groups; what it takes for the mean is what the node gets."""
+"""An update refused by a node's screen never counts, in pairs and groups; the screen's mean is what the node gets."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Five hundred small swarms, each with faults of its own: what must hold (swarm/sim_checks.py) holds after every event."""
+"""Five hundred small swarms, each with faults of its own: the invariants (`tests.sim.invariants`) hold after every event."""
 
 import os
 import subprocess

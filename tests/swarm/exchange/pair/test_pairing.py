@@ -1,4 +1,4 @@
-"""Who is whose partner when some are dead: those left over find each other and nobody else is searched among."""
+"""The partners when some peers are dead: the free ones find each other, and no other peer is called."""
 
 from types import SimpleNamespace
 
