@@ -95,15 +95,15 @@ def await_others(membership: Membership, log: Callable[[str], None], should_stop
 
 def network(settings: Settings) -> NetworkOptions:
     """Return the network options of the settings; the node also tries the peers that it met in an earlier run."""
-    node, who = settings.node, lists(settings.peers)
+    node, access = settings.node, lists(settings.peers)
     return NetworkOptions(
         listen=tuple(node.listen),
         announce=tuple(node.announce),
         bootstrap=tuple(node.bootstrap),
         relay=node.relay,
         known=node.run_folder / KNOWN_PEERS,
-        allow=tuple(sorted(who.allow)),
-        deny=tuple(sorted(who.deny)),
+        allow=tuple(sorted(access.allow)),
+        deny=tuple(sorted(access.deny)),
         upload=node.upload,
         models_per_hour=settings.peers.models_per_hour,
         body_store=shares(node.ram)[1],

@@ -171,10 +171,10 @@ class NodeRun:
         state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
         screen = make_screen(outer)
         exchange = make_exchange(membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments)
-        name, task, say = settings.node.name, trainer.task, self.display.message
+        name, task, log = settings.node.name, trainer.task, self.display.message
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
         member.serve()
-        sharing = RolloutSharing(task, membership, self._note, say, settings.node.ram) if isinstance(task, RLTask) else None
+        sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram) if isinstance(task, RLTask) else None
         verification = start_verification(settings, membership, trainer, shard, lambda: make_task(settings))
         trainer.connect(exchange, membership.swarm, shard)
         self._begin_from(state, saved, membership, trainer, member)
@@ -187,8 +187,8 @@ class NodeRun:
             shard=f"{shard.index}/{shard.of}",
             params=sum(parameter.numel() for parameter in trainer.params),
         )
-        metrics = Metrics(self.folder / METRICS, say, sinks)
-        refusals = RefusalLog(membership.refused, metrics.write, say)
+        metrics = Metrics(self.folder / METRICS, log, sinks)
+        refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
         return NodeParts(
             settings, device, membership, trainer, shard, member, sharing, verification, result, metrics, refusals, status

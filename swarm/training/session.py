@@ -207,8 +207,8 @@ class Session:
         reason (`Membership.refused`).
         """
         membership = self._membership
-        seen = overview(membership.swarm, membership.manifest, membership.directory.members(), time.time())
-        return {**seen, "peer": membership.identity.peer_id, "refused": membership.refused()}
+        found = overview(membership.swarm, membership.manifest, membership.directory.members(), time.time())
+        return {**found, "peer": membership.identity.peer_id, "refused": membership.refused()}
 
     def finish(self) -> None:
         """Wait for pending exchanges, and average once more if the swarm does; once, after the last step. ``with`` does it too."""
