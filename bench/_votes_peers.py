@@ -1,4 +1,4 @@
-"""The peers of the simulation: honest ones, and cheats of the kinds that a swarm of strangers meets."""
+"""Peers of the simulated vote: honest ones, and cheats of the kinds that a swarm of strangers meets."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ again and claim what they claimed before, two-faced ones claim different things 
 
 
 def digest(*parts: object) -> bytes:
-    """32 bytes from what is given."""
+    """Return 32 bytes that follow from ``parts``."""
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def toy_signer(peer: str) -> Sign:
-    """Signs as ``peer``; anybody could, so only for simulations."""
+    """Return a toy signer for ``peer``, which anybody could forge."""
     return lambda data: digest("toy key", peer, data)
 
 
 def toy_verify(peer: str, data: bytes, signature: bytes) -> bool:
-    """Checks what `toy_signer` made."""
+    """Check a signature of `toy_signer`."""
     return signature == digest("toy key", peer, data)
 
 
 def is_right(claim: Claim) -> bool:
-    """Whether the output is what the model gives, in this world, for a prompt of the round (else it is a replay)."""
+    """Return whether the output is what the model gives, in this world, for a prompt of the round (else it is a replay)."""
     return claim.output == digest("output", claim.prompt) and claim.prompt == prompt_of(claim.peer, claim.round, claim.slot)
 
 
 def prompt_of(peer: str, round: int, slot: int) -> bytes:
-    """What is to be claimed in a slot."""
+    """Return the prompt to be claimed in a slot."""
     return digest("prompt", peer, round, slot)
 
 
 @dataclass(frozen=True)
 class World:
-    """What is simulated. ``delay``: seconds that a record travels at most; with a tick it must be below the skew, 4 % of a round.
+    """Parameters of a simulation. ``delay``: most seconds that a record travels; with a tick it must be below the skew, 4 % of a
+    round.
 
-    By peer: ``joins``, the round in which it comes; ``clocks``, by how many seconds its clock is ahead.
+    By peer: ``joins``, the round in which it joins; ``clocks``, the seconds by which its clock is ahead.
     """
 
     rules: Rules = field(default_factory=lambda: Rules(planted=0.2))
@@ -70,12 +71,12 @@ class World:
     defects: int = 12
     """The round in which farmers begin to lie and flooders flood."""
     check_s: float = 0.0
-    """That a check takes, of simulated time; others go on meanwhile."""
+    """Simulated seconds of a check; others continue meanwhile."""
     seed: int = 0
 
 
 class Place(Protocol):
-    """Where simulated peers are: `bench.votes_simulation.Swarm`."""
+    """Surroundings of simulated peers: `bench.votes_simulation.Swarm`."""
 
     world: World
     now: float
@@ -86,17 +87,17 @@ class Place(Protocol):
 
     @property
     def peers(self) -> Sequence[Peer]:
-        """Those that are there."""
+        """Peers that have joined."""
 
     def spread(self, author: Peer, signed: Signed, to: Collection[str] | None = None) -> None:
-        """Send it to all others, or to those in ``to``."""
+        """Send ``signed`` to all others, or to those in ``to``."""
 
     def post(self, action: Callable[[], None]) -> None:
-        """Do ``action`` after what a message takes."""
+        """Do ``action`` after a message's delay."""
 
 
 class Peer:
-    """One simulated peer."""
+    """Simulated peer."""
 
     def __init__(self, name: str, kind: str, swarm: Place) -> None:
         self.name, self.kind, self.swarm = name, kind, swarm
@@ -114,11 +115,11 @@ class Peer:
         )  # fmt: skip
 
     def clock(self) -> float:
-        """This peer's Unix time; while it checks, ahead of the others."""
+        """Return this peer's Unix time; while it checks, ahead of the others."""
         return max(self.swarm.now, self._busy_until) + self.offset
 
     def publish(self, signed: Signed) -> None:
-        """What the participant says, to those whom this kind tells it."""
+        """Send a record of the participant to those to whom this kind sends it."""
         half = [name for number, name in enumerate(self.swarm.names) if number % 2]
         if self.kind == "withholder" and isinstance(signed.record, Reveal):
             self.swarm.spread(self, signed, half)
@@ -130,7 +131,7 @@ class Peer:
             self.swarm.spread(self, signed)
 
     def receive(self, signed: Signed) -> None:
-        """A record came; it waits while this peer checks."""
+        """Take a record; it waits while this peer checks."""
         self._inbox.append((self.swarm.now + self.offset, signed))
         if self.swarm.now >= self._busy_until:
             self._read()
@@ -148,7 +149,7 @@ class Peer:
                 self.swarm.spread(self, signed)
 
     def work(self) -> None:
-        """Once a tick."""
+        """Do the work of a tick."""
         if self.swarm.now < self._busy_until:
             return
         self._read()
@@ -164,7 +165,7 @@ class Peer:
             self._pull(wanted)
 
     def check(self, claim: Claim) -> Checked | None:
-        """How this kind of peer verifies."""
+        """Verify ``claim`` as this kind of peer does."""
         self._busy_until = self.swarm.now + self.swarm.world.check_s
         if self.kind == "absent":
             return None
@@ -186,7 +187,7 @@ class Peer:
         self.participant.claim(claim)
 
     def _copy(self) -> None:
-        """Vote as somebody else did: there is nothing to copy until it is too late to commit. Says so to others all the same."""
+        """Publish copies of others' votes: there is nothing to copy until it is too late to commit."""
         for reveal in [record for record in self.participant.consensus.ledger if isinstance(record, Reveal)]:
             place = (reveal.case, reveal.attempt)
             if place not in self._copied and reveal.peer != self.name:
@@ -203,7 +204,7 @@ class Peer:
             self.swarm.spread(self, Signed.by(toy_signer(self.name), stolen))
 
     def _flood(self) -> None:
-        """10,000 claims a minute, in all slots, many for each."""
+        """Publish 10,000 claims a minute, in all slots, many for each."""
         for _ in range(167):
             junk = Claim(
                 peer=self.name, run="run", round=self.participant.round, slot=self.random.randrange(64), model=digest("model"),
@@ -213,7 +214,7 @@ class Peer:
             self.swarm.spread(self, Signed.by(toy_signer(self.name), junk))
 
     def _pull(self, wanted: Wanted) -> None:
-        """Ask and be answered, each with a message's delay; logs are bytes on the way, and come whole or not at all."""
+        """Ask for a log, with a message's delay each way; it is transferred as bytes, whole or not at all."""
         self._pulling = True
 
         def answer() -> None:

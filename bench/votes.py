@@ -1,4 +1,4 @@
-"""What a vote of drawn verifiers is worth: a million simulated claims for each row, beside the closed form.
+"""Odds of a vote of drawn verifiers: a million simulated claims for each row, beside the closed form.
 
     python bench/votes.py --claims 1000000 --json
 

@@ -22,7 +22,7 @@ START = 4  # the round by Unix time in which a simulation begins; its own count 
 
 
 class Swarm:
-    """All peers and the time. ``kinds``: peer id to one of `bench._votes_peers.KINDS`."""
+    """Simulated peers with a virtual clock. ``kinds``: peer id to one of `bench._votes_peers.KINDS`."""
 
     def __init__(self, kinds: Mapping[str, str], world: World | None = None) -> None:
         self.world, self.kinds, self.names = world or World(), dict(kinds), sorted(kinds)
@@ -33,11 +33,11 @@ class Swarm:
         self.peers: list[Peer] = []
 
     def peer(self, name: str) -> Peer:
-        """By name. Raises StopIteration if it is not there (yet)."""
+        """Return a peer by name. Raises StopIteration if it has not joined."""
         return next(peer for peer in self.peers if peer.name == name)
 
     def spread(self, author: Peer, signed: Signed, to: Collection[str] | None = None) -> None:
-        """Give ``signed`` to all others, or to those in ``to``, each after another delay, if it is not lost."""
+        """Send ``signed`` to all others, or to those in ``to``, each after another delay, if it is not lost."""
         for peer in self.peers:
             if peer is author or (to is not None and peer.name not in to):
                 continue
@@ -47,12 +47,12 @@ class Swarm:
             self.post(lambda peer=peer: peer.receive(signed))  # type: ignore[misc]
 
     def post(self, action: Callable[[], None]) -> None:
-        """Do ``action`` after what a message takes."""
+        """Do ``action`` after a message's delay."""
         self.sent += 1
         heapq.heappush(self._mail, (self.now + self._random.uniform(0, self.world.delay), self.sent, action))
 
     def run(self, rounds: int, each: Callable[[int], None] = lambda round: None) -> None:
-        """Simulate so many rounds; ``each`` is called at the end of every one."""
+        """Simulate ``rounds`` rounds; ``each`` is called at the end of every one."""
         for _ in range(rounds):
             for name in self.names:
                 if self.world.joins.get(name, 0) == self.round:
@@ -71,7 +71,7 @@ class Swarm:
 
 
 def outcomes(swarm: Swarm) -> Counter[tuple[bool, str]]:
-    """How many claims that are (right, decided so) the first peer knows."""
+    """Count the claims of the first peer by whether they are right, and by outcome."""
     rulings = swarm.peers[0].participant.table.rulings.values()
     return Counter((is_right(ruling.claim), ruling.outcome) for ruling in rulings)
 

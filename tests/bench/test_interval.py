@@ -27,7 +27,7 @@ def test_tables(found, total, confidence, expected):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.floats(0.01, 0.99), st.sampled_from([0.5, 0.9, 0.95]))
-def test_it_covers_the_rate_as_often_as_it_says(total, rate, confidence):
+def test_it_covers_the_rate_as_often_as_its_confidence(total, rate, confidence):
     covered = 0.0
     for found in range(total + 1):
         low, high = rate_interval(found, total, confidence)

@@ -23,7 +23,7 @@ def joined(theirs, own=None):
     return swarm_settings(load(None, {f"task.options.{key}": value for key, value in (own or {}).items()}), theirs).task.options
 
 
-def test_a_path_is_told_by_no_manifest_and_a_name_is():
+def test_a_manifest_holds_a_name_but_never_a_path():
     assert manifest({"data": "/home/ada/texts", "width": 32}).task_options == {"width": 32}
     assert manifest({"data": "hf:./folder"}).task_options == {}
     named = {"data": "hf:owner/name:train", "field": "body", "tokenizer": "owner/name"}
