@@ -27,6 +27,14 @@ from shoal.swarm.p2p.multiaddr import is_loopback, peer_bytes, to_bytes, to_text
 ANY = "/ip4/127.0.0.1/tcp/0"
 
 
+@pytest.fixture
+def tmp_path():
+    """A short one in place of pytest's: a socket's path may have some 100 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="p2p-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.fixture(autouse=True)
 def _short_temp(monkeypatch, tmp_path):
     """Use a temporary folder of this test, so that other nodes on this machine do not matter."""
