@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 HERE = Path(__file__).parent
 TIMED = (
@@ -16,6 +17,8 @@ TIMED = (
 """Tests with real processes or with deadlines on the real clock."""
 
 torch.set_num_threads(1)
+settings.register_profile("shoal", deadline=None)  # how long an example takes says more of the machine than of the code
+settings.load_profile("shoal")
 
 
 @pytest.hookimpl(tryfirst=True)
