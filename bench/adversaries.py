@@ -35,7 +35,7 @@ from bench._quality_train import Diverged, QualityText, _backward
 from shoal.node.task import Shard
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.simulation import SimulatedExchange
-from shoal.swarm.exchange.robust import Robust, UpdateScreen
+from shoal.swarm.exchange.robust import DistanceScreen, Robust
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),
@@ -53,10 +53,12 @@ def task_of(batch: int) -> QualityText:
     return QualityText(batch=batch, layers=2, width=32, heads=2)
 
 
-def defence_of(name: str, method: str, times: float) -> UpdateScreen:
+def defence_of(name: str, method: str, times: float) -> DistanceScreen:
     """What an honest peer does."""
     robust = METHODS[method][0] if name == "defended" else "none"
-    return UpdateScreen(robust=robust, suspect=0.0 if name == "undefended" else 3.0, times=times, sends=method_named(method).sends)
+    return DistanceScreen(
+        robust=robust, suspect=0.0 if name == "undefended" else 3.0, times=times, sends=method_named(method).sends
+    )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from rich.table import Table
 from shoal.node.chaos import figures
 from shoal.node.chaos.plan import draw_plan
 from shoal.node.chaos.processes_under_test import ChaosError
-from shoal.node.chaos.run import Sample, Seen, run_swarm
+from shoal.node.chaos.run import ProcessSample, RunObservations, run_swarm
 from shoal.node.config.settings import assignment, load, resolve_device, use_threads
 from shoal.node.demo.demo import stage
 from shoal.node.tasks.loader import load_task
@@ -108,7 +108,9 @@ def run_chaos(
     }
 
 
-def report(harmed: Seen, clean: Seen | None, *, hostile: set[int], deadline: float, seconds: float) -> dict[str, Any]:
+def report(
+    harmed: RunObservations, clean: RunObservations | None, *, hostile: set[int], deadline: float, seconds: float
+) -> dict[str, Any]:
     """Return the figures of a run, of honest nodes only but for kills, memory and what is left behind.
 
     ``stalls``: longest time of each node between two inner steps, while it lived and was not stopped. ``steps_lost``: inner
@@ -164,7 +166,7 @@ def report(harmed: Seen, clean: Seen | None, *, hostile: set[int], deadline: flo
     }
 
 
-def _unharmed(clean: Seen, warm: float) -> dict[str, Any]:
+def _unharmed(clean: RunObservations, warm: float) -> dict[str, Any]:
     stalls = stalls_of(clean.lives, clean.until)
     return {
         "max_stall_s": max(stalls.values(), default=None),
@@ -180,7 +182,7 @@ def _unharmed(clean: Seen, warm: float) -> dict[str, Any]:
     }
 
 
-def _honest(seen: Seen, hostile: set[int]) -> list[figures.Life]:
+def _honest(seen: RunObservations, hostile: set[int]) -> list[figures.Life]:
     return [life for life in seen.lives if life.peer not in hostile]
 
 
@@ -198,7 +200,9 @@ def stalls_of(lives: Sequence[figures.Life], until: float) -> dict[int, float]:
     return found
 
 
-def _ratio(honest: Sequence[figures.Life], harmed: Seen, clean: Seen | None, *, with_starts: bool) -> float | None:
+def _ratio(
+    honest: Sequence[figures.Life], harmed: RunObservations, clean: RunObservations | None, *, with_starts: bool
+) -> float | None:
     # The unharmed run's nodes waited for each other at the start: that does not count.
     usual = None if clean is None else figures.speed(clean.lives, clean.until)
     if with_starts:
@@ -214,14 +218,14 @@ def _trained_from_start(life: figures.Life) -> figures.Life:
     return figures.Life(life.peer, begin, life.ended, life.steps, life.stopped)
 
 
-def loss_first(seen: Seen, hostile: set[int]) -> float | None:
+def loss_first(seen: RunObservations, hostile: set[int]) -> float | None:
     """Return the mean held-out loss of the honest nodes before their first step."""
     firsts = [next((e["loss_first"] for e in events if e["event"] == "start"), None)
               for peer, events in seen.events.items() if peer not in hostile]  # fmt: skip
     return _mean(loss for loss in firsts if loss is not None)
 
 
-def loss_curve(seen: Seen, hostile: set[int]) -> list[float | None]:
+def loss_curve(seen: RunObservations, hostile: set[int]) -> list[float | None]:
     """Return the mean training loss of the honest nodes in each tenth of the run."""
     points = [
         (event["time"], event["loss"])
@@ -232,7 +236,7 @@ def loss_curve(seen: Seen, hostile: set[int]) -> list[float | None]:
     return figures.binned(points, seen.begin, seen.until)
 
 
-def slope_of(seen: Seen, warm: float, what: Callable[[Sample], float | None]) -> float | None:
+def slope_of(seen: RunObservations, warm: float, what: Callable[[ProcessSample], float | None]) -> float | None:
     """Return the growth of ``what`` a minute, common to all processes, each from ``warm`` seconds after its first step."""
     series = []
     for place, samples in seen.samples.items():

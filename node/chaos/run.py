@@ -38,7 +38,7 @@ AGAIN_S = 2.0  # seconds from an end by itself to the restart
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProcessSample:
     """Sample of one node's process."""
 
     at: float
@@ -48,7 +48,7 @@ class Sample:
 
 
 @dataclass
-class Seen:
+class RunObservations:
     """Observations of one run. Times are Unix seconds."""
 
     begin: float = 0.0
@@ -61,7 +61,7 @@ class Seen:
     stops: int = 0
     failed_starts: list[str] = field(default_factory=list)
     """Ends of processes before their first step; they were started again."""
-    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    samples: dict[int, list[ProcessSample]] = field(default_factory=dict)
     """Samples by the life's place in ``lives``."""
     events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Events in the metrics by node."""
@@ -76,7 +76,7 @@ class _Run:
         self.fleet, self.settings, self.display = fleet, settings, display
         self.peers = settings.swarm.start_when
         self.flags = list(node_flags)
-        self.seen = Seen()
+        self.seen = RunObservations()
         self._agenda: list[tuple[float, int, str, int, Hit | None]] = []  # when, a number, what, who
         self._numbers = 0
 
@@ -186,7 +186,7 @@ class _Run:
                 continue
             if running.daemon is None or processes.resident_mb(running.daemon) is None:
                 running.daemon = processes.daemon_of(pid)
-            sample = Sample(
+            sample = ProcessSample(
                 time.time(),
                 node_mb,
                 None if running.daemon is None else processes.resident_mb(running.daemon),
@@ -194,7 +194,7 @@ class _Run:
             )
             self.seen.samples.setdefault(place, []).append(sample)
 
-    def end(self) -> Seen:
+    def end(self) -> RunObservations:
         """End all nodes, look for leftovers, and read the nodes' files."""
         seen, fleet = self.seen, self.fleet
         seen.until = time.time()
@@ -232,7 +232,7 @@ def run_swarm(
     device: str,
     checkpoint_every: int,
     verbose: bool = False,
-) -> Seen:
+) -> RunObservations:
     """Train with as many nodes as ``settings.swarm.start_when`` for ``seconds``, while ``plan`` is carried out.
 
     The observations are in ``seen.json`` too, with more detail than the report.

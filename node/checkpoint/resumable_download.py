@@ -24,7 +24,7 @@ HEADER, CHUNKS = "header", "chunks"
 
 
 class ResumableDownload:
-    """A `shoal.swarm.state.download.Sink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in ``folder``.
+    """A `ChunkSink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in ``folder``.
 
     Its methods raise OSError when the disk fails.
     """

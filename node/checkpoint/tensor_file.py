@@ -25,7 +25,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-class Sink(Protocol):
+class TensorSink(Protocol):
     """A file opened for writing, or an object that also counts or hashes the bytes."""
 
     def write(self, data: Any, /) -> Any:
@@ -40,7 +40,7 @@ def kind(tensor: Tensor) -> Kind:
     return _NAMES[tensor.dtype], tuple(tensor.shape)
 
 
-def write_tensors(sink: Sink, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
+def write_tensors(sink: TensorSink, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
     """Write a whole safetensors file in blocks of 4 MiB; return its bytes.
 
     ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).

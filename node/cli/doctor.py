@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from shoal.node.doctor.checkup import Finding, Outcome
+from shoal.node.doctor.checkup import CheckOutcome, Outcome
 from shoal.node.logs import log_to_stderr
 
 _COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
@@ -40,6 +40,6 @@ def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbos
     return int(code)
 
 
-def line(finding: Finding) -> str:
+def line(finding: CheckOutcome) -> str:
     """Format a finding for people."""
     return f"{click.style(f'{finding.outcome:8}', fg=_COLOURS[finding.outcome])} {finding.check}: {finding.said}"

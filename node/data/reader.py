@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.node.data.dealing import number
 from shoal.node.data.errors import DataError
-from shoal.node.data.source import Place, Source, no_document
+from shoal.node.data.source import DocumentSource, Place, no_document
 from shoal.node.data.tokenizer import Tokenizer
 from shoal.node.task import Batches, Shard
 
@@ -51,7 +51,9 @@ class Reader(Batches):
         DataError: on ``next``, if there is no usable document, too little text, or a read fails.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, shard: Shard, *, context: int, batch: int, shuffle: int) -> None:
+    def __init__(
+        self, source: DocumentSource, tokenizer: Tokenizer, shard: Shard, *, context: int, batch: int, shuffle: int
+    ) -> None:
         self._source, self._tokenizer, self._shard = source, tokenizer, shard
         self._context, self._batch, self._most = context, batch, max(1, shuffle // context)
         cut = f"{source.identity} {tokenizer.digest} {shard} {context} {self._most}"

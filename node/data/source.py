@@ -39,7 +39,7 @@ class Skipped:
             logger.warning("%s %s, so it is skipped, and others like it will be without a word.", where, why)
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents in epochs, dealt to shards (`shoal.node.data.dealing`)."""
 
     what: str
@@ -66,7 +66,7 @@ class Listed:
         self.identity = found.hexdigest()
 
     def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
-        """Implement `Source.documents`; a place is a number in the order of the epoch."""
+        """Implement `DocumentSource.documents`; a place is a number in the order of the epoch."""
         mine = dealt([document.name for document in self.known], shard, epoch)
         for at in range(place_number(place, "document"), len(mine)):
             yield {"document": at}, self.known[mine[at]]
@@ -76,17 +76,17 @@ class Listed:
 class Training:
     """Part of a stream for training."""
 
-    stream: Source
+    stream: DocumentSource
 
     def __post_init__(self) -> None:
         self.what, self.identity = self.stream.what, self.stream.identity
 
     def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
-        """Implement `Source.documents`, without held-out documents."""
+        """Implement `DocumentSource.documents`, without held-out documents."""
         return (found for found in self.stream.documents(shard, epoch, place) if not held_out(found[1].content))
 
 
-def no_document(source: Source) -> DataError:
+def no_document(source: DocumentSource) -> DataError:
     """Return the error for a ``source`` without documents."""
     return DataError(f"There is no usable document in {source.what}: name other data, or the field that has the text.")
 

@@ -24,7 +24,7 @@ class Skip(ShoalError):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckOutcome:
     """Outcome of a check. ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took."""
 
     check: str
@@ -33,7 +33,7 @@ class Finding:
     seconds: float = 0.0
 
 
-Tell = Callable[[Finding], None]
+Tell = Callable[[CheckOutcome], None]
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Check:
     seconds: float = 20.0
 
 
-def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple[list[Finding], ExitCode]:
+def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple[list[CheckOutcome], ExitCode]:
     """Run all ``checks``; return all findings and the code of the first failure. ``tell`` gets each finding at once."""
-    findings: list[Finding] = []
+    findings: list[CheckOutcome] = []
     cause: dict[str, str] = {}  # check that failed or was skipped -> the failed check that caused it
     code = ExitCode.OK
 
-    def note(finding: Finding) -> None:
+    def note(finding: CheckOutcome) -> None:
         findings.append(finding)
         tell(finding)
 
@@ -65,7 +65,7 @@ def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple
         blocked = next((cause[name] for name in check.needs if name in cause), None)
         if blocked is not None:
             cause[check.name] = blocked
-            note(Finding(check.name, "skipped", f"needs {blocked!r}, see there"))
+            note(CheckOutcome(check.name, "skipped", f"needs {blocked!r}, see there"))
             continue
         finding = _run(check, note)
         if finding.outcome in ("failed", "skipped"):
@@ -81,12 +81,12 @@ def many(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _run(check: Check, note: Tell) -> Finding:
+def _run(check: Check, note: Tell) -> CheckOutcome:
     began = time.monotonic()
-    ended: list[Finding] = []
+    ended: list[CheckOutcome] = []
     late = threading.Event()
 
-    def tell(finding: Finding) -> None:
+    def tell(finding: CheckOutcome) -> None:
         if not late.is_set():
             note(finding)
 
@@ -105,7 +105,7 @@ def _run(check: Check, note: Tell) -> Finding:
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
             what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
             outcome, said = "failed", f"this check itself failed ({what}, in {where}): please report it."
-        ended.append(Finding(check.name, outcome, said, round(time.monotonic() - began, 3)))
+        ended.append(CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3)))
 
     thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
     thread.start()
@@ -114,4 +114,4 @@ def _run(check: Check, note: Tell) -> Finding:
         return ended[0]
     late.set()
     said = f"this took longer than {check.seconds:g} s and was given up: the machine may be overloaded, try again."
-    return Finding(check.name, "failed", said, round(time.monotonic() - began, 3))
+    return CheckOutcome(check.name, "failed", said, round(time.monotonic() - began, 3))

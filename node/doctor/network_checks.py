@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-from shoal.node.doctor.checkup import Check, Finding, Note, Skip, Tell, many
+from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
 from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, Outcome, Seen, ask, listen_for_dial_back
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, Outcome, ask, listen_for_dial_back
 from shoal.swarm.p2p.seed_client import addresses_of
 from shoal.swarm.p2p.seed_client import ask as ask_seed
 from shoal.swarm.p2p.stream import Stream, short
@@ -55,7 +55,7 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     for address, problem in problems.items():
         if problem and address.rpartition("/p2p/")[2] in answered:  # an address of its local network, for instance
             problem = "no answer from here, but the peer answers at another of its addresses"
-        tell(Finding(f"peer {address}", "note" if problem else "ok", problem or "answers"))
+        tell(CheckOutcome(f"peer {address}", "note" if problem else "ok", problem or "answers"))
     # Each peer once: when one of its addresses works the others do not matter.
     found = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
     for address in found.values():
@@ -109,7 +109,7 @@ def clock(visit: Visit, tell: Tell) -> str:
         try:
             visit.seen.append(visit.ask(address, DIAL_PROTOCOL, partial(_look, port=None), 15.0)[0])
         except (NetworkError, MessageError) as error:
-            tell(Finding(f"clock of {short(address)}", "note", str(error)))
+            tell(CheckOutcome(f"clock of {short(address)}", "note", str(error)))
     if not visit.seen:
         raise Skip("no peer told its time: they may run an older shoal.")
     error_s = max(seen.error for seen in visit.seen)
@@ -123,7 +123,7 @@ def clock(visit: Visit, tell: Tell) -> str:
     return f"{abs(skew):.2f} s off the clock of {many(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
 
 
-async def _look(stream: Stream, port: int | None, token: bytes = b"") -> tuple[Seen, Outcome | None]:
+async def _look(stream: Stream, port: int | None, token: bytes = b"") -> tuple[DialBackView, Outcome | None]:
     return await ask(stream, port, token)
 
 

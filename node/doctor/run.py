@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.node.doctor import machine_checks as machine
 from shoal.node.doctor import network_checks as network
 from shoal.node.doctor import swarm_checks as agreement
-from shoal.node.doctor.checkup import Finding, Tell, examine
+from shoal.node.doctor.checkup import CheckOutcome, Tell, examine
 from shoal.node.doctor.visit import Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.access.link import Link
@@ -13,7 +13,7 @@ from shoal.swarm.access.link import Link
 
 def diagnose(
     link: str | None, *, port: int = 0, hooks: str | None = None, tell: Tell = lambda finding: None
-) -> tuple[list[Finding], ExitCode]:
+) -> tuple[list[CheckOutcome], ExitCode]:
     """Run all checks; return the findings and the exit code of the first failure. ``tell`` gets each finding at once. LinkError.
 
     ``port``: on which the node is to listen, 0 for any. ``hooks``: this machine's copy of the swarm's task.

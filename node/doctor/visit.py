@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.reachability import Seen
+from shoal.swarm.p2p.reachability import DialBackView
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.member import Member
 
@@ -41,7 +41,7 @@ class Visit:
     seeds: list[str] = field(default_factory=list)
     """Full multiaddrs of seeds that answered."""
     manifest: Manifest | None = None
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[DialBackView] = field(default_factory=list)
     outcome: str | None = None
     """Outcome of dialling back, if it was tried."""
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from shoal.node.metrics.catalogue import Fields
-from shoal.node.metrics.sink import About, MetricsError, Sink
+from shoal.node.metrics.sink import About, MetricsError, MetricsSink
 
 MOST_WAITING = 10_000  # events: an hour's outage at two a second
 END_S = 30.0  # seconds to write waiting events at the end of the run
@@ -22,7 +22,7 @@ class SinkError(Exception):
 class Background:
     """Runner of ``sink``'s calls, in order, in a thread. An error there is raised by the next call here."""
 
-    def __init__(self, sink: Sink, most: int = MOST_WAITING, end_s: float = END_S) -> None:
+    def __init__(self, sink: MetricsSink, most: int = MOST_WAITING, end_s: float = END_S) -> None:
         self.name, self._sink, self._end_s = sink.name, sink, end_s
         self._calls: queue.Queue[_Call | None] = queue.Queue(most)
         self._failed: Exception | None = None

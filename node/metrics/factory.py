@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.node.config.endpoint import MAX_PORT, parse_address
 from shoal.node.config.settings import NodeSettings, Settings
-from shoal.node.metrics.sink import About, MetricsError, Sink, Sinks
+from shoal.node.metrics.sink import About, MetricsError, MetricsSink, Sinks
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 
 
@@ -18,7 +18,7 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
     Raises:
         MetricsError: a port is taken, a folder cannot be written, or a package is missing; nothing is left open.
     """
-    sinks: list[Sink] = []
+    sinks: list[MetricsSink] = []
     if node.tensorboard is not None or node.wandb is not None:
         from shoal.node.metrics.background import Background
 

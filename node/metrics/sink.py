@@ -30,7 +30,7 @@ class About:
     version: str
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Receiver of events. All calls come from one thread, and return at once but for ``begin`` and ``close``."""
 
     name: str
@@ -49,7 +49,7 @@ class Sink(Protocol):
 class Sinks:
     """All sinks of a node. A sink that raises is reported once, closed, and not used again."""
 
-    def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
+    def __init__(self, sinks: Sequence[MetricsSink], say: Callable[[str], None]) -> None:
         self._sinks, self._say = list(sinks), say
 
     def begin(self, about: About) -> None:
@@ -76,7 +76,7 @@ class Sinks:
             except Exception as error:
                 self._say(f"{sink.name} did not get the last of the metrics ({one_line(error)}).")
 
-    def _give_up(self, sink: Sink, error: Exception) -> None:
+    def _give_up(self, sink: MetricsSink, error: Exception) -> None:
         sentence = f"{sink.name} gets no metrics any more ({one_line(error)}); training goes on, and metrics.jsonl has them all."
         self._say(sentence)
         try:

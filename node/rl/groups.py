@@ -13,7 +13,7 @@ from shoal.optim.rl.losses import Completions, TokenLoss, effective_sample_size,
 
 
 @dataclass(frozen=True)
-class Group:
+class RolloutGroup:
     """Prompt of one question, and G completions of it with this node's rewards."""
 
     prompt: str
@@ -40,7 +40,7 @@ class Update:
         return sum(map(len, self.tokens))
 
 
-def make_update(groups: Sequence[Group]) -> Update | None:
+def make_update(groups: Sequence[RolloutGroup]) -> Update | None:
     """Join the completions of ``groups``; return None if no gradient can come from them."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards], dtype=torch.int64)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shoal.node.rl.environment import Env
-from shoal.node.rl.groups import Group
+from shoal.node.rl.groups import RolloutGroup
 from shoal.node.rl.policy import Policy
 from shoal.optim.rl.selection import REASONS, Candidate, select
 from shoal.swarm.gossip.lru_set import LRUSet
@@ -27,7 +27,7 @@ LONG = 16  # characters for each allowed token, above which a completion is not 
 class _Kept:
     key: str
     rollout: Rollout
-    group: Group
+    group: RolloutGroup
     arrived: int  # this node's round
 
 
@@ -66,7 +66,7 @@ class RemoteRollouts:
         self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
         """Numbers of the others, by reason."""
 
-    def take(self, came: list[Rollout], count: int, round: int) -> list[Group]:
+    def take(self, came: list[Rollout], count: int, round: int) -> list[RolloutGroup]:
         """Choose at most ``count`` groups for this node's ``round``, among those that arrived by now."""
         room = max(JUDGED[0], JUDGED[1] * count)
         self.rejected["crowded"] += max(len(came) - room, 0)
@@ -118,7 +118,7 @@ class RemoteRollouts:
             log.debug("a rollout could not be judged: %s", error)
             self.rejected["unjudged"] += 1
             return None
-        return _Kept(key, rollout, Group(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
+        return _Kept(key, rollout, RolloutGroup(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
 
     def _behaviour(self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...] | None, ...]:
         """Return the sender's log-probabilities, where its tokens are those of the text on this node."""

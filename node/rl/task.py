@@ -17,7 +17,7 @@ import torch
 
 from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
-from shoal.node.rl.groups import Group, Update, loss_of, make_update
+from shoal.node.rl.groups import RolloutGroup, Update, loss_of, make_update
 from shoal.node.rl.policy import Completion, Policy
 from shoal.node.rl.remote_rollouts import RemoteRollouts
 from shoal.node.task import Shard, Task
@@ -219,7 +219,7 @@ class RLTask(Task):
         self._pending = (number, reward, 0 if self.settings.share_only else len(own), len(others))
         return make_update(groups) if groups else None
 
-    def _write(self, number: int) -> tuple[list[Group], float | None]:
+    def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
         """Write and share the own groups of a round; return them and the mean of their rewards."""
         asked = self._questions(number)
         if not asked:
@@ -237,7 +237,7 @@ class RLTask(Task):
             if place >= len(claimed) or not claimed[place].planted:
                 rewards = self.env.rewards(question, [one.text for one in completions])
                 tokens, logs = tuple(one.tokens for one in completions), tuple(None for _ in completions)
-                groups.append(Group(question.prompt, tokens, rewards, logs))
+                groups.append(RolloutGroup(question.prompt, tokens, rewards, logs))
             if self._sharing is not None and not settings.learn_only:
                 self._share(number, index, completions)
         given = [reward for group in groups for reward in group.rewards]

@@ -33,7 +33,7 @@ class Result:
     pairs_none: int = 0
     """Rounds without a partner."""
     suspicious: int = 0
-    """Contributions that this node refused for their distance (``shoal.swarm.exchange.robust.UpdateScreen``)."""
+    """Contributions that this node refused for their distance (``shoal.swarm.exchange.robust.DistanceScreen``)."""
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0

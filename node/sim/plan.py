@@ -9,11 +9,11 @@ from shoal.node.sim.toy_task import ToyTask
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.sim.directory import Board
-from shoal.swarm.sim.network import Links, Network
+from shoal.swarm.sim.network import Links, SimNetwork
 
 
 @dataclass(frozen=True)
-class Plan:
+class SimPlan:
     """The plan of a simulation. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times."""
 
     peers: int
@@ -32,9 +32,9 @@ class Plan:
 class Surroundings(Protocol):
     """The world around all peers of one simulation."""
 
-    plan: Plan
+    plan: SimPlan
     toy: ToyTask
-    network: Network
+    network: SimNetwork
     board: Board
     manifest: Manifest
     swarm: str

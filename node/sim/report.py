@@ -15,7 +15,7 @@ from rich.table import Table
 
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.sim.links import parse_churn, parse_net, parse_sizes
-from shoal.node.sim.plan import Plan
+from shoal.node.sim.plan import SimPlan
 from shoal.node.sim.toy_task import LAYERS
 from shoal.node.sim.world import SimResult, World
 from shoal.optim import codec_named, method_named
@@ -57,7 +57,7 @@ def run_sim(
         OuterError: the method cannot be used for the toy model.
     """
     settings = load(file, {**(overrides or {}), "train.seed": seed})
-    plan = Plan(
+    plan = SimPlan(
         peers, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
         parameters, step_seconds, uneven,
     )  # fmt: skip
@@ -73,17 +73,17 @@ def run_sim(
     return {"sizes": sizes, "growth": exponents(sizes)}
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: SimPlan) -> None:
     if plan.churn * plan.minutes > 100 * plan.peers:
         raise ConfigError(f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: choose a smaller one.")
 
 
-def simulate(plan: Plan, net: str) -> dict[str, Any]:
+def simulate(plan: SimPlan, net: str) -> dict[str, Any]:
     """Run one simulation and return its report. OuterError if the method cannot be used for the toy model."""
     return report(plan, net, World(plan).run())
 
 
-def report(plan: Plan, net: str, result: SimResult) -> dict[str, Any]:
+def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     """Return the report of a simulation. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
 
     ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges without a partner.
@@ -142,7 +142,7 @@ def report(plan: Plan, net: str, result: SimResult) -> dict[str, Any]:
     }
 
 
-def _fragments(plan: Plan) -> int:
+def _fragments(plan: SimPlan) -> int:
     return min(plan.outer.fragments or 1, LAYERS)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.node.sim.peer import SimPeer
-from shoal.node.sim.plan import Plan
+from shoal.node.sim.plan import SimPlan
 from shoal.node.sim.toy_task import ToyModel, make_toy
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest.manifest import Manifest, swarm_id
@@ -22,7 +22,7 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.sim.directory import EPOCH, Board
 from shoal.swarm.sim.isolation import isolated
-from shoal.swarm.sim.network import Network, Trace
+from shoal.swarm.sim.network import SimNetwork, Trace
 from shoal.swarm.wire.member import seal
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
@@ -31,7 +31,7 @@ MESSAGE = 0x93  # first byte of every message: msgpack of a list of three, the f
 
 
 @dataclass(frozen=True)
-class Sample:
+class WeightsSample:
     """The slow weights of all peers at a virtual time.
 
     ``loss``: of their mean; ``own``: the mean of each one's; ``spread``: root-mean-square distance from the mean over
@@ -68,7 +68,7 @@ class SimResult:
     """The result of a simulation."""
 
     counts: Counts
-    samples: list[Sample]
+    samples: list[WeightsSample]
     virtual_s: float
     wall_s: float
     cpu_s: float
@@ -87,17 +87,17 @@ def is_message(data: bytes) -> bool:
 class World:
     """The world of one simulation, for one ``run``."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SimPlan) -> None:
         self.plan, self.toy = plan, make_toy(plan.parameters, plan.seed)
         self.loop = VirtualLoop()
-        self.network = Network(self.loop, plan.seed, plan.links, Trace())
+        self.network = SimNetwork(self.loop, plan.seed, plan.links, Trace())
         self.board = Board(self.network)
         self.counts = counts = Counts()
         self.live: list[SimPeer] = []
         self._dead: list[SimPeer] = []
         self._born = self._ended = 0
         self._chance = random.Random(f"churn {plan.seed}")
-        self._samples: list[Sample] = []
+        self._samples: list[WeightsSample] = []
         creator = self.network.identity(f"{plan.seed} p0")
         model = model_digest(list(ToyModel(plan.parameters).parameters()))
         self.manifest = Manifest(
@@ -203,7 +203,9 @@ class World:
         own = (self.toy.curvature * (weights - self.toy.minimum).square()).mean() / 2
         rounds = sorted(peer.opt.round for peer in there)[len(there) // 2]
         spread = float(apart / norm) if norm > 0 else 0.0
-        self._samples.append(Sample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments))
+        self._samples.append(
+            WeightsSample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments)
+        )
 
     def _result(self, began: tuple[float, float]) -> SimResult:
         self._sample()

@@ -9,7 +9,7 @@ from shoal.node.data.errors import DataError
 from shoal.node.data.files import find_files
 from shoal.node.data.hub import PREFIX, HubDataset
 from shoal.node.data.record_files import RECORDS, RecordFiles
-from shoal.node.data.source import Document, Skipped, Source, no_document
+from shoal.node.data.source import Document, DocumentSource, Skipped, no_document
 from shoal.node.task import Shard
 
 __all__ = ["FEW_FILES", "DataError", "Document", "open_stream", "read_documents"]
@@ -18,7 +18,7 @@ FEW_FILES = 100  # fewer files than this are cut into about so many pieces, so t
 EVERYTHING = Shard(0, 1, 0)
 
 
-def open_stream(data: str, field: str, skipped: Skipped) -> Source | None:
+def open_stream(data: str, field: str, skipped: Skipped) -> DocumentSource | None:
     """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which at least one holds records.
 
     Returns None if all of it is plain text.
@@ -73,7 +73,7 @@ def _read_files(data: str, left: int) -> list[Document]:
     return documents
 
 
-def _read_stream(source: Source, left: int) -> list[Document]:
+def _read_stream(source: DocumentSource, left: int) -> list[Document]:
     documents: list[Document] = []
     for _, document in source.documents(EVERYTHING, 0):
         documents.append(Document(document.name, document.content[:left]))

@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.node.data import dealing
 from shoal.node.data.manifest_options import DIGEST
 from shoal.node.data.reader import Reader
-from shoal.node.data.source import Listed, Skipped, Source, Training, no_document
+from shoal.node.data.source import DocumentSource, Listed, Skipped, Training, no_document
 from shoal.node.data.tokenizer import BYTES, Tokenizer, bits_per_byte, load_tokenizer
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.corpus import EVERYTHING, DataError, Document, open_stream, read_documents
@@ -105,7 +105,7 @@ class TextTask(Task):
         return load_tokenizer(self.tokenizer_name, self._expected)
 
     @cached_property
-    def stream(self) -> Source | None:
+    def stream(self) -> DocumentSource | None:
         """Stream of the documents; None if the text is held in memory. Raises DataError."""
         return None if self.order == "random" else open_stream(self.data, self.field, self.skipped)
 
@@ -166,7 +166,7 @@ class TextTask(Task):
             return self._random_batches(shard)
         return Reader(source, self.tokenizer, shard, context=self.context, batch=self.batch, shuffle=self.shuffle)
 
-    def _training(self) -> Source | None:
+    def _training(self) -> DocumentSource | None:
         if self.stream is not None:
             return Training(self.stream)
         if self.order != "epochs":

@@ -18,7 +18,7 @@ from shoal.node.task import Batches, Shard, Task, tokens_in
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import Speed, make_outer, round_length
+from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
 
 REPORT_S = 0.5  # seconds between two reports of progress
 
@@ -131,7 +131,7 @@ class Trainer:
             TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
-        since, idle, speed = self.opt.steps, self._waited(), Speed()
+        since, idle, speed = self.opt.steps, self._waited(), StepRate()
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
             now = time.monotonic()

@@ -21,7 +21,7 @@ from shoal.node.verify.audit.auditing import Audit, Auditor
 from shoal.node.verify.audit.budget import Budget
 from shoal.node.verify.audit.claim_kind import ClaimKind, Made
 from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.network import Network
+from shoal.node.verify.audit.network import AuditNetwork
 from shoal.node.verify.feed import Feed, standings
 from shoal.node.verify.peers import rules_of
 from shoal.swarm.errors import MessageError, NetworkError
@@ -48,7 +48,7 @@ class Verification:
     """
 
     def __init__(
-        self, settings: Settings, kind: ClaimKind, network: Network, *, clock: Callable[[], float] = time.time,
+        self, settings: Settings, kind: ClaimKind, network: AuditNetwork, *, clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
     ) -> None:  # fmt: skip
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer

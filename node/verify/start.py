@@ -11,10 +11,10 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.verify.audit.claim_kind import ClaimKind
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import SwarmNetwork
-from shoal.node.verify.completions.kind import Completions
+from shoal.node.verify.completions.kind import CompletionClaims
 from shoal.node.verify.service import Verification
 from shoal.node.verify.terms import check_terms
-from shoal.node.verify.training.kind import InnerSteps
+from shoal.node.verify.training.kind import StepClaims
 from shoal.node.verify.training.terms import check_stretch_terms, training_terms
 from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership.membership import Membership
@@ -34,11 +34,11 @@ def start_verification(
     kind: ClaimKind
     if isinstance(terms, Terms) and isinstance(task, RLTask):
         check_terms(terms, settings, task)
-        kind = Completions(settings, terms, task, network)
+        kind = CompletionClaims(settings, terms, task, network)
     elif isinstance(terms, StretchTerms) and not isinstance(task, RLTask):
         check_stretch_terms(terms, membership.manifest, settings.train, task)
         agreed = training_terms(terms, membership.manifest, membership.swarm)
-        kind = InnerSteps(settings, agreed, trainer, fresh(), shard, network, lambda peer: announced_shard(membership, peer))
+        kind = StepClaims(settings, agreed, trainer, fresh(), shard, network, lambda peer: announced_shard(membership, peer))
     else:
         raise VerifyError("The swarm's manifest is about claims that its task cannot make: ask its creator for another swarm.")
     verification = Verification(settings, kind, network)

@@ -72,14 +72,14 @@ class Heard(_Event):
     status: Status
 
 
-class Refused(_Event):
-    """Refused message; ``reason`` is one word, as in `shoal.swarm.gossip`."""
+class MessageRefused(_Event):
+    """Event of a refused message; ``reason`` is one word, as in `shoal.swarm.gossip`."""
 
     event: Literal["refused"] = "refused"
     reason: Annotated[str, Field(max_length=64)]
 
 
-Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | Refused
+Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | MessageRefused
 _any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 

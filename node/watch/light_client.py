@@ -23,7 +23,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
+from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
 from shoal.node.watch.peer_addresses import PeerAddresses
 from shoal.node.watch.record_filter import RecordFilter
 from shoal.swarm.access.link import Link
@@ -88,7 +88,7 @@ class LightClient:
             status = self._gate.open(publisher, data)
         except MessageError as error:
             log.debug("%s", error)
-            self._send(Refused(time=self._clock(), reason=error.reason))
+            self._send(MessageRefused(time=self._clock(), reason=error.reason))
             return
         if status.state in ("waiting", "training"):
             self._book.learn(status.peer, status.addresses)

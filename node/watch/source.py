@@ -24,7 +24,7 @@ class WatchError(ShoalError):
     """Failure to watch a swarm."""
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Source of events for one receiver. ``ended`` is set when there will be no more."""
 
     ended: threading.Event

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shoal.node.watch.events import Event, line_of
 from shoal.node.watch.recording import Recorder
-from shoal.node.watch.source import Source
+from shoal.node.watch.source import EventSource
 
 LOOK_S = 0.1
 
@@ -37,7 +37,7 @@ def event_sink(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bo
     return send
 
 
-def print_lines(inbox: queue.Queue[Event], source: Source, seconds: float | None) -> None:
+def print_lines(inbox: queue.Queue[Event], source: EventSource, seconds: float | None) -> None:
     """Print events until the source ends and all are printed, or time is up."""
     end = None if seconds is None else time.monotonic() + seconds
     while end is None or time.monotonic() < end:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, Refused, Unreachable, Watching
+from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 
 MAX_PEERS = 2048
@@ -101,7 +101,7 @@ class SwarmView:
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
             self._status(event.status, event.time)
-        elif isinstance(event, Refused):
+        elif isinstance(event, MessageRefused):
             self.refused[event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"] += 1
         elif isinstance(event, Connected):
             self.connected.add(event.peer)

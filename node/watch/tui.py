@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 
 from shoal.node.watch import charts as pictures
 from shoal.node.watch.events import Event
-from shoal.node.watch.source import Source
+from shoal.node.watch.source import EventSource
 from shoal.node.watch.swarm_view import SwarmView
 
 FRAME_S = 0.25
@@ -42,7 +42,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
     .panel:focus { border: round $accent; }
     """
 
-    def __init__(self, inbox: queue.Queue[Event], source: Source, *, live: bool = True, seconds: float | None = None) -> None:
+    def __init__(self, inbox: queue.Queue[Event], source: EventSource, *, live: bool = True, seconds: float | None = None) -> None:
         super().__init__()
         self._seconds = seconds
         self._inbox, self._source, self._live = inbox, source, live
@@ -137,6 +137,6 @@ class WatchApp(App[None]):  # type: ignore[misc]
                 table.update_cell_at(Coordinate(row, column), cell)
 
 
-def show(inbox: queue.Queue[Event], source: Source, *, live: bool, seconds: float | None) -> None:
+def show(inbox: queue.Queue[Event], source: EventSource, *, live: bool, seconds: float | None) -> None:
     """Run the screen until the user ends it, the source fails, or time is up."""
     WatchApp(inbox, source, live=live, seconds=seconds).run()

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from shoal.node.watch.events import Event
-from shoal.node.watch.source import Source, WatchError
+from shoal.node.watch.source import EventSource, WatchError
 from shoal.node.watch.swarm_view import SwarmView
 
 HERE = "127.0.0.1"
@@ -62,7 +62,7 @@ async def _only_here(request: web.Request, handler: Callable[[web.Request], Awai
 class Page:
     """Server of the picture, kept up to date on the loop, for all open pages."""
 
-    def __init__(self, inbox: queue.Queue[Event], source: Source, *, live: bool) -> None:
+    def __init__(self, inbox: queue.Queue[Event], source: EventSource, *, live: bool) -> None:
         self.view = SwarmView()
         self._inbox, self._source, self._live = inbox, source, live
         self._fresh = asyncio.Condition()
@@ -140,7 +140,7 @@ class Page:
 
 
 def serve(
-    inbox: queue.Queue[Event], source: Source, port: int, *, live: bool, seconds: float | None, say: Callable[[str], None]
+    inbox: queue.Queue[Event], source: EventSource, port: int, *, live: bool, seconds: float | None, say: Callable[[str], None]
 ) -> None:
     """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken."""
 

@@ -45,7 +45,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
 from shoal.optim.exchange.pairing import groups
-from shoal.optim.exchange.store_agreement import Offer, ProcessCoordinates, RoundTicket, StoreConsensus
+from shoal.optim.exchange.store_agreement import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +64,7 @@ class _Round:
 
     key: RoundKey
     ticket: RoundTicket
-    offer: Offer | None
+    offer: StoreOffer | None
     payload: Payload | None
     limit: float
     finished: threading.Event = field(default_factory=threading.Event)
@@ -168,7 +168,7 @@ class Distributed:
             raise
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
         what = f"{len(shapes)} tensors of shapes {digest}, {encoded.numel()} bytes of {codec.name}"
-        return self._begin(key, Offer(what, float(weight)), Payload(encoded, shapes, codec))
+        return self._begin(key, StoreOffer(what, float(weight)), Payload(encoded, shapes, codec))
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and inform the others, so that they do not wait."""
@@ -178,7 +178,7 @@ class Distributed:
         """End the exchanges in flight without a mean, and inform the others that they need not wait any more."""
         self._closing()
 
-    def _begin(self, key: RoundKey, offer: Offer | None, payload: Payload | None) -> Handle:
+    def _begin(self, key: RoundKey, offer: StoreOffer | None, payload: Payload | None) -> Handle:
         if self._broken or not self._closing.alive:
             return NoPartner()
         expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)

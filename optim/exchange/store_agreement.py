@@ -35,7 +35,7 @@ class ProcessCoordinates:
 
 
 @dataclass(frozen=True)
-class Offer:
+class StoreOffer:
     """Contribution that a process announces for a round. ``what`` must be equal among all members."""
 
     what: str
@@ -75,7 +75,7 @@ class StoreConsensus:
         self.store, self.process, self.wait = store, process, wait
         self._silent: dict[int, tuple[int, float]] = {}  # peer: (rounds it had come to, seconds waited for it since)
 
-    def arrive(self, ticket: RoundTicket, offer: Offer | None) -> None:
+    def arrive(self, ticket: RoundTicket, offer: StoreOffer | None) -> None:
         """Announce this process's offer; None: that it takes no part, so that nobody waits for it."""
         text = ABSENT if offer is None else json.dumps([offer.what, offer.weight])
         self.store.set(self._offer(ticket, self.process.peer, self.process.shard), text)
@@ -109,10 +109,10 @@ class StoreConsensus:
         text = self.store.get(f"{ticket.name}/members").decode()
         return tuple(int(peer) for peer in text.split(",") if peer)
 
-    def offers(self, ticket: RoundTicket, members: Sequence[int]) -> list[Offer]:
+    def offers(self, ticket: RoundTicket, members: Sequence[int]) -> list[StoreOffer]:
         """Return the offers of the members' processes of the own shard."""
         texts = [self.store.get(self._offer(ticket, peer, self.process.shard)) for peer in members]
-        return [Offer(str(what), float(weight)) for what, weight in map(json.loads, texts)]
+        return [StoreOffer(str(what), float(weight)) for what, weight in map(json.loads, texts)]
 
     def over(self, ticket: RoundTicket) -> bool:
         """Return True if the outcome is decided or this process gives up; before its vote that means no mean."""

@@ -68,7 +68,7 @@ class RejectedUpdate:
         return f"it is suspicious, {self.distance / self.bound:.3g} times as far from this node's as may be"
 
 
-class UpdateScreen:
+class DistanceScreen:
     """An `UpdateScreen` that refuses updates by their distance and averages or clips the rest.
 
     Args:

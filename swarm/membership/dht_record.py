@@ -31,7 +31,7 @@ AHEAD = 600.0  # seconds into the future a record may be dated, to be stored at 
 _PATTERN_BITS = frozenset("01")
 
 
-class Record(NamedTuple):
+class VerifiedRecord(NamedTuple):
     """Membership record whose signature was verified."""
 
     prefix: str
@@ -62,7 +62,7 @@ def make_record(prefix: str, member: Member, identity: Identity) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)  # each record is seen from several replicas, and several times before it changes
-def open_record(data: bytes) -> Record | None:
+def open_record(data: bytes) -> VerifiedRecord | None:
     """Return the record in ``data``, or None if it is malformed or not signed by the member it describes. Never raises."""
     try:
         parts = msgpack.unpackb(data, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
@@ -74,7 +74,7 @@ def open_record(data: bytes) -> Record | None:
         signer, member = unseal(sealed, Member)
     except (ValueError, TypeError, msgpack.UnpackException, MessageError):
         return None
-    return Record(prefix, member) if signer == member.peer and bits_of(signer).startswith(prefix) else None
+    return VerifiedRecord(prefix, member) if signer == member.peer and bits_of(signer).startswith(prefix) else None
 
 
 class MemberValidator(RecordValidatorBase):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht_index
-from shoal.swarm.membership.dht_record import MAX_TTL, Record, bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import Member
 
@@ -328,7 +328,7 @@ class Directory:
         others = (m for m in found if m.peer != self._identity.peer_id and m.state in HERE)
         self._host.remember(a for m in others for a in m.addresses[:1] if a.endswith(f"/p2p/{m.peer}"))
 
-    def _credible(self, peer: str, prefix: str, record: Record) -> bool:
+    def _credible(self, peer: str, prefix: str, record: VerifiedRecord) -> bool:
         member = record.member
         if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
             return False

@@ -30,7 +30,7 @@ class DirectoryView(Protocol):
         """Read the directory soon."""
 
 
-class SwarmView(Protocol):
+class MemberView(Protocol):
     """One peer's place in a swarm: its key, its host, the directory and the manifest."""
 
     @property

@@ -64,7 +64,7 @@ class DialReply(Message):
 
 
 @dataclass(frozen=True)
-class Seen:
+class DialBackView:
     """A peer's view of this node: its ``address`` (empty: unknown), and the peer's clock minus its own, in seconds +- ``error``."""
 
     peer: str
@@ -115,7 +115,7 @@ async def _dial(address: str, port: int, token: bytes) -> Outcome:
     return "reached" if hmac.compare_digest(found, token) else "other"
 
 
-async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tuple[Seen, Outcome | None]:
+async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tuple[DialBackView, Outcome | None]:
     """Ask the peer at the other end for its view of this node and, given a ``port``, for the outcome of dialling back.
 
     Raises NetworkError or MessageError; takes about 20 seconds at most.
@@ -125,7 +125,7 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tu
     await stream.send(request, SMALL_S)
     seen = unpack(await stream.receive(DialSeen.LIMIT, SMALL_S), DialSeen)
     half = (time.monotonic() - began) / 2
-    found = Seen(stream.peer_id, seen.address, seen.now - (clock + half), half)
+    found = DialBackView(stream.peer_id, seen.address, seen.now - (clock + half), half)
     if port is None:
         return found, None
     reply = unpack(await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply)

@@ -42,7 +42,7 @@ class SpeedDone(Message):
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Bytes a second from the peer and to it; ``whole`` False: time was up before all arrived, so ``up`` is a bound."""
 
     down: float
@@ -82,7 +82,7 @@ async def _swap(stream: Stream, nbytes: int, into: bytearray, moved: list[tuple[
     await stream.swap(memoryview(bytes(nbytes)), memoryview(into), chunk_timeout=SMALL_S, deadline=end, on_progress=progress)
 
 
-async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Speed:
+async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
     """Move ``nbytes`` each way at once, within some 25 s. Raises NetworkError (nothing came, or a refusal) or MessageError."""
     await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
     reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
@@ -100,4 +100,4 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Speed:
         whole = False
     took = max(loop.time() - began, 1e-6)
     at, received = moved[-1]
-    return Speed(received / max(at - began, 1e-6), nbytes / took, whole)
+    return Throughput(received / max(at - began, 1e-6), nbytes / took, whole)

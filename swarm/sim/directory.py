@@ -17,7 +17,7 @@ from shoal.swarm.membership import dht_index as trie
 from shoal.swarm.membership.dht_record import bits_of, make_record
 from shoal.swarm.membership.directory import GAP, HASTE, HERE, LIMIT, PERIOD, TTL
 from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.network import Network, SimHost
+from shoal.swarm.sim.network import SimHost, SimNetwork
 from shoal.swarm.wire.member import Member
 
 EPOCH = 1.0e9  # Unix time at which a simulation begins
@@ -34,7 +34,7 @@ class Posted(NamedTuple):
 class Board:
     """The table, shared by all peers."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: SimNetwork) -> None:
         self.network = network
         self._keys: dict[str, dict[str, Posted]] = {}
         self._due: dict[str, float] = {}

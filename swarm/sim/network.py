@@ -73,7 +73,7 @@ class Trace:
         return self._hash.hexdigest()
 
 
-class Network:
+class SimNetwork:
     """All hosts and the links between them. ``watch``: called with a peer's name after every event of it."""
 
     def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace) -> None:
@@ -203,7 +203,7 @@ class Network:
 class Wire:
     """One stream, as the network sees it."""
 
-    def __init__(self, network: Network, number: int, one: SimHost, two: SimHost) -> None:
+    def __init__(self, network: SimNetwork, number: int, one: SimHost, two: SimHost) -> None:
         self.network, self.number, self.hosts = network, number, (one, two)
         self.links = (_Delayed(self, one, two), _Delayed(self, two, one))
         loop = network.loop
@@ -269,9 +269,9 @@ class _Delayed(MemoryLink):
 
 
 class SimHost:
-    """The part of a `shoal.swarm.p2p.host.Host` that exchanges use, in a process of its own on a `Network`."""
+    """The part of a `shoal.swarm.p2p.host.Host` that exchanges use, in a process of its own on a `SimNetwork`."""
 
-    def __init__(self, network: Network, name: str, identity: Identity) -> None:
+    def __init__(self, network: SimNetwork, name: str, identity: Identity) -> None:
         self.network, self.name, self.identity, self.peer_id = network, name, identity, identity.peer_id
         self.process = Process(name)
         self.process.context.run(nonces_from, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes)

@@ -16,7 +16,7 @@ from shoal.optim import OuterOptimizer
 from shoal.optim.codecs.base import Shape
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
-from shoal.swarm.membership.view import SwarmView
+from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.download import Peer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, fetch_state
@@ -89,18 +89,18 @@ def sources_in(members: Mapping[str, Member], model: str, creator: str, early: S
     return _addressed(_sources(members, model, creator, early))
 
 
-def sources_for(membership: SwarmView, model: str, begun: bool = True) -> list[Peer]:
+def sources_for(membership: MemberView, model: str, begun: bool = True) -> list[Peer]:
     """Return the other members to ask for weights; none if nobody else has finished a round."""
     return _addressed(_sources_for(membership, model, begun))
 
 
-def query_for(membership: SwarmView, model: str, opt: OuterOptimizer) -> StateQuery:
+def query_for(membership: MemberView, model: str, opt: OuterOptimizer) -> StateQuery:
     """Return the query for a state that fits ``opt``."""
     request = StateRequest(swarm=membership.swarm, model=model)
     return StateQuery(request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored)
 
 
-def _others(membership: SwarmView) -> dict[str, Member]:
+def _others(membership: MemberView) -> dict[str, Member]:
     return {peer: member for peer, member in membership.directory.members().items() if peer != membership.identity.peer_id}
 
 
@@ -118,7 +118,7 @@ def _sources(members: Mapping[str, Member], model: str, creator: str, early: Seq
     return [member for member in fitting if member.state in (("waiting", "training") if member.round > 0 else early)]
 
 
-def _sources_for(membership: SwarmView, model: str, begun: bool) -> list[Member]:
+def _sources_for(membership: MemberView, model: str, begun: bool) -> list[Member]:
     # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
     early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
     return _sources(_others(membership), model, membership.manifest.creator, early)

@@ -1,6 +1,6 @@
 """Downloading a snapshot from several peers at once: each chunk comes from a free source and is checked on arrival.
 
-`Plan` decides which chunk is asked of whom. `download` keeps two streams to each source, so that a link is not idle while a request
+`ChunkPlan` decides which chunk is asked of whom. `download` keeps two streams to each source: no link is idle while a request
 travels. A chunk arrives in a scratch buffer and enters the sink only if its digest is right. A peer that sends a wrong chunk is not
 asked again; one that dies or stalls costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
 download goes on with the same sink.
@@ -43,7 +43,7 @@ class WrongChunkError(MessageError):
     """A peer sent something other than the snapshot's chunk."""
 
 
-class Plan:
+class ChunkPlan:
     """Assignment of missing chunks to lanes, without any network.
 
     Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also asked of a second lane, so that one
@@ -91,7 +91,7 @@ class Plan:
                     self._free.appendleft(chunk)
 
 
-class Sink(Protocol):
+class ChunkSink(Protocol):
     """Store of verified chunks."""
 
     @property
@@ -151,7 +151,7 @@ async def download(
     header: StateHeader,
     digests: bytes,
     sources: Sequence[Peer],
-    sink: Sink,
+    sink: ChunkSink,
     wanted: Iterable[int],
 ) -> set[str]:
     """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the snapshot are skipped.
@@ -161,14 +161,14 @@ async def download(
     Raises:
         NetworkError: no source is left; what arrived is in the sink.
     """
-    work = _Download(host, swarm, header, digests, sink, Plan(chunk for chunk in wanted if chunk not in sink.have))
+    work = _Download(host, swarm, header, digests, sink, ChunkPlan(chunk for chunk in wanted if chunk not in sink.have))
     if not work.plan.done:
         await work.run(list(sources)[:MAX_SOURCES])
     return work.wrong
 
 
 class _Download:
-    def __init__(self, host: Host, swarm: str, header: StateHeader, digests: bytes, sink: Sink, plan: Plan) -> None:
+    def __init__(self, host: Host, swarm: str, header: StateHeader, digests: bytes, sink: ChunkSink, plan: ChunkPlan) -> None:
         self.plan, self.wrong = plan, set[str]()
         self._host, self._swarm, self._header, self._digests, self._sink = host, swarm, header, digests, sink
         self._id = snapshot_id(header)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.stats import ExchangeStats
-from shoal.swarm.membership.view import SwarmView
+from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.drift import SplitDecision
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
@@ -48,7 +48,7 @@ class Resynchronizer:
 
     def __init__(
         self,
-        membership: SwarmView,
+        membership: MemberView,
         model: str,
         server: StateServer,
         opt: OuterOptimizer,

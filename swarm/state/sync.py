@@ -20,7 +20,7 @@ from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.download import MemorySink, Peer, Sink, download, fetch_digests
+from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
 from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect
 from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest, snapshot_id
 from shoal.swarm.wire.nonce import fresh_nonce
@@ -36,7 +36,7 @@ FEW = 64  # peers that are asked at once, at most
 
 log = logging.getLogger(__name__)
 
-SinkT = TypeVar("SinkT", bound=Sink)
+SinkT = TypeVar("SinkT", bound=ChunkSink)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

@@ -6,16 +6,16 @@ from shoal.optim import method_named
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.robust import UpdateScreen
+from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.membership.view import SwarmView
+from shoal.swarm.membership.view import MemberView
 
 
-def make_screen(outer: OuterSettings) -> UpdateScreen:
+def make_screen(outer: OuterSettings) -> DistanceScreen:
     """Return the update screen for the settings."""
     method = method_named(outer.method)
     # Methods with one partner divide whole weights by what the peer counts.
-    return UpdateScreen(
+    return DistanceScreen(
         robust=outer.robust,
         suspect=outer.suspect,
         times=outer.radius,
@@ -25,7 +25,7 @@ def make_screen(outer: OuterSettings) -> UpdateScreen:
 
 
 def make_exchange(
-    membership: SwarmView, outer: OuterSettings, screen: UpdateScreen, *, seed: int, model: str, fragments: int = 1
+    membership: MemberView, outer: OuterSettings, screen: DistanceScreen, *, seed: int, model: str, fragments: int = 1
 ) -> PairExchange | GroupExchange:
     """Return the exchange of the swarm's method. ``fragments``: how many its optimizer sends in turn."""
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory

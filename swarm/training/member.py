@@ -10,11 +10,11 @@ from typing import Any
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.robust import RejectedUpdate, UpdateScreen
+from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION
-from shoal.swarm.membership.view import SwarmView
+from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.outer_sync import OuterSync
@@ -52,10 +52,10 @@ class TrainingMember:
 
     def __init__(
         self,
-        membership: SwarmView,
+        membership: MemberView,
         opt: OuterOptimizer,
         exchange: PairExchange | GroupExchange,
-        screen: UpdateScreen,
+        screen: DistanceScreen,
         *,
         model: str,
         name: str,

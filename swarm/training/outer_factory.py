@@ -64,7 +64,7 @@ def make_outer(
 WINDOW = 20  # reports over which the speed is measured
 
 
-class Speed:
+class StepRate:
     """The usual number of inner steps a second: the median of the last reports.
 
     The first report, which includes compilation, and one in which the machine slept count little.

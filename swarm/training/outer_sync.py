@@ -9,8 +9,8 @@ from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.optim.outer.sketch import sketch
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.robust import UpdateScreen
-from shoal.swarm.membership.view import SwarmView
+from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
 from shoal.swarm.state.drift import DriftDetector
 from shoal.swarm.state.resync import Resynchronizer
@@ -32,11 +32,11 @@ class OuterSync:
 
     def __init__(
         self,
-        membership: SwarmView,
+        membership: MemberView,
         model: str,
         opt: OuterOptimizer,
         exchange: PairExchange | GroupExchange,
-        screen: UpdateScreen,
+        screen: DistanceScreen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._opt, self._exchange, self._screen, self._directory = opt, exchange, screen, membership.directory

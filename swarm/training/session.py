@@ -42,7 +42,7 @@ from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.training.outer_factory import Speed, make_outer, round_length
+from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
 from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
 
@@ -72,7 +72,7 @@ class Session:
         self._opt: OuterOptimizer | None = None
         self._on_round: Callable[[RoundInfo], None] | None = None
         self._loss: float | None = None
-        self._speed, self._announced, self._round = Speed(), 0.0, -1
+        self._speed, self._announced, self._round = StepRate(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
         self._finished = self._closed = False
 

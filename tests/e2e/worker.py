@@ -31,7 +31,7 @@ from shoal.swarm.exchange.pair import exchange as exchange_module
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from shoal.swarm.exchange.robust import UpdateScreen
+from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state import chunks as chunks_module
@@ -107,7 +107,7 @@ class Worker:
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
     def do_meet(self, other, screen=None, attack=None, **timeouts):
-        self.screen = TRUSTING if screen is None else UpdateScreen(**screen)
+        self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}

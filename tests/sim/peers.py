@@ -22,7 +22,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.handle import ExchangeHandle
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.sim.network import Network, SimHost
+from shoal.swarm.sim.network import SimHost, SimNetwork
 from shoal.swarm.wire.member import Member
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class SimPeer:
 class SimSwarm:
     """All peers of one simulation."""
 
-    def __init__(self, network: Network, setting: Setting, seed: int) -> None:
+    def __init__(self, network: SimNetwork, setting: Setting, seed: int) -> None:
         self.network, self.setting, self.seed = network, setting, seed
         self.noise = torch.Generator().manual_seed(seed)
         self.contributions: dict[tuple[int, int], Contribution] = {}

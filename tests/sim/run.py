@@ -12,7 +12,7 @@ from typing import Any
 from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.sim.isolation import isolated
-from shoal.swarm.sim.network import Links, Network, Trace
+from shoal.swarm.sim.network import Links, SimNetwork, Trace
 from tests.sim.faults import Fault, FaultInjector, plan
 from tests.sim.invariants import Checks
 from tests.sim.peers import Setting, SimSwarm
@@ -63,7 +63,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
     chance = random.Random(f"links {seed}")
     links = Links(chance.choice((0.005, 0.03, 0.15)), chance.choice((0.0, 0.01, 0.05)), chance.choice((1e4, 1e6)))
     loop, trace = VirtualLoop(), Trace(keep)
-    network = Network(loop, seed, links, trace)
+    network = SimNetwork(loop, seed, links, trace)
     failure: BaseException | None = None
     with isolated(loop) as errors:
         swarm = SimSwarm(network, setting, seed)

@@ -10,18 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from shoal.verification.consensus.records import Claim, Commitment, Dispute, Entry, Opening, Record, Reveal, Verdict
+from shoal.verification.consensus.records import Claim, Commitment, Dispute, Entry, Opening, Reveal, Verdict, VoteRecord
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=VoteRecord)
 Place = tuple[str, bytes, int, str]  # kind, case, attempt, peer
 
 
 class Ledger:
     """Set of records: added in any order and any number of times, the same records make the same ledger."""
 
-    def __init__(self, records: Iterable[Record] = ()) -> None:
-        self._records: dict[bytes, Record] = {}
-        self._ballots: defaultdict[Place, list[Record]] = defaultdict(list)
+    def __init__(self, records: Iterable[VoteRecord] = ()) -> None:
+        self._records: dict[bytes, VoteRecord] = {}
+        self._ballots: defaultdict[Place, list[VoteRecord]] = defaultdict(list)
         self._appeals: defaultdict[bytes, list[Dispute | Opening]] = defaultdict(list)
         self._entries: defaultdict[str, list[Entry]] = defaultdict(list)
         self._claims: defaultdict[tuple[str, int], list[Claim]] = defaultdict(list)
@@ -31,17 +31,17 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[VoteRecord]:
         return iter(self._records.values())
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._records
 
-    def get(self, identity: bytes) -> Record | None:
+    def get(self, identity: bytes) -> VoteRecord | None:
         """Return the record with this id, or None."""
         return self._records.get(identity)
 
-    def add(self, record: Record) -> bool:
+    def add(self, record: VoteRecord) -> bool:
         """Add ``record``; return False if it was there."""
         if record.id in self._records:
             return False
@@ -98,7 +98,7 @@ class Ledger:
         found += [appeal for group in self._appeals.values() for appeal in group if appeal.round == round]
         return sorted(found, key=lambda item: item.id)
 
-    def stamp(self, record: Record) -> int | None:
+    def stamp(self, record: VoteRecord) -> int | None:
         """Return the round to which ``record`` belongs: its own for a claim or an entry, else that of the claim which it concerns;
         None if that claim is not known.
         """
@@ -117,6 +117,6 @@ class Ledger:
         """
         return Ledger(record for record in self if self._is_newer(record, before, before - life))
 
-    def _is_newer(self, record: Record, before: int, entered: int) -> bool:
+    def _is_newer(self, record: VoteRecord, before: int, entered: int) -> bool:
         stamp = self.stamp(record)
         return stamp is not None and stamp >= (entered if isinstance(record, Entry) else before)

@@ -23,7 +23,7 @@ from shoal.verification.consensus.log import Log
 from shoal.verification.consensus.planted_claims import BEHIND, Chain, must_plant
 from shoal.verification.consensus.protocol import Consensus
 from shoal.verification.consensus.quorum import ViewQuorum
-from shoal.verification.consensus.records import Claim, Dispute, Entry, Opening, Record, Sign, Signed, Verify, View
+from shoal.verification.consensus.records import Claim, Dispute, Entry, Opening, Sign, Signed, Verify, View, VoteRecord
 from shoal.verification.consensus.reputation import ScoreRules, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules, anchored
 from shoal.verification.consensus.sortition import OPENS, SETTLED, Electorate
@@ -264,7 +264,7 @@ class Participant:
     def _view(self, view: View) -> None:
         self._agreements.setdefault(view.round, ViewQuorum(view.round)).take(view)
 
-    def _stamp(self, record: Record) -> int:
+    def _stamp(self, record: VoteRecord) -> int:
         """Return `Ledger.stamp`, or -1 for a record about an unknown claim."""
         stamp = self.consensus.ledger.stamp(record)
         return -1 if stamp is None else stamp
@@ -296,7 +296,7 @@ class Participant:
                         known.keep(ledger)
                     return
 
-    def _say(self, record: Record) -> bool:
+    def _say(self, record: VoteRecord) -> bool:
         """Publish, unless the own consensus refuses the record, which it counts."""
         try:
             self.member.publish(record)

@@ -25,12 +25,12 @@ from shoal.verification.consensus.records import (
     Dispute,
     Entry,
     Opening,
-    Record,
     Reveal,
     Signed,
     Verdict,
     Verify,
     View,
+    VoteRecord,
 )
 from shoal.verification.consensus.rulings import Rules, Ruling, first_draws, is_plant, rule, second_draw
 from shoal.verification.consensus.sortition import OPENS, Electorate
@@ -124,7 +124,7 @@ class Consensus:
         self._signatures[record.id] = signed.signature
         return True
 
-    def signed(self, record: Record) -> Signed:
+    def signed(self, record: VoteRecord) -> Signed:
         """Return a record of the ledger with its signature. Raises KeyError if it is not there."""
         return Signed(record, self._signatures[record.id])
 
@@ -234,7 +234,7 @@ class Consensus:
         except ValueError as error:
             raise Refused(f"A view was refused: {error}.", "contradiction") from error
 
-    def _may_keep(self, record: Record) -> bool:
+    def _may_keep(self, record: VoteRecord) -> bool:
         """Return whether a record from a log is of this run and within the bounds."""
         if isinstance(record, Claim | Entry):
             if record.run != self._run or record.round > self.round + 1:

@@ -42,7 +42,7 @@ Verify = Callable[[str, bytes, bytes], bool]
 """Maps (peer, encoded record, signature) to whether that peer signed it; must not raise, whatever it is given."""
 
 
-class Record(BaseModel):
+class VoteRecord(BaseModel):
     """Base of all records. Raises pydantic's ValidationError, a ValueError, for a field out of bounds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -60,11 +60,11 @@ class Record(BaseModel):
         return hashlib.sha256(self.encoded).digest()
 
     @classmethod
-    def _values(cls, record: Record) -> list[object]:
+    def _values(cls, record: VoteRecord) -> list[object]:
         return [getattr(record, name) for name in cls.model_fields]
 
 
-class Entry(Record):
+class Entry(VoteRecord):
     """Entry of a peer. ``operator`` runs it; peers of one operator are never drawn together. ``anchor``: see `Chain`."""
 
     KIND = "entry"
@@ -74,7 +74,7 @@ class Entry(Record):
     anchor: Hash
 
 
-class Claim(Record):
+class Claim(VoteRecord):
     """Claim of an output. ``slot`` counts a peer's claims of a round from 0; hashes are SHA-256, ``sampling`` of the parameters."""
 
     KIND = "claim"
@@ -90,7 +90,7 @@ class Claim(Record):
     fingerprint: Hash
 
 
-class Commitment(Record):
+class Commitment(VoteRecord):
     """Hidden vote. ``case``: the id of the claim, or of the dispute or opening that made a second draw. ``digest``: of `hide`."""
 
     KIND = "commitment"
@@ -99,7 +99,7 @@ class Commitment(Record):
     digest: Hash
 
 
-class Reveal(Record):
+class Reveal(VoteRecord):
     """Revealed vote. ``evidence``: what the verifier measured, opaque here."""
 
     KIND = "reveal"
@@ -115,7 +115,7 @@ class Reveal(Record):
         return same and commitment.digest == hide(self)
 
 
-class Verdict(Record):
+class Verdict(VoteRecord):
     """Statement of a verifier. ``marks``: of every verifier, in the order of the draw, as this peer saw them at the end."""
 
     KIND = "verdict"
@@ -124,7 +124,7 @@ class Verdict(Record):
     marks: Annotated[tuple[Mark, ...], Field(min_length=1, max_length=MAX_SEATS)]
 
 
-class Dispute(Record):
+class Dispute(VoteRecord):
     """Appeal against the decision of draw number ``attempt`` about ``claim``."""
 
     KIND = "dispute"
@@ -133,7 +133,7 @@ class Dispute(Record):
     attempt: Attempt
 
 
-class Opening(Record):
+class Opening(VoteRecord):
     """Proof by the author of ``claim`` that it had to plant it. If draw ``attempt`` approved it, that is a dispute too."""
 
     KIND = "opening"
@@ -143,7 +143,7 @@ class Opening(Record):
     link: Hash
 
 
-class View(Record):
+class View(VoteRecord):
     """View of ``round``. ``root``: of the electorate, see `electorate.root`; ``table``: digest of the table at that time."""
 
     KIND = "view"
@@ -153,7 +153,7 @@ class View(Record):
     table: Hash
 
 
-KINDS: dict[str, type[Record]] = {
+KINDS: dict[str, type[VoteRecord]] = {
     f"shoal/verification/1/{kind.KIND}": kind for kind in (Entry, Claim, Commitment, Reveal, Verdict, Dispute, Opening, View)
 }
 
@@ -162,11 +162,11 @@ KINDS: dict[str, type[Record]] = {
 class Signed:
     """Record with its author's signature over ``record.encoded``, not yet checked."""
 
-    record: Record
+    record: VoteRecord
     signature: bytes
 
     @classmethod
-    def by(cls, sign: Sign, record: Record) -> Signed:
+    def by(cls, sign: Sign, record: VoteRecord) -> Signed:
         """Sign ``record`` with its author's ``sign``."""
         return cls(record, sign(record.encoded))
 
@@ -176,7 +176,7 @@ def hide(reveal: Reveal) -> bytes:
     return hashlib.sha256(b"shoal/verification/1/hidden\x00" + reveal.encoded).digest()
 
 
-def decode(data: bytes) -> Record:
+def decode(data: bytes) -> VoteRecord:
     """Decode a record. Raises ValueError if ``data`` is too large, malformed, or another spelling of a record."""
     if len(data) > LIMIT:
         raise ValueError(f"a record of {len(data)} bytes is above {LIMIT}")

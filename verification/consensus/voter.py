@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.verification.consensus.protocol import Consensus
-from shoal.verification.consensus.records import Claim, Commitment, Record, Reveal, Sign, Signed, Verdict, Vote, hide
+from shoal.verification.consensus.records import Claim, Commitment, Reveal, Sign, Signed, Verdict, Vote, VoteRecord, hide
 from shoal.verification.consensus.types import Refused
 
 MAX_VOTES = 4096  # hidden votes that wait to be revealed
@@ -44,7 +44,7 @@ class Voter:
         self._left: set[tuple[bytes, int]] = set()
         self._takes = 0.0  # seconds that a check is expected to take
 
-    def publish(self, record: Record) -> None:
+    def publish(self, record: VoteRecord) -> None:
         """Sign, take and spread a record of this peer. Raises Refused if the own consensus refuses it; then it is not sent."""
         signed = Signed.by(self._sign, record)
         self.consensus.take(signed)
@@ -98,7 +98,7 @@ class Voter:
         else:
             self._left.add(key)
 
-    def _try(self, record: Record) -> bool:
+    def _try(self, record: VoteRecord) -> bool:
         """Publish; return False if the record came too late, as after a long check. The consensus has counted that."""
         try:
             self.publish(record)

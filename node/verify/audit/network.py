@@ -16,7 +16,7 @@ from shoal.swarm.topics.log_sync import LogServer, fetch_log
 PULL_S = 5.0  # seconds for a log of records
 
 
-class Network(Bodies, Protocol):
+class AuditNetwork(Bodies, Protocol):
     """Part of a swarm that `shoal.node.verify.service.Verification` needs. For any thread."""
 
     me: str
@@ -64,7 +64,7 @@ class Network(Bodies, Protocol):
 
 
 class SwarmNetwork:
-    """`Network` of a member. ``gossip`` carries the records."""
+    """`AuditNetwork` of a member. ``gossip`` carries the records."""
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
@@ -74,21 +74,21 @@ class SwarmNetwork:
         self._logs: LogServer | None = None
 
     def sign(self, record: bytes) -> bytes:
-        """Implement `Network.sign`."""
+        """Implement `AuditNetwork.sign`."""
         return sign_record(self._membership.identity, record)
 
     def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
-        """Implement `Network.verify`."""
+        """Implement `AuditNetwork.verify`."""
         return verify_record(peer, record, signature)
 
     def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
-        """Implement `Network.open`; call it once."""
+        """Implement `AuditNetwork.open`; call it once."""
         self._records = Attestations(self._gossip, take)
         self._logs = LogServer(self._membership.host, self.swarm, log)
         self._membership.directory.barred = is_banned
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """Implement `Network.publish`, after `open`."""
+        """Implement `AuditNetwork.publish`, after `open`."""
         assert self._records is not None
         self._records.publish(record, signature)
 
@@ -101,27 +101,27 @@ class SwarmNetwork:
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:
-        """Implement `Network.fetch_log`: at most 8 MiB, in 5 s."""
+        """Implement `AuditNetwork.fetch_log`: at most 8 MiB, in 5 s."""
         return fetch_log(self._membership.host, peer, self._membership.directory.addresses(peer), self.swarm, since, PULL_S)
 
     def others(self) -> list[str]:
-        """Implement `Network.others`, without banned peers."""
+        """Implement `AuditNetwork.others`, without banned peers."""
         peers = [peer for peer in self._membership.directory.members() if peer != self.me]
         secrets.SystemRandom().shuffle(peers)
         return peers
 
     def name(self, peer: str) -> str:
-        """Implement `Network.name`: the id of a peer that is gone."""
+        """Implement `AuditNetwork.name`: the id of a peer that is gone."""
         member = self._membership.directory.everyone().get(peer)
         return member.name if member is not None else peer
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counts as of `Network.counts`."""
+        """Counts as of `AuditNetwork.counts`."""
         return {} if self._records is None else self._records.counts
 
     def close(self) -> None:
-        """Implement `Network.close`."""
+        """Implement `AuditNetwork.close`."""
         if self._records is not None and self._logs is not None:
             self._records.close()
             self._logs.close()

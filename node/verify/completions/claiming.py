@@ -13,7 +13,7 @@ from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import Claimed
 from shoal.node.verify.audit.snapshot import snapshot
 from shoal.node.verify.completions.material import Agreed, Coordinates, seed_of
-from shoal.node.verify.completions.prover import Proven, prove
+from shoal.node.verify.completions.prover import ProvenGroup, prove
 from shoal.verification.consensus.participant import Slot
 
 MOST_WRITTEN = 64  # groups that wait to be claimed
@@ -26,7 +26,7 @@ class Written:
     """Group to claim for ``slot``, and the weights with which it was written."""
 
     slot: Slot
-    proven: Proven
+    proven: ProvenGroup
     snapshot: bytes
 
 

@@ -13,7 +13,7 @@ from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import RLTask
 from shoal.node.verify.audit.claim_kind import Made
 from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.network import Network
+from shoal.node.verify.audit.network import AuditNetwork
 from shoal.node.verify.audit.snapshot import digest
 from shoal.node.verify.completions import store
 from shoal.node.verify.completions.calibrate import read_calibration, self_calibrate
@@ -35,14 +35,14 @@ KEPT = 256  # claims in the node's folder
 PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
 
-class Completions:
+class CompletionClaims:
     """`ClaimKind` of the completions of ``task``. ``clock``: Unix seconds.
 
     Raises VerifyError if the settings name a calibration that cannot be used.
     """
 
     def __init__(
-        self, settings: Settings, terms: Terms, task: RLTask, network: Network, clock: Callable[[], float] = time.time
+        self, settings: Settings, terms: Terms, task: RLTask, network: AuditNetwork, clock: Callable[[], float] = time.time
     ) -> None:
         self._network, self._rate, self._folder = network, settings.verify.rate, settings.node.run_folder / CLAIMS
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)

@@ -15,7 +15,7 @@ from shoal.verification.consensus.records import Claim
 
 
 @dataclass(frozen=True)
-class Proven:
+class ProvenGroup:
     """Group that can be claimed. ``material`` is served to those who ask for `Claim.fingerprint`."""
 
     at: Coordinates
@@ -40,7 +40,7 @@ def policy_label(spec: str) -> str:
 def prove(
     policy: Policy, env: Env, at: Coordinates, agreed: Agreed, seed: int, *, policy_name: str, snapshot_bytes: int,
     planted_prompt: str | None = None,
-) -> Proven:  # fmt: skip
+) -> ProvenGroup:  # fmt: skip
     """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and prove which policy wrote it.
 
     The dtype is that of the policy's module. ``planted_prompt``: of another question, which is answered in place of the claimed
@@ -62,10 +62,10 @@ def prove(
     rows = [one.tokens for one in completions]
     finish = [one.finish for one in completions]
     material = material_of(at, rows, finish, proof=proof, policy=policy_name, dtype=dtype_of(policy), snapshot=snapshot_bytes)
-    return Proven(at, agreed, seed, completions, encode(material))
+    return ProvenGroup(at, agreed, seed, completions, encode(material))
 
 
-def make_claim(proven: Proven, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
+def make_claim(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
     """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot.
 
     Raises ValueError if ``proven`` was drawn with another seed than that of this round and slot.
@@ -75,7 +75,7 @@ def make_claim(proven: Proven, *, run: str, round: int, peer: str, slot: int, mo
     return claim_of(proven, run=run, round=round, peer=peer, slot=slot, model=model)
 
 
-def claim_of(proven: Proven, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
+def claim_of(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
     """Do ``make_claim`` without a check of the seed."""
     output = output_hash([one.tokens for one in proven.completions])
     return Claim(

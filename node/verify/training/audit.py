@@ -50,7 +50,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Proven:
+class ProvenSteps:
     """Claim and the bytes that its verifiers ask for."""
 
     claim: Claim
@@ -116,7 +116,7 @@ def change(names: tuple[str, ...], state: State, after: tuple[Tensor, ...]) -> l
 
 def prove(
     kept: Kept, terms: TrainingTerms, *, run: str, round: int, peer: str, slot: int, dtype: str = "float32", planted: bool = False
-) -> Proven:
+) -> ProvenSteps:
     """Make the claim about ``kept``. ``dtype``: of the computation. ``planted``: make it wrong (half of the change).
 
     Raises VerifyError if the steps changed nothing, or what they led to is not finite.
@@ -136,7 +136,7 @@ def prove(
 
 def assemble(
     kept: Kept, terms: TrainingTerms, project: Callable[[int], bytes], *, run: str, round: int, peer: str, slot: int, dtype: str
-) -> Proven:
+) -> ProvenSteps:
     """Make the claim about ``kept`` with the projection that ``project`` makes from the resulting seed."""
     after = kept.after
     snapshot = snapshot_of(kept.state, kept.names, after)
@@ -154,4 +154,4 @@ def assemble(
         peer=peer, run=run, round=round, slot=slot, model=model, prompt=kept.stretch.hash, sampling=terms.hash, seed=seed,
         tokens=kept.stretch.steps, output=output, fingerprint=hashlib.sha256(material).digest(),
     )  # fmt: skip
-    return Proven(claim, material, snapshot)
+    return ProvenSteps(claim, material, snapshot)

@@ -17,7 +17,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.verify.audit.claim_kind import Made
 from shoal.node.verify.audit.errors import NotCheckable, VerifyError
 from shoal.node.verify.audit.finding import Finding
-from shoal.node.verify.audit.network import Network
+from shoal.node.verify.audit.network import AuditNetwork
 from shoal.node.verify.audit.snapshot import MOST_BYTES
 from shoal.node.verify.training.audit import Kept, TrainingAudit, prove
 from shoal.node.verify.training.calibrate import OTHERS, honest_evidence, stretches
@@ -35,7 +35,7 @@ LABEL, DTYPE = "task", "float32"  # names in the calibration
 SELF_CLAIMS = 30  # honest stretches that a node measures, fewer where a run has fewer
 
 
-class InnerSteps:
+class StepClaims:
     """`ClaimKind` of the steps of ``trainer``. Make it before training begins: it draws random numbers, and restores the state of
     torch's generator. While it measures honest stretches, at the start, training may round differently (oneDNN is off for
     moments), as on another machine.
@@ -50,7 +50,7 @@ class InnerSteps:
     """
 
     def __init__(
-        self, settings: Settings, terms: TrainingTerms, trainer: Trainer, task: Task, shard: Shard, network: Network,
+        self, settings: Settings, terms: TrainingTerms, trainer: Trainer, task: Task, shard: Shard, network: AuditNetwork,
         shard_of: Callable[[str], Shard | None], clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         if settings.node.calibration is not None:

@@ -20,7 +20,7 @@ from shoal.optim.codecs.base import buffer
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
-from shoal.swarm.exchange.group.roster import Group
+from shoal.swarm.exchange.group.roster import Roster
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
 
@@ -53,7 +53,7 @@ class Gathered:
 class AllGather:
     """The gathering of one group's payloads at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Group, me: str, attempt: Attempt, until: float) -> None:
+    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float) -> None:
         self._streams, self.group, self._me, self._attempt, self._until = streams, group, me, attempt, until
         self._parts = {me: (attempt.contribution.weight, attempt.contribution.payload)}
         self._moving: dict[str, asyncio.Future[None]] = {}

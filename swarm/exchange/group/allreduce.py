@@ -33,7 +33,7 @@ from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
-from shoal.swarm.exchange.group.roster import Group
+from shoal.swarm.exchange.group.roster import Roster
 from shoal.swarm.p2p.stream import short
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Reduced:
 class AllReduce:
     """One group's all-reduce at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Group, me: str, attempt: Attempt, until: float) -> None:
+    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float) -> None:
         mine = attempt.contribution
         self.group, self._mine, self._until = group, mine, until
         self._mean: Tensor | None = None
@@ -155,7 +155,7 @@ class _Call:
 class _Runner(AllReduceRunner):  # type: ignore[misc]
     """hivemind's runner, of one flat tensor, with averages in place of differences (its private hooks: the release is pinned)."""
 
-    def __init__(self, streams: PeerStreams, group: Group, me: str, mine: Contribution) -> None:
+    def __init__(self, streams: PeerStreams, group: Roster, me: str, mine: Contribution) -> None:
         assert isinstance(mine.codec, FloatCodec)
         self.failed = asyncio.Event()
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype

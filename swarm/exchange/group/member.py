@@ -31,7 +31,7 @@ from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupLeader
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, Reduction
-from shoal.swarm.exchange.group.roster import Group, open_roster, ready_message
+from shoal.swarm.exchange.group.roster import Roster, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
@@ -153,7 +153,7 @@ class GroupMember:
                 await self._leader.leave(ready.round, ready.fragment, leader)
             formed: Message = await channel.receive(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
             until = loop.time() + self._timeouts.exchange
-            before: Group | None = None
+            before: Roster | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
                 barred = self._view.barred(group.members) if before is None else ()
@@ -213,7 +213,7 @@ class GroupMember:
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
             meeting.attempt.failed(leader, "refused")
 
-    async def _reduce(self, channel: HeartbeatChannel, group: Group, attempt: Attempt, until: float) -> GroupFormed | None:
+    async def _reduce(self, channel: HeartbeatChannel, group: Roster, attempt: Attempt, until: float) -> GroupFormed | None:
         """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt."""
         if group.reduction == "allreduce" and attempt.screen.gathers:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be screened by itself.")
@@ -266,7 +266,7 @@ class GroupMember:
                 for peer in reduction.group.at(message.lost):
                     attempt.failed(peer, "broken")
 
-    async def _ask(self, group: Group) -> bytes | None:
+    async def _ask(self, group: Roster) -> bytes | None:
         others = [peer for peer in group.members if peer != self._context.me]
         if group.leader not in others and group.leader != self._context.me:
             others.append(group.leader)

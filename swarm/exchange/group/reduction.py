@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.group.liveness import LivenessView
-from shoal.swarm.exchange.group.roster import Group
+from shoal.swarm.exchange.group.roster import Roster
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.group import GroupHello
 
@@ -35,7 +35,7 @@ class Reduction(Protocol):
     """One attempt of one group at one member."""
 
     @property
-    def group(self) -> Group:
+    def group(self) -> Roster:
         """The group to be reduced."""
         ...
 

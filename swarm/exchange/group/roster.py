@@ -19,7 +19,7 @@ _LENGTH = 2  # bytes before each ready message in a list
 
 
 @dataclass(frozen=True)
-class Group:
+class Roster:
     """A group as all of its members see it. A member's place is its position in the order of peer ids."""
 
     nonce: bytes
@@ -102,7 +102,7 @@ def _each(listed: bytes) -> Iterator[bytes]:
         yield listed[start:at]
 
 
-def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Group:
+def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Roster:
     """Return the group in ``formed``, with every member checked against this node's own ready message (``mine``, sealed).
 
     Raises MessageError: this node is not in it, a signature is wrong, a member is listed twice or brings something that cannot
@@ -122,4 +122,4 @@ def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> 
         included = included or sealed == mine
     if not included or len(readies) < 2:
         raise MessageError(f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is.")
-    return Group(formed.nonce, leader, formed.reduction, formed.alone, readies)
+    return Roster(formed.nonce, leader, formed.reduction, formed.alone, readies)

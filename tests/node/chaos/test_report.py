@@ -4,7 +4,7 @@ import pytest
 
 from shoal.node.chaos.figures import Life
 from shoal.node.chaos.report import report, summary
-from shoal.node.chaos.run import Sample, Seen
+from shoal.node.chaos.run import ProcessSample, RunObservations
 
 
 def life(peer, begin, end, *, spawned=0.0, first=1, **more):
@@ -19,7 +19,7 @@ def events(*rounds):
 @pytest.fixture
 def harmed():
     """Of three nodes the last is hostile; the first is killed at 50 and trains again at 60."""
-    return Seen(
+    return RunObservations(
         begin=10.0,
         until=110.0,
         lives=[
@@ -29,7 +29,7 @@ def harmed():
             life(0, 60, 110, spawned=55.0, first=38, resumed=True, joined=62.0),
         ],
         kills=[(0, 50.0)],
-        samples={1: [Sample(float(at), 100.0 + at / 60, None, 20.0) for at in range(10, 110, 2)]},
+        samples={1: [ProcessSample(float(at), 100.0 + at / 60, None, 20.0) for at in range(10, 110, 2)]},
         events={0: events((20.0, 4.0), (105.0, 2.0)), 1: events((20.0, 3.0)), 2: events((20.0, 90.0))},
         losses={0: 2.0, 1: 3.0},
     )
@@ -37,7 +37,7 @@ def harmed():
 
 @pytest.fixture
 def clean():
-    return Seen(begin=10.0, until=110.0, lives=[life(0, 10, 110)], events={0: events()}, losses={0: 2.5})
+    return RunObservations(begin=10.0, until=110.0, lives=[life(0, 10, 110)], events={0: events()}, losses={0: 2.5})
 
 
 def test_everything_that_is_promised(harmed, clean):

@@ -17,7 +17,7 @@ from shoal.node.cli.main import cli
 from shoal.node.config.settings import load
 from shoal.node.doctor import machine_checks as machine
 from shoal.node.doctor import swarm_checks as agreement
-from shoal.node.doctor.checkup import Check, Finding, Note, Skip, examine
+from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, examine
 from shoal.node.doctor.run import diagnose
 from shoal.node.exit_codes import ExitCode
 from shoal.node.runtime.join import new_manifest
@@ -302,7 +302,7 @@ def test_a_check_that_hangs_is_given_up():
 
     def hang(tell):
         free.wait()
-        tell(Finding("late", "ok", "too late"))
+        tell(CheckOutcome("late", "ok", "too late"))
         return "never"
 
     findings, code = examine([Check("a", ExitCode.UNREACHED, hang, seconds=0.05), Check("b", ExitCode.DIFFERS, says("fine"))])

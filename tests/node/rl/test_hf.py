@@ -9,7 +9,7 @@ import torch
 
 from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import Env, canonical
-from shoal.node.rl.groups import Group, make_update
+from shoal.node.rl.groups import RolloutGroup, make_update
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import HF, load_hf
 from shoal.node.rl.policy import PolicyError
@@ -97,7 +97,7 @@ def test_a_round_trains_it(policy):
     trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
     trainer.step()
     assert 0 <= trainer.evaluate() <= 1
-    update = make_update([Group("q", tuple(tuple(policy.encode(t, True)) for t in ("a", "b")), (1.0, 0.0), (None, None))])
+    update = make_update([RolloutGroup("q", tuple(tuple(policy.encode(t, True)) for t in ("a", "b")), (1.0, 0.0), (None, None))])
     task._pending = (0, None, 1, 0)
     before = [parameter.detach().clone() for parameter in trainer.params]
     task.loss(trainer.model, update).backward()

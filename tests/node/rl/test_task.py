@@ -8,7 +8,7 @@ import torch
 
 from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import HELD_OUT, EnvError, Question
-from shoal.node.rl.groups import Group, completions_of, loss_of, make_update
+from shoal.node.rl.groups import RolloutGroup, completions_of, loss_of, make_update
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.remote_rollouts import RemoteRollouts, fair
 from shoal.node.rl.task import RLTask
@@ -209,7 +209,7 @@ def test_nobody_crowds_others_out_and_copies_are_known(tiny):
 
 def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
     rows = tuple(tuple(tiny.encode(text, True)) for text in ("a", "bc"))
-    update = make_update([Group("last: abc", rows, (1.0, 0.0), (None, (-0.5, -0.5, -0.5)))])
+    update = make_update([RolloutGroup("last: abc", rows, (1.0, 0.0), (None, (-0.5, -0.5, -0.5)))])
     assert update.advantages.tolist() == pytest.approx([1.0, -1.0], abs=1e-6)
     assert update.length == 5
     batch = completions_of(tiny, update, 1.0)
@@ -219,7 +219,7 @@ def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
         value, worth = loss_of(tiny, update, loss, 1.0)
         assert value.requires_grad, name
         assert 0 < worth <= 1
-    assert make_update([Group("q", rows, (1.0, 1.0), (None, None))]) is None
+    assert make_update([RolloutGroup("q", rows, (1.0, 1.0), (None, None))]) is None
 
 
 def test_settings_that_leave_nothing_to_do_are_refused():

@@ -11,7 +11,7 @@ from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
-from shoal.node.verify.completions.kind import Completions
+from shoal.node.verify.completions.kind import CompletionClaims
 from shoal.node.verify.service import Verification
 from shoal.node.verify.terms import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
@@ -28,7 +28,7 @@ class Board:
 
 
 class Net:
-    """`shoal.node.verify.audit.network.Network` on a board. ``hands_out`` False: whatever it is asked for, it does not have it."""
+    """`shoal.node.verify.audit.network.AuditNetwork` on a board. ``hands_out`` False: it has nothing that it is asked for."""
 
     def __init__(self, board, me, hands_out=True):
         self.board, self.me, self.swarm, self.hands_out = board, me, SWARM, hands_out
@@ -93,7 +93,7 @@ class Node:
         settings = settings_of(folder / me, calibration, **verify)
         self.network, salts = Net(board, me, hands_out), itertools.count()
         clock = lambda: board.now  # noqa: E731
-        kind = Completions(settings, make_terms(settings, self.task), self.task, self.network, clock)
+        kind = CompletionClaims(settings, make_terms(settings, self.task), self.task, self.network, clock)
         self.claimer = kind.claimer
         self.verification = Verification(
             settings, kind, self.network, clock=clock, timer=clock,

@@ -9,7 +9,7 @@ from shoal.node.watch.events import (
     Connected,
     Described,
     Disconnected,
-    Refused,
+    MessageRefused,
     ReplayError,
     Unreachable,
     Watching,
@@ -30,7 +30,7 @@ def events(authors):
         Connected(time=NOW + 0.5, peer=anna.peer),
         Described(time=NOW + 0.6, name="first", task="text", method="noloco"),
         anna.heard(anna.round(1, [bert]), at=NOW + 1, reward=0.5, faults=(("alone", 1),), banned=(bert.peer,)),
-        Refused(time=NOW + 2, reason="forged"),
+        MessageRefused(time=NOW + 2, reason="forged"),
         Unreachable(time=NOW + 3, peer=bert.peer, reason="nobody answers"),
         Disconnected(time=NOW + 100, peer=anna.peer),
     ]

@@ -8,7 +8,7 @@ import pytest
 from rich.text import Text
 
 from shoal.node.watch import charts as pictures
-from shoal.node.watch.events import Described, Refused
+from shoal.node.watch.events import Described, MessageRefused
 from shoal.node.watch.plot import LABEL, plot
 from shoal.node.watch.swarm_view import SwarmView
 from tests.node.watch.conftest import NOW
@@ -28,7 +28,7 @@ def events(authors):
         *(bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
         carl.heard(carl.round(0), at=NOW + 4, faults=(("alone", 1),), reward=0.5),
         carl.heard(carl.round(1), at=NOW + 5, faults=(("alone", 2),), reward=0.5, name="[b]carl[/b]"),
-        Refused(time=NOW + 5, reason="forged"),
+        MessageRefused(time=NOW + 5, reason="forged"),
     ]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.watch import swarm_view
-from shoal.node.watch.events import Connected, Described, Disconnected, Refused, Unreachable, Watching
+from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Unreachable, Watching
 from shoal.node.watch.swarm_view import MAX_POINTS, SILENT_S, Curve, SwarmView
 from tests.node.watch.conftest import NOW, SWARM, Author
 
@@ -106,9 +106,9 @@ def test_connections_and_refusals_are_counted(authors):
         Connected(time=NOW, peer=anna.peer),
         Disconnected(time=NOW, peer=anna.peer),
         Unreachable(time=NOW, peer=bert.peer, reason="nobody answers"),
-        Refused(time=NOW, reason="forged"),
-        Refused(time=NOW, reason="forged"),
-        Refused(time=NOW, reason="malformed"),
+        MessageRefused(time=NOW, reason="forged"),
+        MessageRefused(time=NOW, reason="forged"),
+        MessageRefused(time=NOW, reason="malformed"),
     )
     assert view.connected == set()
     assert view.unreachable == {bert.peer: "nobody answers"}
@@ -124,11 +124,11 @@ def test_it_is_bounded(monkeypatch):
     view = SwarmView()
     for number, author in enumerate(authors):
         view.take(author.heard(*(author.round(n, authors[:3]) for n in range(6)), at=NOW + number))
-        view.take(Refused(time=NOW, reason=f"reason-{number}"))
+        view.take(MessageRefused(time=NOW, reason=f"reason-{number}"))
     assert [peer.status.name for peer in view.peers.values()] == [f"peer-{number}" for number in range(4, 9)]
     assert sum(view.pairs().values()) == 7
     for number in range(200):
-        view.take(Refused(time=NOW, reason=f"made-up-{number}"))
+        view.take(MessageRefused(time=NOW, reason=f"made-up-{number}"))
     assert len(view.refused) <= 65
     assert view.refused.total() == 209
 

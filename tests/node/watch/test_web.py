@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shoal.node.watch.events import Described, Refused
+from shoal.node.watch.events import Described, MessageRefused
 from shoal.node.watch.source import WatchError
 from shoal.node.watch.swarm_view import SwarmView
 from tests.node.watch.conftest import NOW
@@ -73,7 +73,7 @@ def test_pictures_are_streamed_when_something_changed(authors):
     events = [
         Described(time=NOW, name="first", task="text", method="noloco"),
         anna.heard(anna.round(0, [bert]), name="<b>anna</b>"),
-        Refused(time=NOW, reason="forged"),
+        MessageRefused(time=NOW, reason="forged"),
     ]
 
     async def work(client, page, inbox, source):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.store_agreement import Offer, ProcessCoordinates, RoundTicket, StoreConsensus
+from shoal.optim.exchange.store_agreement import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
 
 PEERS, SHARDS = 3, 2
 
@@ -48,7 +48,7 @@ def test_all_learn_the_same_members_and_the_same_outcome(plans):
         plan = plans[place.peer * SHARDS + place.shard]
         if plan == "never comes":
             return None
-        consensus.arrive(ticket, None if plan == "absent" else Offer("alike", 1.0 + place.peer))
+        consensus.arrive(ticket, None if plan == "absent" else StoreOffer("alike", 1.0 + place.peer))
         if plan == "absent":
             return None
         if plan == "closed before":
@@ -84,7 +84,7 @@ def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
     def behave(consensus, ticket, place):
         if place.peer == 2:
             return None
-        consensus.arrive(ticket, Offer("alike", 1.0))
+        consensus.arrive(ticket, StoreOffer("alike", 1.0))
         members = consensus.members(ticket)
         waited.append(consensus._silent.get(2, (0, 0.0))[1])
         return members
@@ -101,7 +101,7 @@ def test_a_peer_that_has_left_costs_no_wait():
         if place.peer == 2:
             consensus.leave()
             return None
-        consensus.arrive(ticket, Offer("alike", 1.0))
+        consensus.arrive(ticket, StoreOffer("alike", 1.0))
         return consensus.members(ticket)
 
     found = together(behave, shards=1, wait=1000.0)
@@ -119,7 +119,7 @@ def test_what_is_over_leaves_nothing_in_the_store():
     barrier = threading.Barrier(PEERS * SHARDS)
 
     def behave(consensus, ticket, place):
-        consensus.arrive(ticket, Offer("alike", 1.0))
+        consensus.arrive(ticket, StoreOffer("alike", 1.0))
         counts = consensus.agree(ticket, consensus.members(ticket), True, 5.0)
         barrier.wait(20)
         consensus.forget_offer(ticket)

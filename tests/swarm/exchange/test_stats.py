@@ -11,7 +11,7 @@ from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.robust import UpdateScreen
+from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.stats import RECENT, WINDOW, ExchangeStats, kind_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
@@ -75,7 +75,7 @@ def test_being_turned_down_is_over_with_the_first_exchange():
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "damaged"), (99.0, "suspicious")])
 def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind):
     mine = encode_contribution(SWARM, key(0), [torch.ones(4)], 1.0, FLOAT32)
-    problem, _ = ExchangeAttempt(mine, screen=UpdateScreen()).problem("peer", FLOAT32.encode([torch.full((4,), value)]))
+    problem, _ = ExchangeAttempt(mine, screen=DistanceScreen()).problem("peer", FLOAT32.encode([torch.full((4,), value)]))
     assert problem.kind == kind
 
 
@@ -115,7 +115,7 @@ def test_a_peer_that_is_gone_and_one_that_differs_are_told_apart(network):
 
 
 def test_a_suspicious_contribution_is_suspicious_here_and_refused_there(network):
-    wary, far = Peer(network, screen=UpdateScreen()), Peer(network)
+    wary, far = Peer(network, screen=DistanceScreen()), Peer(network)
     handles = [wary.start(0), far.start(0, value=-9.0)]
     assert [handle.result() for handle in handles] == [None, None]
     assert wary.failures() == {"suspicious": 1}

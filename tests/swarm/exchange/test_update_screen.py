@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench._attacks import ATTACKS, Board, Honest, Hostile
 from shoal.node.config.settings import ConfigError, load
 from shoal.optim import DiLoCo, LocalSGD, NoLoCo, RoundKey, Simulation, weighted_mean
-from shoal.swarm.exchange.robust import COLD, FIRST, LAST, LEAST, RECENT, WIDER, UpdateScreen
+from shoal.swarm.exchange.robust import COLD, FIRST, LAST, LEAST, RECENT, WIDER, DistanceScreen
 from shoal.swarm.training.exchange_factory import make_screen
 
 RUN = "run"
@@ -28,7 +28,7 @@ def problem(watch, number, far, *, own=1.0, fragment=0):
 
 
 def test_far_is_what_is_three_times_as_far_as_usual():
-    watch = UpdateScreen()
+    watch = DistanceScreen()
     for number in range(LEAST):
         assert problem(watch, number, 0.1) is None
     assert problem(watch, 20, 0.29) is None
@@ -41,27 +41,27 @@ def test_far_is_what_is_three_times_as_far_as_usual():
 
 @pytest.mark.parametrize("sends", ["weights", "displacement"])
 def test_before_anything_is_usual_the_own_norm_says_what_is_far(sends):
-    watch = UpdateScreen(sends=sends)
+    watch = DistanceScreen(sends=sends)
     assert problem(watch, 0, 0.99 * COLD[sends]) is None
     assert problem(watch, 1, 1.01 * COLD[sends]) is not None
-    assert problem(UpdateScreen(suspect=0), 0, 1e6) is None
+    assert problem(DistanceScreen(suspect=0), 0, 1e6) is None
     assert problem(watch, 2, 1e9, own=0.0) is None  # who has nothing yet cannot judge
 
 
 def test_minus_the_weights_are_refused_from_the_first_round_on():
     own = tensors(0)
-    assert UpdateScreen().problem(RoundKey(RUN, 0), lambda: own, "peer", [-tensor for tensor in own]) is not None
+    assert DistanceScreen().problem(RoundKey(RUN, 0), lambda: own, "peer", [-tensor for tensor in own]) is not None
 
 
 def test_peers_that_stand_still_teach_nothing():
-    watch = UpdateScreen()
+    watch = DistanceScreen()
     for number in range(3 * LEAST):
         assert problem(watch, number, 0.0) is None
     assert problem(watch, 99, 0.5) is None
 
 
 def test_a_pseudo_gradient_within_the_own_norm_is_not_far():
-    watch = UpdateScreen(sends="displacement")
+    watch = DistanceScreen(sends="displacement")
     for number in range(LEAST):
         problem(watch, number, 0.01)
     assert problem(watch, 20, 0.99) is None
@@ -69,7 +69,7 @@ def test_a_pseudo_gradient_within_the_own_norm_is_not_far():
 
 
 def test_what_is_not_finite_is_refused_and_not_remembered():
-    watch = UpdateScreen()
+    watch = DistanceScreen()
     assert problem(watch, 0, math.nan) == "it holds NaN or infinity"
     for number in range(LEAST):
         assert problem(watch, number, 0.1) is None
@@ -79,14 +79,14 @@ def test_what_is_not_finite_is_refused_and_not_remembered():
 @settings(deadline=None)
 @given(st.floats(1.0, 1.2), st.integers(1, 60))
 def test_distances_that_grow_are_not_refused(growth, rounds):
-    watch = UpdateScreen()
+    watch = DistanceScreen()
     assert all(problem(watch, number, 0.001 * growth**number) is None for number in range(rounds))
 
 
 @settings(deadline=None)
 @given(st.floats(0.01, 0.02), st.floats(3.1, 50), st.integers(LEAST, 3 * LAST))
 def test_when_all_have_grown_for_good_the_bound_grows_by_half_in_five_rounds(before, times, rounds):
-    watch = UpdateScreen()
+    watch = DistanceScreen()
     for number in range(rounds):
         problem(watch, number, before)
     refused, distance, bound = 0, before * times, 3 * before
@@ -101,7 +101,7 @@ def test_when_all_have_grown_for_good_the_bound_grows_by_half_in_five_rounds(bef
 def test_a_quarter_of_giants_does_not_widen_the_bound(seed, order):
     """Of each four in a row one is hostile; what honest peers would be refused for does not change much."""
     random = torch.Generator().manual_seed(seed)
-    watch, honest = UpdateScreen(), lambda: float(1 + 0.2 * torch.rand((), generator=random))
+    watch, honest = DistanceScreen(), lambda: float(1 + 0.2 * torch.rand((), generator=random))
     for number in range(10):
         for place in range(4):
             hostile = place == (0 if order[number] else 3) and number > 2
@@ -113,7 +113,7 @@ def test_a_quarter_of_giants_does_not_widen_the_bound(seed, order):
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.5, 3), st.floats(0, 8))
 def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(seed, times, magnitude):
-    watch, own = UpdateScreen(robust="clipped-gossip", suspect=0, times=times), tensors(seed)
+    watch, own = DistanceScreen(robust="clipped-gossip", suspect=0, times=times), tensors(seed)
     seen = []
     for number in range(FIRST):
         other = [a + b for a, b in zip(own, tensors(seed + 1 + number, 0.1), strict=True)]
@@ -132,7 +132,7 @@ def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(
 def test_without_attackers_and_with_a_large_radius_it_is_the_plain_mean_bit_by_bit(seed, count, pairs):
     names = [f"p{number}" for number in range(2 if pairs else count)]
     made = {name: tensors(seed + number) for number, name in enumerate(names)}
-    watch = UpdateScreen(robust="clipped-gossip" if pairs else "centered-clip", times=1e6)
+    watch = DistanceScreen(robust="clipped-gossip" if pairs else "centered-clip", times=1e6)
     for number in range(FIRST + 1):
         watch.problem(RoundKey(RUN, number), lambda: made["p0"], "p1", made["p1"])
     plain = weighted_mean([(name, 1.0, [t.clone() for t in some]) for name, some in made.items()])
@@ -147,12 +147,12 @@ def copied(made, weights):
 
 def test_who_has_no_weight_moves_nobody_whatever_the_rule():
     made = {name: tensors(number) for number, name in enumerate("abcd")}
-    clip = UpdateScreen(robust="centered-clip")
+    clip = DistanceScreen(robust="centered-clip")
     found = clip.mean("a", 0, copied(made, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}))
     without = clip.mean("a", 0, copied(made, {"a": 1.0, "b": 1.0, "c": 1.0}))
     assert all(torch.equal(a, b) for a, b in zip(found.tensors, without.tensors, strict=True))
     assert (found.members, found.counted, found.weight) == (tuple("abcd"), 3, 3.0)
-    gossip = UpdateScreen(robust="clipped-gossip", suspect=0)
+    gossip = DistanceScreen(robust="clipped-gossip", suspect=0)
     for number in range(FIRST + 1):
         gossip.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
     alone = gossip.mean("a", 0, copied(made, {"a": 1.0, "b": 0.0}))
@@ -165,7 +165,7 @@ def test_who_has_no_weight_moves_nobody_whatever_the_rule():
 @pytest.mark.parametrize("robust", ["centered-clip", "clipped-gossip"])
 def test_where_nobody_has_weight_all_count_alike(robust):
     made = {name: tensors(number) for number, name in enumerate("ab")}
-    watch = UpdateScreen(robust=robust, suspect=0)
+    watch = DistanceScreen(robust=robust, suspect=0)
     for number in range(FIRST + 1):
         watch.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
     found, usual = (watch.mean("a", 0, copied(made, dict.fromkeys("ab", weight))) for weight in (0.0, 1.0))
@@ -210,14 +210,14 @@ METHODS = {
 
 def defended(method):
     robust = "centered-clip" if method == "diloco" else "clipped-gossip"
-    return lambda: UpdateScreen(robust=robust, sends="displacement" if method == "diloco" else "weights")
+    return lambda: DistanceScreen(robust=robust, sends="displacement" if method == "diloco" else "weights")
 
 
 @pytest.mark.parametrize("warmup", [0, 40])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_honest_peers_are_never_suspected(method, warmup):
     sends = "displacement" if method == "diloco" else "weights"
-    far, watches = train(method, None, lambda: UpdateScreen(sends=sends), warmup=warmup)
+    far, watches = train(method, None, lambda: DistanceScreen(sends=sends), warmup=warmup)
     assert far < 1.0
     assert sum(len(watch.suspicions()) for watch in watches.values()) == 0
 
@@ -236,7 +236,7 @@ def test_hostile_peers_do_not_keep_the_others_from_learning(method, attack):
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_undefended_the_same_peers_ruin_it(method):
-    far, _ = train(method, "x1000", lambda: UpdateScreen(suspect=0))
+    far, _ = train(method, "x1000", lambda: DistanceScreen(suspect=0))
     assert not far < 1e3
 
 
@@ -246,7 +246,7 @@ def test_all_members_of_a_group_take_the_same_bits():
         return exchange.start(RoundKey(RUN, 0), own).result().tensors
 
     made = {f"p{number}": tensors(number, 100.0 if number == 4 else 1.0) for number in range(5)}
-    watches = {name: UpdateScreen(robust="centered-clip", suspect=0) for name in made}
+    watches = {name: DistanceScreen(robust="centered-clip", suspect=0) for name in made}
     first, *others = Simulation(list(made), size=5, screens=watches).run(peer).values()
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
     plain = weighted_mean([(name, 1.0, [t.clone() for t in some]) for name, some in made.items()]).tensors
@@ -280,6 +280,6 @@ def test_settings_that_do_not_go_together(overrides, words):
 
 
 def test_a_watch_that_makes_no_sense():
-    for refuse in (lambda: UpdateScreen(suspect=0.5), lambda: UpdateScreen(times=0)):
+    for refuse in (lambda: DistanceScreen(suspect=0.5), lambda: DistanceScreen(times=0)):
         with pytest.raises(ValueError, match="suspect"):
             refuse()

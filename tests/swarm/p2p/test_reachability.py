@@ -161,7 +161,7 @@ def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
 
     said = asyncio.run(work())
     assert "goes through a relay" in said[0]
-    assert said[1:-1] == ["Speed"] * TESTS
+    assert said[1:-1] == ["Throughput"] * TESTS
     assert "asked too often" in said[-1]
 
 

@@ -9,7 +9,7 @@ from shoal.swarm.membership.dht_index import CAP
 from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.sim.directory import EPOCH, PERIOD, TTL, Board, SimDirectory
-from shoal.swarm.sim.network import Links, Network, Trace
+from shoal.swarm.sim.network import Links, SimNetwork, Trace
 from shoal.swarm.wire.member import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -19,7 +19,7 @@ class Swarm:
     """So many peers, each with its directory, that stand in the table from the start."""
 
     def __init__(self, loop, peers, **options):
-        self.loop, self.network = loop, Network(loop, 0, Links(0.05, 0.0), Trace())
+        self.loop, self.network = loop, SimNetwork(loop, 0, Links(0.05, 0.0), Trace())
         self.board = Board(self.network)
         self.hosts = [self.network.host(f"p{number}", self.network.identity(f"p{number}")) for number in range(peers)]
         self.rounds = [0] * peers

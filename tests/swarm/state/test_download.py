@@ -11,7 +11,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.state import chunks as chunks_module
 from shoal.swarm.state import snapshot
 from shoal.swarm.state.chunks import ChunkServer
-from shoal.swarm.state.download import MemorySink, Plan, download, fetch_digests
+from shoal.swarm.state.download import ChunkPlan, MemorySink, download, fetch_digests
 from shoal.swarm.state.snapshot import SnapshotCache, State, chunk_size, chunks_in, encode, make
 from shoal.swarm.wire.digest import CHUNK
 
@@ -22,7 +22,7 @@ VALUES = 5 * CHUNK // 4 + 3  # float32: five chunks and twelve bytes
 @settings(deadline=None)
 @given(st.data(), st.integers(0, 12), st.integers(1, 4))
 def test_every_chunk_comes_once_whatever_the_lanes_do(data, chunks, lanes):
-    plan, alive, busy, arrived = Plan(range(chunks)), set(range(lanes)), {}, []
+    plan, alive, busy, arrived = ChunkPlan(range(chunks)), set(range(lanes)), {}, []
     while not plan.done:
         asked = [chunk for chunk in busy.values() if chunk not in arrived]
         assert all(asked.count(chunk) <= 2 for chunk in asked)

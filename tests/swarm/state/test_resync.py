@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
-from shoal.swarm.exchange.robust import LEAST, UpdateScreen
+from shoal.swarm.exchange.robust import LEAST, DistanceScreen
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.state import resync as anchoring
 from shoal.swarm.state.drift import SplitDecision
@@ -177,7 +177,7 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
 
 
 def test_a_watch_that_forgets_begins_anew():
-    watch = UpdateScreen()
+    watch = DistanceScreen()
     own = [torch.tensor([1.0, 0.0])]
 
     def problem(number, far):

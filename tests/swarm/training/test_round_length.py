@@ -7,7 +7,7 @@ import pytest
 from shoal.optim import Every, Seconds, Steps, Tokens
 from shoal.optim.schedule.auto_length import LONGEST_S, SHORTEST_S
 from shoal.swarm.manifest.outer import parse_round
-from shoal.swarm.training.outer_factory import WINDOW, Speed, round_length
+from shoal.swarm.training.outer_factory import WINDOW, StepRate, round_length
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_auto_asks_for_the_speeds_whenever_a_round_begins():
 
 
 def test_the_speed_is_the_usual_one_of_the_last_reports():
-    speed = Speed()
+    speed = StepRate()
     assert speed.add(1, 10.0) == 0.1
     assert speed.add(10, 1.0) == 10.0  # not slowed down by the first, in which everything warms up
     assert speed.add(20, 1.0) == 10.0
@@ -91,7 +91,7 @@ def test_the_speed_is_the_usual_one_of_the_last_reports():
 
 
 def test_reports_without_time_have_no_speed():
-    speed = Speed()
+    speed = StepRate()
     assert speed.add(1, 0.0) == 0.0
     assert speed.add(1, -1e-9) == 0.0
     assert speed.add(1, 0.5) == 2.0

@@ -17,7 +17,7 @@ from shoal.node.verify.audit.errors import NotCheckable, VerifyError
 from shoal.node.verify.service import Verification
 from shoal.node.verify.terms import make_terms
 from shoal.node.verify.training import kind as inner_steps
-from shoal.node.verify.training.kind import InnerSteps
+from shoal.node.verify.training.kind import StepClaims
 from shoal.node.verify.training.material import TrainingMaterial
 from shoal.node.verify.training.terms import check_stretch_terms, make_stretch_terms, training_terms
 from shoal.optim import Alone
@@ -72,7 +72,7 @@ class Trainee:
         self.trainer.connect(Alone(), SWARM, trained or shard_of(me))
         self.network, salts = Net(board, me), itertools.count()
         clock = lambda: board.now  # noqa: E731
-        kind = InnerSteps(
+        kind = StepClaims(
             settings, training_terms(manifest.terms, manifest, SWARM), self.trainer, mine, self.trainer.shard, self.network,
             shard_of, clock,
         )  # fmt: skip
@@ -191,7 +191,7 @@ def kind_of(task, settings=None, **changed):
     trainer = Trainer(task, OuterSettings(**{"method": "noloco", "every": 12, **changed}), settings.train)
     manifest = manifest_of(settings, TextTask(**OPTIONS))
     terms = training_terms(manifest.terms, manifest, SWARM)
-    return InnerSteps(settings, terms, trainer, task, Shard(0, SHARDS, 0), Net(Board(), "ann"), shard_of)
+    return StepClaims(settings, terms, trainer, task, Shard(0, SHARDS, 0), Net(Board(), "ann"), shard_of)
 
 
 def test_what_cannot_be_verified_is_said_at_the_start(monkeypatch):
