@@ -68,14 +68,14 @@ def held_out(task: QualityText, model: torch.nn.Module) -> float:
     return float(task.loss(model, (windows[:, :-1], windows[:, 1:])))
 
 
-def run(method: str, attack: str, defence: str, seed: int, options: argparse.Namespace) -> Row:
+def run(method: str, attack: str, screen: str, seed: int, options: argparse.Namespace) -> Row:
     """One training run. ``loss`` is None if it diverged."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     task, board = task_of(options.batch), Board()
     names = [f"peer{number}" for number in range(options.peers)]
     bad = set() if attack == "none" else set(names[-options.hostile :])
-    watches = {name: defence_of(defence, method, options.times) for name in names if name not in bad}
+    watches = {name: defence_of(screen, method, options.times) for name in names if name not in bad}
     chosen = method_named(method)
 
     def peer(exchange: SimulatedExchange) -> float:
@@ -112,9 +112,9 @@ def run(method: str, attack: str, defence: str, seed: int, options: argparse.Nam
         losses = Simulation[float](names, seed=seed, size=size, wait=30.0, screens=watches).run(peer)
     honest = [losses[name] for name in watches]
     loss = mean(honest) if all(math.isfinite(one) for one in honest) else None
-    refused = [found.peer for watch in watches.values() for found in watch.suspicions()]
+    refused = [found.peer for watch in watches.values() for found in watch.rejections()]
     return {
-        "method": method, "attack": attack, "defence": defence, "seed": seed, "loss": loss,
+        "method": method, "attack": attack, "defence": screen, "seed": seed, "loss": loss,
         "refused_hostile": sum(peer in bad for peer in refused), "refused_honest": sum(peer not in bad for peer in refused),
         "seconds": round(time.perf_counter() - began, 1),
         "setting": setting(options),
@@ -129,9 +129,9 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 def cells(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
     """All runs, those first that say most."""
     pairs = [(method, seed) for seed in options.seeds for method in options.methods]
-    clean = [(method, "none", defence, seed) for method, seed in pairs for defence in options.defences]
+    clean = [(method, "none", screen, seed) for method, seed in pairs for screen in options.defences]
     return clean + [
-        (method, attack, defence, seed) for attack in options.attacks for method, seed in pairs for defence in options.defences
+        (method, attack, screen, seed) for attack in options.attacks for method, seed in pairs for screen in options.defences
     ]
 
 
@@ -149,14 +149,14 @@ def _cell(rows: Sequence[Row], plain: Mapping[int, float]) -> str:
 
 def table(found: Sequence[Row]) -> str:
     """Markdown: a line for each method and attack, loss and the distance to the plain mean without attackers."""
-    shown = [defence for defence in DEFENCES if any(row["defence"] == defence for row in found)]
+    shown = [screen for screen in DEFENCES if any(row["defence"] == screen for row in found)]
     heads = ("method", "attack", *shown, "refused: hostile, honest", "seeds")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in dict.fromkeys(row["method"] for row in found):
         mine = [row for row in found if row["method"] == method]
         plain = {row["seed"]: row["loss"] for row in mine if row["attack"] == "none" and row["defence"] == "undefended"}
         for attack in dict.fromkeys(row["attack"] for row in mine):
-            rows = [[row for row in mine if row["attack"] == attack and row["defence"] == defence] for defence in shown]
+            rows = [[row for row in mine if row["attack"] == attack and row["defence"] == screen] for screen in shown]
             losses = [_cell(some, plain) for some in rows]
             refused = [sum(row[who] for row in rows[-1]) for who in ("refused_hostile", "refused_honest")]
             seeds = len({row["seed"] for some in rows for row in some})

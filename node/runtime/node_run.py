@@ -301,7 +301,7 @@ class NodeRun:
         self.display.update(progress.step, progress.loss, progress.steps_per_s)
         for sentence in self_report.events():
             self.display.message(sentence)
-            suspected = self_report.absence.suspicion
+            suspected = self_report.absence.suspected
             p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
         p.member.announce("training", self._loss, self._speed)
         p.metrics.live(

@@ -166,7 +166,7 @@ class DistanceScreen:
         with self._lock:
             self._seen.clear()
 
-    def suspicions(self) -> list[RejectedUpdate]:
+    def rejections(self) -> list[RejectedUpdate]:
         """Return the updates rejected since the last call."""
         with self._lock:
             found = list(self._rejected.values())

@@ -58,7 +58,7 @@ class PartitionDetector:
     def __init__(self, me: str) -> None:
         self._me = me
         self._seen: dict[str, _LastSign] = {}
-        self.suspicion: SuspectedPartition | None = None
+        self.suspected: SuspectedPartition | None = None
 
     def look(self, members: Mapping[str, Member], left: Collection[str], now: float) -> list[str]:
         """Note the members in view and those that left on purpose; return what to report, in sentences."""
@@ -75,11 +75,11 @@ class PartitionDetector:
                 seen.missing_since = now
             if peer in left or peer == self._me or now - seen.missing_since > FORGET:
                 del self._seen[peer]
-        before, self.suspicion = self.suspicion, self._suspect(members, now)
-        if self.suspicion is not None and (before is None or set(self.suspicion.names) - set(before.names)):
-            return [str(self.suspicion)]
+        before, self.suspected = self.suspected, self._suspect(members, now)
+        if self.suspected is not None and (before is None or set(self.suspected.names) - set(before.names)):
+            return [str(self.suspected)]
         if before is not None and (returned := sorted(set(back) & set(before.names))):
-            still = f"; {len(self.suspicion.names)} are still missing" if self.suspicion is not None else ""
+            still = f"; {len(self.suspected.names)} are still missing" if self.suspected is not None else ""
             return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
         return []
 

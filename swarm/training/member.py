@@ -129,7 +129,7 @@ class TrainingMember:
         self.sync.on_round(info)
         traffic, waited = self._membership.host.traffic, self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
-        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, self._screen.suspicions())
+        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, self._screen.rejections())
         self._sent, self._received, self._waited = traffic.sent, traffic.received, waited
         self.self_report.waited(wait_s)
         return report

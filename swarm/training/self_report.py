@@ -36,12 +36,12 @@ class SelfReport:
 
     def details(self) -> dict[str, Any]:
         """Return the fields of this node's ``Member`` that have defaults."""
-        suspicion = self.absence.suspicion
+        suspected = self.absence.suspected
         return {
             **self.stats.report(),
             "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
             "sketch": self._sketch(),
-            **(suspicion.fields() if suspicion is not None else {}),
+            **(suspected.fields() if suspected is not None else {}),
         }
 
     def events(self) -> list[str]:

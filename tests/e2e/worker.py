@@ -136,7 +136,7 @@ class Worker:
         exchange_module.encode_contribution = lying
 
     def do_suspicions(self):
-        self.say("suspicions", found=[[found.key.round, str(found)] for found in self.screen.suspicions()])
+        self.say("suspicions", found=[[found.key.round, str(found)] for found in self.screen.rejections()])
 
     def do_group(self, places, **timeouts):
         members = {network["peer"]: member(**network) for network in places}

@@ -87,45 +87,45 @@ class GroupMember:
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
-        meeting = _RoundState(attempt, asyncio.get_running_loop().time() + self._timeouts.wait)
+        pending = _RoundState(attempt, asyncio.get_running_loop().time() + self._timeouts.wait)
         try:
-            await self._meet(meeting)
+            await self._meet(pending)
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
         finally:
-            self._rounds.end(meeting.attempt.key.round, meeting.attempt.key.fragment)
+            self._rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
         return attempt.commit.received
 
-    async def _meet(self, meeting: _RoundState) -> None:
+    async def _meet(self, pending: _RoundState) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            key = meeting.attempt.key
+            key = pending.attempt.key
             self._rounds.begin(key.round, key.fragment)
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 return
             for peer in leaders[:TRIED]:
-                await self._try(meeting, peer, self._view.addresses(peer))
-                hint, meeting.elsewhere = meeting.elsewhere, None
-                if hint is not None and hint.leader is not None and not meeting.entered:
-                    await self._try(meeting, hint.leader, hint.addresses)
-                if meeting.entered or loop.time() >= meeting.until:
+                await self._try(pending, peer, self._view.addresses(peer))
+                hint, pending.elsewhere = pending.elsewhere, None
+                if hint is not None and hint.leader is not None and not pending.entered:
+                    await self._try(pending, hint.leader, hint.addresses)
+                if pending.entered or loop.time() >= pending.until:
                     return
-                if meeting.moved_to > key.round:
+                if pending.moved_to > key.round:
                     break
-            if meeting.moved_to <= key.round:
+            if pending.moved_to <= key.round:
                 return
             self._rounds.end(key.round, key.fragment)
-            self._rounds.next_round = max(self._rounds.next_round, meeting.moved_to)
+            self._rounds.next_round = max(self._rounds.next_round, pending.moved_to)
             if not self._follow:
                 return
-            meeting.attempt = meeting.attempt.moved_to(meeting.moved_to)
+            pending.attempt = pending.attempt.moved_to(pending.moved_to)
 
-    async def _try(self, meeting: _RoundState, leader: str, addresses: Sequence[str]) -> None:
+    async def _try(self, pending: _RoundState, leader: str, addresses: Sequence[str]) -> None:
         """Join the group of one leader; return early if it is not available."""
         loop = asyncio.get_running_loop()
-        patience = meeting.until - loop.time()
-        ready = ready_message(meeting.attempt.contribution, self._context.swarm, self._context.model, patience)
+        patience = pending.until - loop.time()
+        ready = ready_message(pending.attempt.contribution, self._context.swarm, self._context.model, patience)
         sealed = seal(ready, self._context.identity)
         self._leader.expect(ready)
         probe = loop.time() + max(min(patience * PROBE_PART, PROBE_S), 0.01)
@@ -133,7 +133,7 @@ class GroupMember:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
             log.info("round %d: its leader is not available: %s", ready.round, error)
-            meeting.attempt.failed(leader, error)
+            pending.attempt.failed(leader, error)
             self._view.mark_silent(leader)
             return
         channel = HeartbeatChannel(stream, self._timeouts.chunk)
@@ -146,12 +146,12 @@ class GroupMember:
                 raise
             receipt = unpack(answer, GroupReceipt)
             if receipt.verdict != "noted":
-                self._note(meeting, leader, receipt)
+                self._note(pending, leader, receipt)
                 return
             self._rounds.join(ready.round, ready.fragment, leader)
             if leader != self._context.me:
                 await self._leader.leave(ready.round, ready.fragment, leader)
-            formed: Message = await channel.receive(meeting.until + LINGER_S, GroupFormed, GroupReceipt)
+            formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
             until = loop.time() + self._timeouts.exchange
             before: Roster | None = None
             while isinstance(formed, GroupFormed):
@@ -159,24 +159,24 @@ class GroupMember:
                 barred = self._view.barred(group.members) if before is None else ()
                 if barred:  # the next leader may know better; a member barred later ends what it has begun
                     raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
-                meeting.entered = True
+                pending.entered = True
                 self._rounds.end(ready.round, ready.fragment)
                 if before is not None:
                     self._view.mark_absent(set(before.members) - set(group.members))
                 elif group.alone:
                     for late in self._view.expected() - set(group.members):
-                        meeting.attempt.failed(late, "timeout")
+                        pending.attempt.failed(late, "timeout")
                     self._view.mark_absent(self._view.here() - set(group.members))
-                again = await self._reduce(channel, group, meeting.attempt, until)
+                again = await self._reduce(channel, group, pending.attempt, until)
                 if again is None:
                     return
                 before, formed = group, again
             if isinstance(formed, GroupReceipt):
-                self._note(meeting, leader, formed)
+                self._note(pending, leader, formed)
         except (NetworkError, MessageError) as error:
             self._view.mark_absent([leader])
             if leader != self._context.me:  # otherwise no peer failed: no other member came
-                meeting.attempt.failed(leader, error)
+                pending.attempt.failed(leader, error)
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
@@ -201,17 +201,17 @@ class GroupMember:
         finally:
             stream.close()
 
-    def _note(self, meeting: _RoundState, leader: str, receipt: GroupReceipt) -> None:
-        key = meeting.attempt.key
+    def _note(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
+        key = pending.attempt.key
         log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
         if receipt.verdict == "passed":
             usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
-            meeting.moved_to = max(meeting.moved_to, self._rounds.within(receipt.round, key.round, usual))
+            pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, usual))
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
-            meeting.elsewhere = receipt
+            pending.elsewhere = receipt
         elif receipt.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
-            meeting.attempt.failed(leader, "refused")
+            pending.attempt.failed(leader, "refused")
 
     async def _reduce(self, channel: HeartbeatChannel, group: Roster, attempt: Attempt, until: float) -> GroupFormed | None:
         """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt."""

@@ -94,7 +94,7 @@ class PairMatchmaker:
         departed: Callable[[], Mapping[str, Member]] = dict,
     ) -> None:
         self._context, self._timeouts, self._transfers = context, timeouts, transfers
-        self._meeting: PairingAttempt | None = None
+        self._pairing: PairingAttempt | None = None
         self._began = float("-inf")
         """The loop's time at which this node began to look for a partner in its last round."""
         self._selector = PairSelector(context, departed)
@@ -105,103 +105,103 @@ class PairMatchmaker:
 
     async def meet(self, attempt: Attempt) -> tuple[PartnerContribution | None, RoundKey]:
         """Find a partner and exchange. Returns the received contribution, or None, and the round in which it happened."""
-        meeting = self._meeting = PairingAttempt(attempt)
+        pairing = self._pairing = PairingAttempt(attempt)
         self.next_round = attempt.key.round
         try:
-            return await self._meet(meeting), meeting.key
+            return await self._meet(pairing), pairing.key
         except Exception:  # an error that a peer provoked costs one round, never the training
-            log.warning("round %d was given up because of an error in shoal; please report it", meeting.key.round, exc_info=True)
-            return attempt.commit.received, meeting.key
+            log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
+            return attempt.commit.received, pairing.key
         finally:
-            self.next_round = meeting.key.round + 1
-            self._meeting = None
+            self.next_round = pairing.key.round + 1
+            self._pairing = None
 
-    async def _meet(self, meeting: PairingAttempt) -> PartnerContribution | None:
+    async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline, period, self._began = began + self._timeouts.wait, began - self._began, began
         while True:
-            partner, order = self._selector.of(meeting.key.round)
-            meeting.partner = partner
+            partner, order = self._selector.of(pairing.key.round)
+            pairing.partner = partner
             self._release_held(keep=partner)
             if partner is None or not order:
                 return None  # the odd one out, the last one here, or a peer whose partner is dead while nobody is free
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
-            while queue or (meeting.turned_away and called_back < TRIED):
+            while queue or (pairing.turned_away and called_back < TRIED):
                 if not queue:
                     called_back += 1
-                peer = queue.popleft() if queue else meeting.turned_away.popleft()
+                peer = queue.popleft() if queue else pairing.turned_away.popleft()
                 if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
                     until = min(deadline, loop.time() + min(self._timeouts.wait * SEARCH, SEARCH_S, period * WORTH))
                 left = until - loop.time()
                 if left <= 0:
                     break
-                received = await self._try(meeting, peer, left if peer == partner else min(left, PROBE_S))
-                if received is not None or meeting.broken:
+                received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
+                if received is not None or pairing.broken:
                     return received
-                if meeting.swarm_round > meeting.key.round:
-                    meeting.attempt = meeting.attempt.moved_to(meeting.swarm_round)
-                    self.next_round = meeting.swarm_round
+                if pairing.swarm_round > pairing.key.round:
+                    pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
+                    self.next_round = pairing.swarm_round
                     moved = True
                     break
                 if loop.time() >= deadline:
                     return None
             if moved:
                 continue
-            return await self._listen(meeting, min(deadline - loop.time(), self._timeouts.wait * LINGER, LINGER_S, period * WORTH))
+            return await self._listen(pairing, min(deadline - loop.time(), self._timeouts.wait * LINGER, LINGER_S, period * WORTH))
 
-    async def _try(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
+    async def _try(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
         until = asyncio.get_running_loop().time() + seconds
         held = self._held.get(peer)
-        if held is not None and held[0] == meeting.key.round and not held[1].done():
-            self._engage(meeting)
-            held[1].set_result(meeting)
-            return await self._outcome(meeting)
-        meeting.dialing = peer
+        if held is not None and held[0] == pairing.key.round and not held[1].done():
+            self._engage(pairing)
+            held[1].set_result(pairing)
+            return await self._outcome(pairing)
+        pairing.dialing = peer
         try:
-            received = await self._call(meeting, peer, seconds)
+            received = await self._call(pairing, peer, seconds)
         except (NetworkError, MessageError) as error:
-            log.info("round %d: %s", meeting.key.round, error)
-            if peer == meeting.partner:
-                meeting.attempt.failed(peer, error)
+            log.info("round %d: %s", pairing.key.round, error)
+            if peer == pairing.partner:
+                pairing.attempt.failed(peer, error)
             received = None
         finally:
-            meeting.dialing = None
-        if received is None and meeting.expecting == peer:
-            await self._until_called(meeting, until)
-            meeting.expecting = None
-        return received or await self._outcome(meeting)
+            pairing.dialing = None
+        if received is None and pairing.expecting == peer:
+            await self._until_called(pairing, until)
+            pairing.expecting = None
+        return received or await self._outcome(pairing)
 
-    async def _listen(self, meeting: PairingAttempt, seconds: float) -> PartnerContribution | None:
+    async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
         """Let any other peer without a partner call for a while."""
-        meeting.listening = True
-        await self._until_called(meeting, asyncio.get_running_loop().time() + seconds)
-        meeting.listening = False
-        return await self._outcome(meeting)
+        pairing.listening = True
+        await self._until_called(pairing, asyncio.get_running_loop().time() + seconds)
+        pairing.listening = False
+        return await self._outcome(pairing)
 
-    async def _until_called(self, meeting: PairingAttempt, until: float) -> None:
+    async def _until_called(self, pairing: PairingAttempt, until: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(meeting.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
+            await asyncio.wait_for(pairing.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
 
-    def _engage(self, meeting: PairingAttempt) -> None:
-        meeting.engaged = asyncio.get_running_loop().create_future()
-        meeting.called.set()
+    def _engage(self, pairing: PairingAttempt) -> None:
+        pairing.engaged = asyncio.get_running_loop().create_future()
+        pairing.called.set()
 
-    async def _outcome(self, meeting: PairingAttempt) -> PartnerContribution | None:
+    async def _outcome(self, pairing: PairingAttempt) -> PartnerContribution | None:
         """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
-        if meeting.engaged is None:
+        if pairing.engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
         bound = self._timeouts.exchange + 4 * self._timeouts.chunk
         try:
-            return await asyncio.wait_for(meeting.engaged, bound)
+            return await asyncio.wait_for(pairing.engaged, bound)
         except asyncio.TimeoutError:
             return None
         finally:
-            meeting.engaged = None
-            meeting.called.clear()
+            pairing.engaged = None
+            pairing.called.clear()
 
     def _offer(self, contribution: Contribution, nonce: bytes) -> bytes:
         key, codec = contribution.key, contribution.codec
@@ -222,7 +222,7 @@ class PairMatchmaker:
             self._context.identity,
         )
 
-    async def _call(self, meeting: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
+    async def _call(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """Open a stream, offer, and exchange if the offer is accepted within ``seconds``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
@@ -235,42 +235,42 @@ class PairMatchmaker:
             raise
         try:
             nonce = fresh_nonce()
-            await stream.send(self._offer(meeting.attempt.contribution, nonce), max(until - loop.time(), 0.01))
+            await stream.send(self._offer(pairing.attempt.contribution, nonce), max(until - loop.time(), 0.01))
             answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
             if answer.verdict != "accept":
-                self._note(meeting, peer, answer)
+                self._note(pairing, peer, answer)
                 return None
             theirs = await self._receive_offer(stream)
-            difference = meeting.attempt.contribution.differs(theirs)
+            difference = pairing.attempt.contribution.differs(theirs)
             same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (
                 nonce,
                 self._context.swarm,
                 self._context.model,
-                meeting.key.round,
+                pairing.key.round,
             )
             if difference is not None or not same:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
-            meeting.dialing = None  # a call from this peer no longer crosses this node's
-            received = await self._transfers.run(stream, meeting.attempt, theirs, caller=True)
-            meeting.broken = received is None
+            pairing.dialing = None  # a call from this peer no longer crosses this node's
+            received = await self._transfers.run(stream, pairing.attempt, theirs, caller=True)
+            pairing.broken = received is None
             return received
         finally:
             stream.close()
 
-    def _note(self, meeting: PairingAttempt, peer: str, answer: Answer) -> None:
-        log.debug("round %d: %s answered %s %s", meeting.key.round, short(peer), answer.verdict, answer.reason)
+    def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
+        log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
         if answer.verdict == "passed":
             # No further than half of the members report: one peer must not send this node to a round where nobody is.
             # Records are seconds old; this peer's answer is newer than its own.
             rounds = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
             usual = sorted(rounds.values())[len(rounds) // 2] + 1
-            meeting.swarm_round = max(meeting.swarm_round, min(answer.round, usual))
+            pairing.swarm_round = max(pairing.swarm_round, min(answer.round, usual))
         elif answer.verdict == "wait":
-            meeting.expecting = peer
+            pairing.expecting = peer
         elif answer.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
-            meeting.attempt.failed(peer, "refused")
+            pairing.attempt.failed(peer, "refused")
 
     async def _receive_offer(self, stream: Stream) -> Offer:
         data = await stream.receive(Offer.LIMIT + ENVELOPE, self._timeouts.chunk)
@@ -287,17 +287,17 @@ class PairMatchmaker:
         except MessageError as error:  # most likely another version: tell the peer, whose user can mend it
             await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self.next_round)), patience)
             return
-        meeting, answer = await self._judge(stream, offer)
-        if meeting is None:
+        pairing, answer = await self._judge(stream, offer)
+        if pairing is None:
             await stream.send(pack(answer), patience)
             return
-        engaged, received = meeting.engaged, None
+        engaged, received = pairing.engaged, None
         assert engaged is not None
         try:
             await stream.send(pack(answer), patience)
-            await stream.send(self._offer(meeting.attempt.contribution, offer.nonce), patience)
-            received = await self._transfers.run(stream, meeting.attempt, offer, caller=False)
-            meeting.broken = received is None
+            await stream.send(self._offer(pairing.attempt.contribution, offer.nonce), patience)
+            received = await self._transfers.run(stream, pairing.attempt, offer, caller=False)
+            pairing.broken = received is None
         finally:
             if not engaged.done():
                 engaged.set_result(received)
@@ -316,43 +316,43 @@ class PairMatchmaker:
             self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
         if offer.swarm != self._context.swarm:
             return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
-        if offer.model != self._context.model and self._meeting is None:
+        if offer.model != self._context.model and self._pairing is None:
             return reply("refuse", "the models differ in the shapes or types of their parameters")
-        meeting = self._meeting
+        pairing = self._pairing
         taken = False
-        if meeting is None or meeting.key.round < offer.round:
+        if pairing is None or pairing.key.round < offer.round:
             if offer.round < self.next_round:
                 return reply("passed")
             if len(self._held) >= MAX_HELD:
                 return reply("busy", "too many wait for this node")
-            meeting = await self._hold(stream, offer.round)
-            taken = meeting is not None
-            if meeting is None:
+            pairing = await self._hold(stream, offer.round)
+            taken = pairing is not None
+            if pairing is None:
                 self._turn_away(peer, offer.round)
                 return reply("busy", "this node did not come to that round in time")
-        if meeting.key.round > offer.round:
+        if pairing.key.round > offer.round:
             return reply("passed")
-        difference = meeting.attempt.contribution.differs(offer)
+        difference = pairing.attempt.contribution.differs(offer)
         if difference is not None:
-            if taken and meeting.engaged is not None and not meeting.engaged.done():
-                meeting.engaged.set_result(None)
+            if taken and pairing.engaged is not None and not pairing.engaged.done():
+                pairing.engaged.set_result(None)
             return reply("refuse", difference)
         if not taken:
-            crossing = meeting.dialing == peer
-            if meeting.engaged is not None or not (crossing or meeting.expecting == peer or meeting.listening):
+            crossing = pairing.dialing == peer
+            if pairing.engaged is not None or not (crossing or pairing.expecting == peer or pairing.listening):
                 self._turn_away(peer, offer.round)
                 return reply("busy")
             if crossing and self._rank(peer, offer.round) > self._rank(self._context.me, offer.round):
                 self._turn_away(peer, offer.round)  # in case this node's call, for which it waits, was just turned away there
                 return reply("wait")
-            self._engage(meeting)
-        return meeting, Answer(verdict="accept", round=offer.round)
+            self._engage(pairing)
+        return pairing, Answer(verdict="accept", round=offer.round)
 
     def _turn_away(self, peer: str, round: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
-        meeting = self._meeting
-        if meeting is not None and meeting.key.round == round and peer not in meeting.turned_away:
-            meeting.turned_away.append(peer)
+        pairing = self._pairing
+        if pairing is not None and pairing.key.round == round and peer not in pairing.turned_away:
+            pairing.turned_away.append(peer)
 
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._context.seed, round, peer)

@@ -117,8 +117,8 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
     assert answer.verdict == "wait"
     assert anna.directory.access_policy.admits(bert.host.peer_id)
     assert bert.directory.access_policy.admits(anna.host.peer_id)
-    for guest in (anna, bert):
-        guest.directory.announce(**ABOUT)
+    for state in (anna, bert):
+        state.directory.announce(**ABOUT)
     ids = {m.host.peer_id for m in (creator, anna, bert)}
     until(lambda: all(m.directory.refresh(10) or set(m.directory.members()) == ids for m in (creator, anna, bert)))
 
@@ -209,8 +209,8 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
     anna, bert = Identity.ephemeral(), Identity.ephemeral()
     first = club.join(club.invited(), "anna", anna, **{"peers.deny": [bert.peer_id]})
     second = club.join(club.invited(), "bert", bert, **{"peers.allow": [club.identity.peer_id]})
-    for guest in (first, second):
-        guest.directory.announce(**ABOUT)
+    for state in (first, second):
+        state.directory.announce(**ABOUT)
     until(lambda: club.first.directory.refresh(10) or len(club.first.directory.members()) == 3)
     for one, other in ((first, second), (second, first)):
         until(lambda one=one: one.directory.refresh(10) or len(one.directory.members()) == 2)

@@ -22,30 +22,30 @@ def tensors(seed, scale=1.0):
     return [scale * torch.randn(size, generator=random) for size in SIZES]
 
 
-def problem(watch, number, far, *, own=1.0, fragment=0):
+def problem(screen, number, far, *, own=1.0, fragment=0):
     """The verdict on a contribution at the distance ``far``, to a node whose own has the norm ``own``."""
-    return watch.problem(RoundKey(RUN, number, fragment), lambda: [torch.tensor([own, 0.0])], "peer", [torch.tensor([own, far])])
+    return screen.problem(RoundKey(RUN, number, fragment), lambda: [torch.tensor([own, 0.0])], "peer", [torch.tensor([own, far])])
 
 
 def test_far_is_what_is_three_times_as_far_as_usual():
-    watch = DistanceScreen()
+    screen = DistanceScreen()
     for number in range(LEAST):
-        assert problem(watch, number, 0.1) is None
-    assert problem(watch, 20, 0.29) is None
-    assert "suspicious, 3.5 times as far" in problem(watch, 21, 1.05)
-    (found,) = watch.suspicions()
+        assert problem(screen, number, 0.1) is None
+    assert problem(screen, 20, 0.29) is None
+    assert "suspicious, 3.5 times as far" in problem(screen, 21, 1.05)
+    (found,) = screen.rejections()
     assert (found.key.round, found.peer, found.bound) == (21, "peer", pytest.approx(0.3))
-    assert watch.suspicions() == []
-    assert problem(watch, 22, 1.05, fragment=1) is None  # of that fragment nothing is known yet
+    assert screen.rejections() == []
+    assert problem(screen, 22, 1.05, fragment=1) is None  # of that fragment nothing is known yet
 
 
 @pytest.mark.parametrize("sends", ["weights", "displacement"])
 def test_before_anything_is_usual_the_own_norm_says_what_is_far(sends):
-    watch = DistanceScreen(sends=sends)
-    assert problem(watch, 0, 0.99 * COLD[sends]) is None
-    assert problem(watch, 1, 1.01 * COLD[sends]) is not None
+    screen = DistanceScreen(sends=sends)
+    assert problem(screen, 0, 0.99 * COLD[sends]) is None
+    assert problem(screen, 1, 1.01 * COLD[sends]) is not None
     assert problem(DistanceScreen(suspect=0), 0, 1e6) is None
-    assert problem(watch, 2, 1e9, own=0.0) is None  # who has nothing yet cannot judge
+    assert problem(screen, 2, 1e9, own=0.0) is None  # who has nothing yet cannot judge
 
 
 def test_minus_the_weights_are_refused_from_the_first_round_on():
@@ -54,45 +54,45 @@ def test_minus_the_weights_are_refused_from_the_first_round_on():
 
 
 def test_peers_that_stand_still_teach_nothing():
-    watch = DistanceScreen()
+    screen = DistanceScreen()
     for number in range(3 * LEAST):
-        assert problem(watch, number, 0.0) is None
-    assert problem(watch, 99, 0.5) is None
+        assert problem(screen, number, 0.0) is None
+    assert problem(screen, 99, 0.5) is None
 
 
 def test_a_pseudo_gradient_within_the_own_norm_is_not_far():
-    watch = DistanceScreen(sends="displacement")
+    screen = DistanceScreen(sends="displacement")
     for number in range(LEAST):
-        problem(watch, number, 0.01)
-    assert problem(watch, 20, 0.99) is None
-    assert problem(watch, 21, 1.01) is not None
+        problem(screen, number, 0.01)
+    assert problem(screen, 20, 0.99) is None
+    assert problem(screen, 21, 1.01) is not None
 
 
 def test_what_is_not_finite_is_refused_and_not_remembered():
-    watch = DistanceScreen()
-    assert problem(watch, 0, math.nan) == "it holds NaN or infinity"
+    screen = DistanceScreen()
+    assert problem(screen, 0, math.nan) == "it holds NaN or infinity"
     for number in range(LEAST):
-        assert problem(watch, number, 0.1) is None
-    assert problem(watch, 20, 1.0) is not None
+        assert problem(screen, number, 0.1) is None
+    assert problem(screen, 20, 1.0) is not None
 
 
 @settings(deadline=None)
 @given(st.floats(1.0, 1.2), st.integers(1, 60))
 def test_distances_that_grow_are_not_refused(growth, rounds):
-    watch = DistanceScreen()
-    assert all(problem(watch, number, 0.001 * growth**number) is None for number in range(rounds))
+    screen = DistanceScreen()
+    assert all(problem(screen, number, 0.001 * growth**number) is None for number in range(rounds))
 
 
 @settings(deadline=None)
 @given(st.floats(0.01, 0.02), st.floats(3.1, 50), st.integers(LEAST, 3 * LAST))
 def test_when_all_have_grown_for_good_the_bound_grows_by_half_in_five_rounds(before, times, rounds):
-    watch = DistanceScreen()
+    screen = DistanceScreen()
     for number in range(rounds):
-        problem(watch, number, before)
+        problem(screen, number, before)
     refused, distance, bound = 0, before * times, 3 * before
     while bound < distance:
         bound, refused = WIDER * bound, refused + RECENT // 2 + 1
-    verdicts = [problem(watch, rounds + number, distance) for number in range(refused + 20)]
+    verdicts = [problem(screen, rounds + number, distance) for number in range(refused + 20)]
     assert verdicts[refused:] == [None] * 20
 
 
@@ -101,27 +101,27 @@ def test_when_all_have_grown_for_good_the_bound_grows_by_half_in_five_rounds(bef
 def test_a_quarter_of_giants_does_not_widen_the_bound(seed, order):
     """Of each four in a row one is hostile; what honest peers would be refused for does not change much."""
     random = torch.Generator().manual_seed(seed)
-    watch, honest = DistanceScreen(), lambda: float(1 + 0.2 * torch.rand((), generator=random))
+    screen, honest = DistanceScreen(), lambda: float(1 + 0.2 * torch.rand((), generator=random))
     for number in range(10):
         for place in range(4):
             hostile = place == (0 if order[number] else 3) and number > 2
-            verdict = problem(watch, 4 * number + place, 1e6 if hostile else honest(), own=10.0)
+            verdict = problem(screen, 4 * number + place, 1e6 if hostile else honest(), own=10.0)
             assert (verdict is not None) == hostile
-    assert problem(watch, 99, 3.7, own=10.0) is not None
+    assert problem(screen, 99, 3.7, own=10.0) is not None
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.5, 3), st.floats(0, 8))
 def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(seed, times, magnitude):
-    watch, own = DistanceScreen(robust="clipped-gossip", suspect=0, times=times), tensors(seed)
+    screen, own = DistanceScreen(robust="clipped-gossip", suspect=0, times=times), tensors(seed)
     seen = []
     for number in range(FIRST):
         other = [a + b for a, b in zip(own, tensors(seed + 1 + number, 0.1), strict=True)]
-        watch.problem(RoundKey(RUN, number), lambda: own, "b", other)
+        screen.problem(RoundKey(RUN, number), lambda: own, "b", other)
         seen.append(math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(own, other, strict=True))))
     hostile = [a + 10**magnitude * b for a, b in zip(own, tensors(seed + 9), strict=True)]
-    watch.problem(RoundKey(RUN, 9), lambda: own, "b", hostile)
-    mean = watch.mean("a", 0, [("a", 1.0, [t.clone() for t in own]), ("b", 1.0, hostile)])
+    screen.problem(RoundKey(RUN, 9), lambda: own, "b", hostile)
+    mean = screen.mean("a", 0, [("a", 1.0, [t.clone() for t in own]), ("b", 1.0, hostile)])
     moved = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(own, mean.tensors, strict=True)))
     assert moved <= times * sorted(seen)[FIRST // 2] / 2 + 1e-3
     assert (mean.members, mean.weight) == (("a", "b"), 2.0)
@@ -132,11 +132,11 @@ def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(
 def test_without_attackers_and_with_a_large_radius_it_is_the_plain_mean_bit_by_bit(seed, count, pairs):
     names = [f"p{number}" for number in range(2 if pairs else count)]
     made = {name: tensors(seed + number) for number, name in enumerate(names)}
-    watch = DistanceScreen(robust="clipped-gossip" if pairs else "centered-clip", times=1e6)
+    screen = DistanceScreen(robust="clipped-gossip" if pairs else "centered-clip", times=1e6)
     for number in range(FIRST + 1):
-        watch.problem(RoundKey(RUN, number), lambda: made["p0"], "p1", made["p1"])
+        screen.problem(RoundKey(RUN, number), lambda: made["p0"], "p1", made["p1"])
     plain = weighted_mean([(name, 1.0, [t.clone() for t in some]) for name, some in made.items()])
-    found = watch.mean("p0", 0, [(name, 1.0, [t.clone() for t in some]) for name, some in made.items()])
+    found = screen.mean("p0", 0, [(name, 1.0, [t.clone() for t in some]) for name, some in made.items()])
     assert (found.members, found.weight) == (plain.members, plain.weight)
     assert all(torch.equal(a, b) for a, b in zip(found.tensors, plain.tensors, strict=True))
 
@@ -165,10 +165,10 @@ def test_who_has_no_weight_moves_nobody_whatever_the_rule():
 @pytest.mark.parametrize("robust", ["centered-clip", "clipped-gossip"])
 def test_where_nobody_has_weight_all_count_alike(robust):
     made = {name: tensors(number) for number, name in enumerate("ab")}
-    watch = DistanceScreen(robust=robust, suspect=0)
+    screen = DistanceScreen(robust=robust, suspect=0)
     for number in range(FIRST + 1):
-        watch.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
-    found, usual = (watch.mean("a", 0, copied(made, dict.fromkeys("ab", weight))) for weight in (0.0, 1.0))
+        screen.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
+    found, usual = (screen.mean("a", 0, copied(made, dict.fromkeys("ab", weight))) for weight in (0.0, 1.0))
     assert all(torch.equal(a, b) for a, b in zip(found.tensors, usual.tensors, strict=True))
     assert (found.counted, found.weight) == (2, 2.0)
 
@@ -219,7 +219,7 @@ def test_honest_peers_are_never_suspected(method, warmup):
     sends = "displacement" if method == "diloco" else "weights"
     far, watches = train(method, None, lambda: DistanceScreen(sends=sends), warmup=warmup)
     assert far < 1.0
-    assert sum(len(watch.suspicions()) for watch in watches.values()) == 0
+    assert sum(len(screen.rejections()) for screen in watches.values()) == 0
 
 
 @pytest.mark.parametrize("attack", list(ATTACKS))
@@ -230,7 +230,7 @@ def test_hostile_peers_do_not_keep_the_others_from_learning(method, attack):
     if attack in ("x1000", "NaN") or (attack == "sign flip" and method != "diloco"):
         assert far < 1.0
     if attack == "x1000":
-        suspected = {found.peer for watch in watches.values() for found in watch.suspicions()}
+        suspected = {found.peer for screen in watches.values() for found in screen.rejections()}
         assert suspected == {"p6", "p7"}
 
 
@@ -255,8 +255,8 @@ def test_all_members_of_a_group_take_the_same_bits():
 
 def test_settings():
     assert make_screen(load().outer).robust == "none"
-    watch = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip", "outer.radius": 2.0}).outer)
-    assert (watch.robust, watch.times, watch.gathers) == ("centered-clip", 2.0, True)
+    screen = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip", "outer.radius": 2.0}).outer)
+    assert (screen.robust, screen.times, screen.gathers) == ("centered-clip", 2.0, True)
     uneven = load(None, {"outer.round": "seconds:5"}).outer
     assert uneven.weighing == "tokens"
     assert problem(make_screen(uneven), 0, 1e9) is None  # weights travel divided by tokens

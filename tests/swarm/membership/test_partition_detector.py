@@ -55,8 +55,8 @@ def test_two_that_vanish_together_are_a_partition_and_what_is_said_says_who():
     (said,) = scene.said
     assert said.startswith("a partition is suspected: 2 of 5 members vanished within ")
     assert said.endswith(" s (carl, dora); training goes on with 3, and they come together again by themselves")
-    assert scene.absence.suspicion.fields()["missing_names"] == ("carl", "dora")
-    assert member("me", 0.0, **scene.absence.suspicion.fields()).missing == 2
+    assert scene.absence.suspected.fields()["missing_names"] == ("carl", "dora")
+    assert member("me", 0.0, **scene.absence.suspected.fields()).missing == 2
 
 
 def test_those_who_come_back_end_it():
@@ -65,7 +65,7 @@ def test_those_who_come_back_end_it():
     scene.until(120)
     del scene.cut["carl"]
     scene.until(130)
-    assert scene.absence.suspicion is None  # one alone is a crash
+    assert scene.absence.suspected is None  # one alone is a crash
     assert scene.said[1:] == ["together again with carl"]
     scene.cut.clear()
     scene.until(140)
@@ -78,7 +78,7 @@ def test_a_cut_at_one_moment_is_seen_as_one_whatever_the_phases(phases, moment):
     scene = Scene(phases).until(moment)
     scene.cut = dict.fromkeys(("bert", "carl", "dora"), moment)
     scene.until(moment + TTL + CONFIRM + PERIOD + 2)
-    assert set(scene.absence.suspicion.names) == {"bert", "carl", "dora"}
+    assert set(scene.absence.suspected.names) == {"bert", "carl", "dora"}
 
 
 def test_one_by_one_is_no_partition():
@@ -117,7 +117,7 @@ def test_what_is_long_past_is_forgotten():
     scene = Scene().until(60)
     scene.cut = {"carl": 60.0, "dora": 60.0}
     scene.until(60 + TTL + FORGET + 2 * CONFIRM, step=10.0)
-    assert scene.absence.suspicion is None
+    assert scene.absence.suspected is None
     assert len(scene.said) == 1
 
 
@@ -125,7 +125,7 @@ def test_it_says_nothing_of_a_full_house():
     absence = PartitionDetector(PEERS["me"])
     there = {PEERS[name]: member(name, time.time()) for name in PEERS}
     assert [absence.look(there, set(), float(second)) for second in range(5)] == [[]] * 5
-    assert absence.suspicion is None
+    assert absence.suspected is None
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -133,5 +133,5 @@ def test_three_of_four_and_more_are_counted(count):
     scene = Scene().until(60)
     scene.cut = dict.fromkeys(list(scene.phases)[:count], 61.0)
     scene.until(120)
-    assert scene.absence.suspicion.of == 5
-    assert len(scene.absence.suspicion.names) == count
+    assert scene.absence.suspected.of == 5
+    assert len(scene.absence.suspected.names) == count

@@ -142,10 +142,10 @@ def an_error_of_ours(patch):
     """Something that nobody thought of."""
     note = PairMatchmaker._note
 
-    def stumbling(self, meeting, peer, answer):
+    def stumbling(self, pairing, peer, answer):
         if answer.verdict == "wait":
             raise KeyError(peer)
-        return note(self, meeting, peer, answer)
+        return note(self, pairing, peer, answer)
 
     patch.setattr(PairMatchmaker, "_note", stumbling)
 

@@ -230,7 +230,7 @@ def pair():
         attacker.close()
 
 
-def parcel(body, **changes):
+def envelope(body, **changes):
     return pack(GossipEnvelope(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
 
 
@@ -239,7 +239,7 @@ def plain(sealed):
 
 
 def signed(node, payload):
-    return parcel(plain(msgpack.packb([node.identity.peer_id, payload, node.identity.sign("shoal/rollout/1", payload)])))
+    return envelope(plain(msgpack.packb([node.identity.peer_id, payload, node.identity.sign("shoal/rollout/1", payload)])))
 
 
 def sealed(node, **changes):
@@ -248,7 +248,7 @@ def sealed(node, **changes):
 
 def elsewhere(node):
     """A record of another swarm in a parcel of this one."""
-    return parcel(make_body(node.record(swarm=swarm_id(b"x")), node.identity))
+    return envelope(make_body(node.record(swarm=swarm_id(b"x")), node.identity))
 
 
 def announced(node):
@@ -262,8 +262,8 @@ HOSTILE = {
     "malformed": lambda node: signed(node, msgpack.packb(["rollout", 1, {}])),
     "version": lambda node: signed(node, msgpack.packb(["rollout", 2, node.record().model_dump()])),
     "kind": lambda node: signed(node, msgpack.packb(["weights", 1, node.record().model_dump()])),
-    "bomb": lambda node: parcel(Body("zlib", 1000, zlib.compress(bytes(50 << 20), 9))),
-    "forged": lambda node: parcel(plain(seal(record(OTHER, issued=time.time()), node.identity))),
+    "bomb": lambda node: envelope(Body("zlib", 1000, zlib.compress(bytes(50 << 20), 9))),
+    "forged": lambda node: envelope(plain(seal(record(OTHER, issued=time.time()), node.identity))),
     "foreign-swarm": elsewhere,
     "foreign-env": lambda node: sealed(node, env="mul"),
     "stale": lambda node: sealed(node, round=5),

@@ -29,7 +29,7 @@ def world():
         SimpleNamespace(host=SimpleNamespace(traffic=traffic)),
         SimpleNamespace(round=3, steps=30),
         SimpleNamespace(waited=0.0),
-        SimpleNamespace(suspicions=lambda: [rejected.pop() for _ in rejected[:]]),
+        SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]]),
         model="digest",
         name="anna",
         shard=Shard(1, 4, 0),
