@@ -25,7 +25,7 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     row["loss"] = statistics.fmean(losses) if losses else None
     row["loss_sd"] = statistics.stdev(losses) if len(losses) > 1 else None
     row["loss_averaged"] = statistics.fmean(run["loss_averaged"] for run in good) if good else None
-    row.update(seeds=len(losses), astray=len(runs) - len(losses), losses={run["seed"]: run["loss"] for run in good})
+    row.update(seeds=len(losses), diverged=len(runs) - len(losses), losses={run["seed"]: run["loss"] for run in good})
     row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
     return row
 

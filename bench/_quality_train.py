@@ -243,5 +243,5 @@ def run(spec: Spec) -> dict[str, Any]:
     result["loss_averaged"] = task.losses(_mean(kept))["loss"] if len(kept) > 1 else result["loss"]
     result.update(bytes_per_token=sent / tokens, tokens=tokens, seconds=round(trained, 1))
     if not math.isfinite(result["loss"]):
-        result.update(loss=None, validation=None, loss_averaged=None, astray="the held-out loss is not finite")
+        result.update(loss=None, validation=None, loss_averaged=None, diverged="the held-out loss is not finite")
     return result

@@ -29,7 +29,7 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(pages(settings["nav"])) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="mkdocs renders the whole site and the API")
 def test_it_builds_without_a_warning(tmp_path):
     if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
         pytest.skip("mkdocs is not installed: pip install 'shoal[docs]'")

@@ -64,7 +64,7 @@ def test_text_is_pretrained_alone(tmp_path):
     assert float(re.fullmatch(r"held-out loss: (\d\.\d{4}) nats a byte", loss)[1]) < 5.6
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two real nodes train on text")
 def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
     (tmp_path / "text").write_text("a shoal of fish stays together while each swims its own way " * 200)
     options = ["--data", tmp_path / "text", "--steps", 40, "--width", 16, HERE]
@@ -79,7 +79,7 @@ def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
     assert outs[0][:4] == [f"round {number}: 2 peers" for number in range(4)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two processes train with transformers")
 def test_adapters_are_trained_by_transformers_own_trainer(tmp_path):
     pytest.importorskip("peft", reason="peft is not installed")
     out = ended(start("lora.py", "--steps", 4, "--every", 2, "--out", tmp_path / "adapters", HERE, folder=tmp_path))

@@ -326,3 +326,12 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     }  # fmt: skip
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)
+
+
+@each(TESTS)
+def test_a_slow_test_says_why(file):
+    found = list(ast.walk(tree(file)))
+    reasons = {id(call.func): [keyword.arg for keyword in call.keywords] for call in found if isinstance(call, ast.Call)}
+    for item in found:
+        if isinstance(item, ast.Attribute) and item.attr == "slow" and ast.unparse(item.value) == "pytest.mark":
+            assert reasons.get(id(item)) == ["reason"], f"{relative(file)}:{item.lineno}: pytest.mark.slow wants a reason"

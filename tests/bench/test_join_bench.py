@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_one_join_of_a_tiny_model() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "join.py"), "--layers", "1", "--width", "32", "--joins", "1", "--json"],

@@ -45,7 +45,7 @@ def descendants():
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real processes over shaped links")
 def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
     done = bench("--link", "relay", "--methods", "noloco,streaming,ddp", *SMALL, "--json")
     assert done.returncode == 0, done.stderr

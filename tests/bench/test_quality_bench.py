@@ -25,7 +25,7 @@ def bench(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="trains methods from start to end")
 def test_rows_bytes_and_resuming(tmp_path):
     file = tmp_path / "found" / "runs.jsonl"
     command = ["--peers", 2, "--every", 5, "--steps", 10, "--batch", 4, "--seeds", 1, "--lr", 0.01, "--json", "--resume", file]

@@ -47,7 +47,7 @@ def test_a_wrong_option_is_named(options: list[str]) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="trains a transformer on both sides")
 def test_the_small_transformer_is_measured_too() -> None:
     done = bench("--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json")
     assert done.returncode == 0, done.stderr

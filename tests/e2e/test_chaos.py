@@ -10,7 +10,7 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real nodes are killed and come back")
 def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal):
     report = shoal.start(
         "chaos", "--peers", 3, "--minutes", 0.3, "--kills-per-minute", 4, "--stops-per-minute", 3, "--no-unharmed", "--every", 5,
@@ -25,7 +25,7 @@ def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal):
     assert not list(shoal.tmp.glob("shoal-chaos-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a run of shoal chaos starts real nodes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_nothing_is_left_when_it_is_ended_in_the_middle(shoal, eventually, number):
     run = shoal.start(

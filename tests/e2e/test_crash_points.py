@@ -54,7 +54,13 @@ SELDOM = [
 
 @pytest.mark.parametrize(
     ("number", "role", "point", "expected"),
-    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)],
+    [
+        *OFTEN,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"))
+            for case in SELDOM
+        ),
+    ],
     ids=lambda value: (
         value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(sorted(value))
     ),
@@ -88,8 +94,10 @@ def run(peers, round):
     [
         pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
         pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
-        pytest.param(3, "chunk", STOP, id="gather-SIGSTOP", marks=pytest.mark.slow),
-        pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow),
+        pytest.param(
+            3, "chunk", STOP, id="gather-SIGSTOP", marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
+        ),
+        pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow(reason="four processes in a group")),
     ],
 )
 def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(nursery, eventually, count, point, number):
@@ -109,7 +117,9 @@ def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(nursery, eventual
         eventually(lambda: not nursery.left(victim.pid), 5, "the end of the victim's daemon and sockets")
 
 
-@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+)
 def test_without_its_leader_nobody_has_a_mean_and_all_go_on(nursery, number):
     leader, *others = peers = nursery.group(3, **GROUP)
     leader.ask("arm", "armed", point="settle", number=int(number))
@@ -130,7 +140,9 @@ def sources_and_newcomer(nursery):
     return sources, newcomer, [{key: source.wait("host")[key] for key in ("peer", "addresses")} for source in sources]
 
 
-@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+)
 def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(nursery, worker_module, number):
     sources, newcomer, places = sources_and_newcomer(nursery)
     source = sources[0]
@@ -141,7 +153,9 @@ def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(nursery, 
     assert (fetched["round"], fetched["sha256"]) == (3, worker_module.sha256(worker_module.values(7, FLOATS)))
 
 
-@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+)
 def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, number):
     sources, newcomer, places = sources_and_newcomer(nursery)
     newcomer.ask("arm", "armed", point="write", number=int(number))
@@ -152,7 +166,9 @@ def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, numbe
     assert [set(mean["members"]) for mean in means] == [{network["peer"] for network in places}] * 2
 
 
-@pytest.mark.parametrize("number", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+)
 def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(nursery, outcomes, tmp_path, number):
     """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its save when it is let go on."""
     survivor, victim = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT)

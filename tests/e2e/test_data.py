@@ -21,7 +21,7 @@ def tokenizer(path, size):
     made.save(str(path / "tokenizer.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real nodes train on records")
 def test_peers_agree_on_records_and_tokenizer_and_who_has_another_is_told(shoal):
     lines = (json.dumps({"body": f"the quick brown fox says that {i} and {i} are {i + i}"}) + "\n" for i in range(500))
     (shoal.home / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))

@@ -9,6 +9,7 @@ import pytest
 SMALL = {"layers": 1, "width": 16, "context": 16}
 
 
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
     settings = shoal.toml(swarm={"start_when": 3}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
     creator = shoal.node("up", settings, "anna")
@@ -50,7 +51,7 @@ def test_a_newcomer_is_told_that_all_are_dead(shoal):
     assert said.said().splitlines()[-1].startswith("Error: no bootstrap peer can be reached: /ip4/127.0.0.1/tcp/")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a node waits until every known address was tried")
 def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
     settings = shoal.toml(swarm={"start_when": 2}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
     saving = ("--set", "node.checkpoint_every_rounds=2")

@@ -33,6 +33,7 @@ def checked(report, peers, rounds, every):
     return report
 
 
+@pytest.mark.slow(reason="four real nodes, twice; .ci/run runs the same demo and checks its report")
 def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
     demo = shoal.start("demo", "--rounds", "6", "--peers", "4", "--every", "10", "--json")
     report = checked(demo.json(150), 4, 6, 10)
@@ -43,7 +44,7 @@ def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
     assert not list(shoal.tmp.glob("shoal-demo-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two real nodes, twice")
 def test_a_model_of_ones_own_and_plain_averaging(shoal):
     demo = shoal.start("demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "8", "--every", "10", "--method", "local", "--json")
     report = checked(demo.json(150), 2, 8, 10)
@@ -53,7 +54,7 @@ def test_a_model_of_ones_own_and_plain_averaging(shoal):
     assert shoal.left() == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two real nodes, twice")
 def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     demo = shoal.start(
         "demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",
@@ -76,7 +77,7 @@ def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     assert "exists" in shoal.start("merge", kept / "peer-0", "--out", "one.safetensors").error()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="four real nodes train for forty rounds, twice")
 def test_forty_rounds_together_are_better_than_alone(shoal):
     demo = shoal.start("demo", "--json")
     report = checked(demo.json(280), 4, 40, 25)

@@ -35,7 +35,7 @@ OUTER = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real nodes, one of which joins late")
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER.keys())
 def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, outer):
     table = shoal.toml(swarm={"name": "group", "start_when": 2}, outer={**outer, "wait_s": 5.0}, options={"context": 32})
@@ -51,7 +51,7 @@ def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, o
     stop(third, second, first)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a node is stopped for several rounds of seconds")
 @pytest.mark.parametrize("outer", [pytest.param(OUTER[name], id=name) for name in ("diloco", "streaming")])
 def test_who_slept_ends_with_the_weights_of_the_others(shoal, eventually, outer):
     table = shoal.toml(swarm={"name": "group", "start_when": 3}, outer={**outer, "wait_s": 2.0}, options={"context": 32})

@@ -1,8 +1,11 @@
 """`shoal up --invite-only` and `shoal invite`, as a person types them."""
 
+import pytest
+
 from shoal.swarm.access.link import Link
 
 
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_by_invitation_only(shoal, eventually):
     file = shoal.toml(options={"layers": 1, "width": 16, "heads": 1, "context": 16}, outer={"every": 5}, train={"steps": 0})
     anna = shoal.node("up", file, "anna", "--invite-only")

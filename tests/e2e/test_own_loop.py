@@ -12,7 +12,7 @@ SIZE = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2}
 EVERY = 20
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a node and a loop train in real time")
 def test_a_loop_of_ones_own_trains_with_a_node(shoal):
     """Both say who was in the mean."""
     torch.set_num_threads(1)

@@ -53,7 +53,7 @@ def halves():
     made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="the halves of a swarm train apart in network namespaces")
 @pytest.mark.parametrize("method", ["diloco", "noloco"])
 def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, method):
     settings = shoal.toml(

@@ -15,7 +15,7 @@ def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "round"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two real nodes train while a third process pulls")
 def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually):
     table = shoal.toml(
         swarm={"name": "group", "start_when": 2}, outer={"method": "diloco", "every": 20, "wait_s": 5.0}, options=SIZE

@@ -69,7 +69,8 @@ def killed(node):
     node.wait()
 
 
-@pytest.mark.parametrize("method", [pytest.param("noloco", marks=pytest.mark.slow), "diloco"])
+@pytest.mark.slow(reason="starts of real nodes, one after another")
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, method):
     first = up(shoal, "first", "--method", method)
     link = first.line()
@@ -92,7 +93,7 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
         assert node.wait() == 130
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventually):
     """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
     first = up(shoal, "first")
@@ -116,7 +117,7 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
         assert node.wait() == 130
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(shoal, eventually):
     first = up(shoal, "first", "--method", "diloco", "--steps", 4 * EVERY, "--json").json()
     said = up(shoal, "first", "--method", "noloco", "--resume", "--steps", 8 * EVERY).error()
@@ -148,7 +149,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     assert saved(shoal, "third")[-1] > 4 * EVERY
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventually):
     up(shoal, "first", "--steps", EVERY, "--json").json()
     waiting = up(shoal, "second", "--set", "swarm.start_when=3")

@@ -16,7 +16,7 @@ def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "rl"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two real nodes learn for several rounds")
 def test_two_nodes_learn_from_each_others_rollouts(shoal):
     demo = shoal.start(
         "demo", "--task", "rl", "--peers", "2", "--rounds", "40", "--option", "families=last", *QUICK, "--local", "2",
@@ -78,7 +78,7 @@ def random_model(folder):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two language models generate")
 def test_a_node_with_another_model_learns_from_text(shoal):
     model = random_model(shoal.home / "model")
     settings = shoal.toml(
@@ -99,7 +99,7 @@ def test_a_node_with_another_model_learns_from_text(shoal):
     assert theirs["rl"]["received"] == mine["rl"]["sent"] == 40
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="eight real nodes on two cores")
 @pytest.mark.timeout(600)
 def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
     settings = shoal.toml(task={"hooks": "rl"}, rl={"warm": 100}, swarm={"start_when": 8}, options={"families": "last,largest"})

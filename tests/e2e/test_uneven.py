@@ -14,7 +14,7 @@ def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "round"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="rounds are seconds of real time")
 @pytest.mark.parametrize("length", ["seconds:1", "seconds:auto"])
 def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, length):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": length})
@@ -39,7 +39,7 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
     assert shoal.left() == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="rounds are seconds of real time")
 def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, eventually):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0})
     awake = shoal.node("up", table, "awake", "--hooks", TASK, "--shard", "0/2")

@@ -24,7 +24,7 @@ def banned(shoal, name):
     return set(events[-1]["banned"]) if events else set()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real nodes vote for several rounds of seconds")
 @pytest.mark.timeout(900)
 def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventually):
     settings = shoal.toml(

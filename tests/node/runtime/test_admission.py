@@ -216,7 +216,7 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
         until(lambda one=one: one.directory.refresh(10) or len(one.directory.members()) == 2)
         assert other.host.peer_id not in one.directory.everyone()
         assert one.directory.is_barred(other.host.peer_id)
-    with pytest.raises(NetworkError, match="list of those it does not meet"):
+    with pytest.raises(NetworkError, match="is on this node's deny list"):
         first.host.call(first.host.open(bert.peer_id, STATE_PROTOCOL, timeout=5), 10)
     second.host.introduce = None
     with pytest.raises(NetworkError, match="ended early"):

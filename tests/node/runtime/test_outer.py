@@ -86,7 +86,7 @@ def test_the_help_names_every_method(command):
 
 def test_the_table_in_the_docs_has_every_method_with_whom_it_meets_and_a_command():
     rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([a-z ]+) \| .* \| `(shoal .*)` \|$", PAGE.read_text(encoding="utf-8"), re.M)
-    who = {"a partner": "pair", "everyone": "everyone", "nobody": "nobody"}
+    who = {"a partner": "pair", "everyone": "everyone", "no peer": "nobody"}
     assert {name: who[group] for name, group, _ in rows} == {name: method.group for name, method in METHODS.items()}
     for name, _, command in rows:
         assert f"--method {name}" in command or name == "noloco"

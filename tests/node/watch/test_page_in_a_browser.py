@@ -14,7 +14,7 @@ from tests.node.watch.conftest import NOW
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts Chromium")
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_names_numbers_and_curves_are_on_the_page(authors, tmp_path, until):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")

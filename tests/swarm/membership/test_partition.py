@@ -169,7 +169,10 @@ def swarm(network):
         each.pool.shutdown()
 
 
-LONG = [pytest.param(*case, marks=pytest.mark.slow) for case in (("diloco", 3, 5), ("streaming", 2, 4), ("co2", 1, 4))]
+LONG = [
+    pytest.param(*case, marks=pytest.mark.slow(reason="many rounds of exchanges in real time"))
+    for case in (("diloco", 3, 5), ("streaming", 2, 4), ("co2", 1, 4))
+]
 
 
 @pytest.mark.parametrize(("method", "first", "count"), [("diloco", 1, 4), ("diloco", 2, 4), ("co2", 2, 4), *LONG])

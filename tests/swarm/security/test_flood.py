@@ -25,7 +25,7 @@ from shoal.swarm.p2p.host import Host
 from tests.swarm.conftest import MODEL, SWARM
 from tests.swarm.security.forgeries import member
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(reason="hundreds of real connections wait for their deadlines")
 
 COUNT, IDENTITIES = 600, 20
 FEW = 64  # descriptors of the daemon's own, and connections that are being made or ended
