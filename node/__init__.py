@@ -1,1 +1,1 @@
-"""What a person runs: the command line, settings, tasks, the training loop, checkpoints and the display."""
+"""The node: command line, settings, tasks, training loop, checkpoints and display."""
