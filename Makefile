@@ -14,7 +14,8 @@ COVERAGE_FLOOR ?= 75
 PEERS ?= 4
 ROUNDS ?= 40
 ARGS ?=
-WORKERS ?= 2
+# Of the tests: one runs those with real processes and deadlines, which mostly wait; the others share two cores.
+WORKERS ?= 3
 EXTRAS ?= test
 
 BIN := $(VENV)/bin
