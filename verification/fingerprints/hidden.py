@@ -38,6 +38,8 @@ class LastHidden:
     With ``every=False`` only the last position of each call is kept. That is what a generation needs that makes one token a call,
     with a KV cache or without: state i is the one that token i was drawn from. With ``every=True`` all positions of all calls are
     kept, for the one call of a prefill. States are kept in their dtype, on their device, outside the graph.
+
+    ``dtype`` is the coarsest that the calls computed in, as seen at the head: of its weights, its input, and autocast around it.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | str | None = None, every: bool = False) -> None:
@@ -45,6 +47,7 @@ class LastHidden:
         self._every = every
         self._kept: list[Tensor] = []
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._dtypes = {each.dtype for each in self._head.parameters() if each.is_floating_point()}
 
     def __enter__(self) -> LastHidden:
         self._hook = self._head.register_forward_pre_hook(self._keep)
@@ -60,8 +63,19 @@ class LastHidden:
         if state is None or state.dim() not in (2, 3):
             raise ValueError("the layer that makes the logits was not given states of shape (batch, positions, width)")
         state = state.unsqueeze(1) if state.dim() == 2 else state  # some models pass the last position alone
+        self._dtypes.add(state.dtype)
+        kind = state.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            self._dtypes.add(torch.get_autocast_dtype(kind))
         # A view of the last position would keep the whole prompt's states alive.
         self._kept.append(state.clone() if self._every else state[:, -1:].clone())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the computation. Raises ``ValueError`` if no call was recorded."""
+        if not self._kept:
+            raise ValueError("the model was not called while its hidden states were recorded")
+        return max(self._dtypes, key=lambda dtype: (torch.finfo(dtype).eps, str(dtype)))
 
     def states(self) -> Tensor:
         """Return the states (batch, positions, width) of all calls so far. Raises ``ValueError`` if there were none."""

@@ -38,8 +38,8 @@ def self_calibrate(
             at = Coordinates.of(env, QUESTIONS, claim)
             prompt, seed = env.made.question(at.seed, at.index).prompt, seed_of("calibration", claim, prover, 0, at.hash)
             try:
-                completions, states = write(sides[prover], prompt, agreed, seed)
-                proof, rows = ACTIVATIONS.make(states), [one.tokens for one in completions]
+                group = write(sides[prover], prompt, agreed, seed)
+                proof, rows = ACTIVATIONS.make(group.states), [one.tokens for one in group.completions]
                 for verifier in sides:
                     for name, found in examine(sides[verifier], prompt, rows, proof, agreed, seed).items():
                         evidence.setdefault(Pair(name, policy_name, prover, verifier), []).append(found)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shoal.node.rl.environment import Env, Question
 from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import Claimed
 from shoal.node.verify.audit.snapshot import snapshot
-from shoal.node.verify.completions.material import Agreed, Coordinates, seed_of
+from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
 from shoal.node.verify.completions.prover import ProvenGroup, prove
 from shoal.verification.consensus.participant import Slot
 
@@ -33,12 +33,15 @@ class Written:
 class Claimer:
     """Writer of groups for the slots that it was offered. ``offer`` and ``take`` are for one other thread.
 
-    ``round`` returns the current round of verification; a slot of an earlier one is too late.
+    ``round`` returns the current round of verification; a slot of an earlier one is too late. ``allowed``: dtypes of claims.
     """
 
-    def __init__(self, env: Env, agreed: Agreed, run: str, peer: str, *, policy_name: str, round: Callable[[], int]) -> None:
+    def __init__(
+        self, env: Env, agreed: Agreed, run: str, peer: str, *, policy_name: str, round: Callable[[], int],
+        allowed: Collection[str] = tuple(DTYPES),
+    ) -> None:  # fmt: skip
         self._env, self._agreed, self._run, self._peer = env, agreed, run, peer
-        self._policy_name, self._round = policy_name, round
+        self._policy_name, self._round, self._allowed = policy_name, round, allowed
         self._lock = threading.Lock()  # guards the next three
         self._slots: deque[Slot] = deque()
         self._filled: set[tuple[int, int]] = set()
@@ -76,6 +79,7 @@ class Claimer:
         proven = prove(
             policy, self._env, at, self._agreed, seed_of(self._run, slot.round, self._peer, slot.slot, at.hash),
             policy_name=self._policy_name, snapshot_bytes=len(held), planted_prompt=aside,
+            allowed=self._allowed,
         )  # fmt: skip
         with self._lock:
             self._written.append(Written(slot, proven, held))

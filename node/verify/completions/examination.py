@@ -2,11 +2,16 @@
 
 A group is written at most PART completions at a time, each row with the same prompt, so nothing is padded before it. Token number
 s of completion number r is drawn by Gumbel-max with the noise of position r * STRIDE + s of the claim's seed.
+
+Autocast of the caller is off meanwhile, as it is a thread's: author and verifier compute in the dtype of the weights, unless the
+policy itself chooses another.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,22 +45,37 @@ def together(agreed: Agreed) -> int:
     return max(1, min(PART, AT_ONCE // agreed.max_tokens))
 
 
+@dataclass(frozen=True)
+class WrittenGroup:
+    """Completions of one prompt, the states (n, width) of their n tokens, row after row, and the dtype of the computation."""
+
+    completions: list[Completion]
+    states: Tensor
+    dtype: str
+
+
 @torch.no_grad()
-def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> tuple[list[Completion], Tensor]:
-    """Write ``agreed.group`` completions of ``prompt``; also return the states (n, width) of their n tokens, row after row."""
+def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> WrittenGroup:
+    """Write ``agreed.group`` completions of ``prompt``."""
     written: list[Completion] = []
     states: list[Tensor] = []
+    dtype = ""
     for first in range(0, agreed.group, together(agreed)):
         count = min(together(agreed), agreed.group - first)
-        with LastHidden(policy.module) as hidden:
+        with _plain(policy), LastHidden(policy.module) as hidden:
             part = policy.generate(
                 [prompt] * count, 1, temperature=agreed.temperature, max_tokens=agreed.max_tokens, seed=0,
                 choose=_chooser(seed, agreed.temperature, first),
             )  # fmt: skip
-        found = hidden.states()
+        found, dtype = hidden.states(), _name(hidden.dtype)
         written += [one for (one,) in part]
         states += [row[: len(one.tokens)] for row, (one,) in zip(found, part, strict=True)]
-    return written, torch.cat(states)
+    return WrittenGroup(written, torch.cat(states), dtype)
+
+
+def _plain(policy: Policy) -> contextlib.AbstractContextManager[object]:
+    device = next(policy.module.parameters()).device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
 
 
 def _chooser(seed: int, temperature: float, first: int) -> Choose:
@@ -80,7 +100,7 @@ def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agr
     found: list[Tensor] = []
     for first in range(0, len(rows), together(agreed)):
         part = rows[first : first + together(agreed)]
-        with LastHidden(policy.module, every=True) as hidden:
+        with _plain(policy), LastHidden(policy.module, every=True) as hidden:
             logits, mask = policy.logits([prompt] * len(part), part)
         own = hidden.states()[:, -logits.shape[1] :]
         for number, row in enumerate(part):
@@ -112,4 +132,8 @@ def width_of(policy: Policy) -> int:
 
 def dtype_of(policy: Policy) -> str:
     """Return the dtype of the policy's module, such as "float32"."""
-    return str(next(policy.module.parameters()).dtype).removeprefix("torch.")
+    return _name(next(policy.module.parameters()).dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -51,7 +51,9 @@ class CompletionClaims:
         path = settings.node.calibration
         self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, PROVERS)
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
-        self.claimer = Claimer(self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round)
+        self.claimer = Claimer(
+            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round, allowed=PROVERS
+        )
         task.claim(self.claimer)
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Completion, Policy
 from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.completions.examination import ACTIVATIONS, dtype_of, write
-from shoal.node.verify.completions.material import Agreed, Coordinates, encode, material_of, output_hash, seed_of
+from shoal.node.verify.completions.examination import ACTIVATIONS, write
+from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, encode, material_of, output_hash, seed_of
 from shoal.verification.consensus.records import Claim
 
 
@@ -39,21 +40,28 @@ def policy_label(spec: str) -> str:
 
 def prove(
     policy: Policy, env: Env, at: Coordinates, agreed: Agreed, seed: int, *, policy_name: str, snapshot_bytes: int,
-    planted_prompt: str | None = None,
+    planted_prompt: str | None = None, allowed: Collection[str] = tuple(DTYPES),
 ) -> ProvenGroup:  # fmt: skip
     """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and prove which policy wrote it.
 
-    The dtype is that of the policy's module. ``planted_prompt``: of another question, which is answered in place of the claimed
-    one, so that the claim is wrong but looks like others until it is checked.
+    The dtype is the one that the completions were really computed in, which must be among ``allowed``. ``planted_prompt``: of
+    another question, which is answered in place of the claimed one, so that the claim is wrong but looks like others until it is
+    checked.
 
-    Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens or computes nonsense.
+    Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens, computes nonsense, or computes in another dtype.
     """
     prompt = env.made.question(at.seed, at.index).prompt if planted_prompt is None else planted_prompt
     try:
-        completions, states = write(policy, prompt, agreed, seed)
-        proof = ACTIVATIONS.make(states)
+        group = write(policy, prompt, agreed, seed)
+        proof = ACTIVATIONS.make(group.states)
     except ValueError as error:
         raise VerifyError(f"The policy's answers cannot be proved ({error}): mend the policy, or turn verification off.") from error
+    if group.dtype not in allowed:
+        raise VerifyError(
+            f"The policy computes in {group.dtype}, where claims of completions are in {' or '.join(allowed)}: give it weights of "
+            "that dtype and no autocast of its own, or turn verification off."
+        )
+    completions = group.completions
     short = [len(one.tokens) for one in completions if one.finish == "length" and len(one.tokens) != agreed.max_tokens]
     if short:
         raise VerifyError(
@@ -61,7 +69,7 @@ def prove(
         )
     rows = [one.tokens for one in completions]
     finish = [one.finish for one in completions]
-    material = material_of(at, rows, finish, proof=proof, policy=policy_name, dtype=dtype_of(policy), snapshot=snapshot_bytes)
+    material = material_of(at, rows, finish, proof=proof, policy=policy_name, dtype=group.dtype, snapshot=snapshot_bytes)
     return ProvenGroup(at, agreed, seed, completions, encode(material))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import END, Tiny, Warm
-from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable
+from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
 from shoal.node.verify.audit.finding import MOST_EVIDENCE, Finding
 from shoal.node.verify.audit.snapshot import digest, snapshot
 from shoal.node.verify.completions.examination import ACTIVATIONS, read
@@ -66,6 +66,38 @@ def test_float16_too(world, verifier):
     assert all(other.check(other.proven(index, dtype="float16"), checker).accepted for index in range(6))
     int4 = world.changed(rounded(4))
     assert not any(other.check(other.proven(index, int4, dtype="float16"), checker).accepted for index in range(6))
+
+
+class CoarseTiny(Tiny):
+    """A policy that computes in bfloat16 of its own accord, on weights of float32."""
+
+    def generate(self, *args, **options):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().generate(*args, **options)
+
+
+def test_a_claim_is_honest_under_autocast_of_the_node(world):
+    """Training may run in bfloat16: what is claimed is computed, and checked, in the dtype of the weights all the same."""
+    checker = world.checker(allowed=("float32",))
+    for index in range(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            proven = world.proven(index, allowed=("float32",))
+        assert decode(proven.material).dtype == "float32"
+        assert world.check(proven, checker).accepted
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            finding = world.check(world.proven(index), checker)
+        assert finding.accepted, finding.reason
+        assert finding.statistics["error of values (ulp)"] < 0.5
+
+
+def test_a_policy_that_computes_in_bfloat16_says_so_or_does_not_claim(world):
+    coarse = CoarseTiny(Strings(), seed=8, warm=Warm(steps=0))
+    coarse.module.load_state_dict(world.policy.module.state_dict())
+    proven = world.proven(0, coarse)
+    assert decode(proven.material).dtype == "bfloat16"
+    assert world.check(proven).accepted
+    with pytest.raises(VerifyError, match=r"^The policy computes in bfloat16, where claims of completions are in float32: give it"):
+        world.proven(0, coarse, allowed=("float32",))
 
 
 def test_what_was_written_with_a_cache_is_what_a_prefill_gives(world):

@@ -1,11 +1,13 @@
 """The training thread's part: groups for slots that are due, in the round that they are for, and wrong ones where that is due."""
 
+import copy
 import dataclasses
 import threading
 
 import pytest
 
 from shoal.node.rl.environment import Env, Question
+from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.snapshot import digest, snapshot
 from shoal.node.verify.completions.claiming import ASIDE, MOST_WRITTEN, Claimer
 from shoal.node.verify.completions.material import Coordinates, decode, seed_of
@@ -46,6 +48,16 @@ def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_rig
     assert written.proven.seed == seed_of(RUN, 7, PEER, 1, Coordinates.of(world.env, SEED, 0).hash)
     claim = make_claim(written.proven, run=RUN, round=7, peer=PEER, slot=1, model=digest(written.snapshot))
     assert world.checker().check(claim, written.proven.material, written.snapshot).accepted
+
+
+def test_a_policy_that_computes_in_a_dtype_that_others_refuse_is_named_before_it_claims(world):
+    claimer = Claimer(world.env, world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7, allowed=("float32",))
+    coarse = copy.deepcopy(world.policy)
+    coarse.module.bfloat16()
+    claimer.offer([Slot(7, 1, False)])
+    with pytest.raises(VerifyError, match="computes in bfloat16"):
+        write(claimer, world, policy=coarse)
+    assert claimer.take() == []
 
 
 def test_nothing_is_due_before_it_was_offered_nor_once_it_is_offered_no_more(claimer, world):
