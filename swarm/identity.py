@@ -7,6 +7,7 @@ and this node's signatures use the same file. The peer id of an Ed25519 key *is*
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -17,6 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from shoal.swarm.errors import IdentityError
+from shoal.swarm.file_lock import FileLock
 
 KEY_HEADER = bytes.fromhex("08011240")
 ID_HEADER = bytes.fromhex("002408011220")
@@ -154,6 +156,21 @@ class Identity:
         except (OSError, ValueError) as error:
             raise IdentityError(f"Cannot write the key file {path} ({_why(error)}): choose a writable path.") from error
         return Identity(self._key, path)
+
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """Keep others on this machine from being this peer until the returned context is left; a key in memory needs no lock.
+
+        Raises InUseError if another process, or another part of this one, has locked the key file.
+        """
+        if self.path is None:
+            return contextlib.nullcontext()
+        path = self.path.resolve()  # one lock, by whatever link the key is named
+        what = f"The key {str(path)!r}"
+        return FileLock(
+            path.with_name(f"{path.name}.lock"),
+            what,
+            "two nodes with one key would be one peer to all others, so stop that node, or name another key file with --identity",
+        )
 
     def sign(self, context: str, data: bytes) -> bytes:
         """Return the 64-byte signature over ``data``; it is valid in this context only."""

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from shoal.node.checkpoint.tensor_file import kind, write_tensors
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.file_lock import FileLock
 
 FORMAT = 1
 KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
-SAVING = ".saving-"
+SAVING, LOCK = ".saving-", ".lock"
 POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
 """Moments of a save, in order, at each of which a process may die: the temporary folder exists; a block of the tensor file is
 written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if any, was moved aside; the new
@@ -145,11 +146,23 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
+def lock(folder: Path) -> FileLock:
+    """Make ``folder`` this node's alone until the lock is released, and remove what a node left there that was killed as it saved.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+        InUseError: another node uses it.
+    """
+    check_writable(folder)
+    held = FileLock(folder / LOCK, f"The folder {str(folder)!r}", "stop that node, or choose another --name or --folder")
+    for left in folder.glob(SAVING + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return held
+
+
 @contextlib.contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
     """Yield a new folder inside ``folder``, which is deleted afterwards unless it was renamed."""
-    for left in folder.glob(SAVING + "*"):  # left by a process that was killed while it saved
-        shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder))
     try:
         yield path

@@ -21,7 +21,7 @@ LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 def run_seed(
     identity: Path | None, *, listen: Sequence[str] = (), announce: Sequence[str] = (), relay: bool = False, as_json: bool = False
 ) -> None:
-    """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError or IdentityError."""
+    """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError, IdentityError or InUseError."""
     key = Identity.load_or_create(identity or default_identity_path().with_name("seed.key"))
     printed: set[tuple[str, ...]] = set()
 
@@ -32,7 +32,8 @@ def run_seed(
             shown = json.dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}) if as_json else "\n".join(usable)
             click.echo(shown)
 
-    asyncio.run(_until_stopped(Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)))
+    with key.lock():
+        asyncio.run(_until_stopped(Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)))
 
 
 async def _until_stopped(seed: Seed) -> None:

@@ -96,10 +96,15 @@ class NodeRun:
 
     def run(self) -> Result:
         """Join the swarm, train and leave. ShoalError for what the user can mend; nothing is left running."""
+        with checkpoint.lock(self.folder):
+            return self._run()
+
+    def _run(self) -> Result:
         node, link = self.settings.node, self.link
-        checkpoint.check_writable(self.folder)
         saved = resume.find(node)
         identity = Identity.load_or_create(node.identity_path)
+        with identity.lock():  # the host holds it from its start on; this is to learn of another node before the model is made
+            pass
         device = resolve_device(node.device)
         use_threads(node.threads)
         with open_sinks(node, self.display.message) as sinks:

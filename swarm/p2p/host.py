@@ -61,6 +61,7 @@ class Host:
         """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
         self.pubsub = PubSub(supervisor, upload)
         self._supervisor = supervisor
+        self._lock = contextlib.ExitStack()
         self._owner = os.getpid()
         self._closed = False
         self._loop = uvloop.new_event_loop()
@@ -95,12 +96,17 @@ class Host:
         ``must_join`` False: no peer need answer, for this may be the first node. ``access_policy``: the peers that this node
         meets; by default all. ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: no limit.
 
+        A key file is locked until `close`: InUseError if another node has it.
+
         Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers reachable (each with its
         reason), or out of time. Nothing is left running then.
         """
-        check_free(listen)
-        if announce:  # the daemon reports only the announced addresses, never the port it obtained
-            listen = obtain_ports(listen)
+        with contextlib.ExitStack() as lock:
+            lock.enter_context(identity.lock())
+            check_free(listen)
+            if announce:  # the daemon reports only the announced addresses, never the port it obtained
+                listen = obtain_ports(listen)
+            held = lock.pop_all()
         resource_manager = ResourceManager(access_policy)
         supervisor = DaemonSupervisor(
             identity,
@@ -116,6 +122,7 @@ class Host:
             must_join=must_join,
         )
         host = cls(identity.peer_id, supervisor, resource_manager, BandwidthLimiter(upload) if upload else None)
+        host._lock = held
         host._thread.start()
         atexit.register(host.close)
         try:
@@ -205,6 +212,10 @@ class Host:
             return
         self._closed = True
         atexit.unregister(self.close)
+        with self._lock:  # it is released when the daemon, which uses the key, is gone
+            self._end_thread(timeout)
+
+    def _end_thread(self, timeout: float) -> None:
         if not self._thread.is_alive():
             self._loop.close()
             return

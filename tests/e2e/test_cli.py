@@ -263,6 +263,33 @@ def test_after_kill_9_of_a_node_nothing_is_left(shoal, eventually):
     eventually(lambda: not shoal.left(), 5, "the end of daemon and guard")
 
 
+def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
+    node = create(shoal, "first", "--set", "node.checkpoint_every_rounds=1")
+    link = node.line()
+    eventually(lambda: list((shoal.home / "first").glob("step-*")), 60, "a checkpoint")
+    in_use = f"is in use by process {node.popen.pid}: "
+    same_both = joiner(shoal, link, "first", "--resume")  # what the sentence about checkpoints in the folder asks for
+    same_folder = joiner(shoal, link, "first", "--resume", "--identity", shoal.home / "second.key")
+    same_key = joiner(shoal, link, "second", "--identity", shoal.home / "first.key")
+    same_seed = shoal.start("seed", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "first.key")
+    for other in (same_both, same_folder):
+        said = other.error()
+        assert said.startswith(f"The folder {str(shoal.home / 'first')!r} {in_use}")
+        assert said.endswith("--name or --folder.")
+    for other in (same_key, same_seed):
+        said = other.error()
+        assert said.startswith(f"The key {str(shoal.home / 'first.key')!r} {in_use}")
+        assert said.endswith("--identity.")
+    assert node.popen.poll() is None
+    node.signal(signal.SIGKILL)
+    node.wait()
+    again = create(shoal, "first", "--resume")
+    again.line()
+    again.signal(signal.SIGINT)
+    assert again.wait() == 130
+    assert not list(shoal.home.rglob("*.lock"))
+
+
 def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, eventually):
     demo = shoal.start("demo", "--peers", "2", "--rounds", "1000", "--hooks", hooks(shoal), "--every", "5")
     eventually(lambda: len(list(shoal.tmp.glob("shoal-demo-*/peer-*/metrics.jsonl"))) == 2, 90, "the training of two nodes")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.store import STATE, TENSORS, CheckpointError, check_writable, load, save, steps
+from shoal.swarm.file_lock import InUseError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -171,9 +172,32 @@ def test_killed_while_saving_leaves_the_older_one(tmp_path, monkeypatch, call):
     step, state = load(tmp_path)
     assert step == 5
     assert torch.equal(state["x"], torch.ones(3))
-    save(tmp_path, 7, {"x": torch.zeros(3)})
+    with checkpoint.lock(tmp_path):
+        save(tmp_path, 7, {"x": torch.zeros(3)})
     assert load(tmp_path)[0] == 7
     assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_a_save_leaves_anothers_unfinished_one_alone(tmp_path):
+    other = tmp_path / ".saving-other"
+    other.mkdir()
+    save(tmp_path, 1, {})
+    assert other.exists()
+
+
+def test_a_folder_is_for_one_node_at_a_time_and_what_a_killed_one_left_goes(tmp_path):
+    (tmp_path / ".saving-dead").mkdir()
+    with checkpoint.lock(tmp_path):
+        assert not list(tmp_path.glob(".saving-*"))
+        with pytest.raises(
+            InUseError, match=r"^The folder .* is in use by this process already: stop that node, or .* --folder\.$"
+        ):
+            checkpoint.lock(tmp_path)
+        (tmp_path / ".saving-alive").mkdir()
+        with pytest.raises(InUseError):
+            checkpoint.lock(tmp_path)
+        assert (tmp_path / ".saving-alive").exists()
+    checkpoint.lock(tmp_path).release()
 
 
 def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):

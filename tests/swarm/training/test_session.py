@@ -12,6 +12,7 @@ from shoal.optim.codecs.registry import INT8
 from shoal.swarm.access.invitation import issue
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError, LinkError
+from shoal.swarm.file_lock import InUseError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
@@ -261,5 +262,8 @@ def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path
         shoal.join("http://example.org", state=model(0))
     with shoal.create(state=model(0), identity=tmp_path / "key", network=HERE) as s:
         assert s.status()["peer"] == Identity.load(tmp_path / "key").peer_id
+        with pytest.raises(InUseError, match="is in use by this process already"):
+            shoal.join(s.link, state=model(0), identity=tmp_path / "key", network=HERE)
+    Identity.load(tmp_path / "key").lock().__exit__(None, None, None)
     with pytest.raises(AttributeError, match="no attribute 'leave'"):
         _ = shoal.leave
