@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import AnnouncesAbsence, Exchange, Handle, KnowsOptimizer, Mean, NoPartner, RoundKey
-from shoal.optim.outer.buffers import float_buffers
+from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.fsdp import check_whole, local
 from shoal.optim.outer.in_flight import PendingExchange
@@ -100,7 +100,7 @@ class OuterOptimizer(OuterState):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
         check_whole(self._params, model)
         self._model = model
-        self._buffers = float_buffers(model) if buffers == "average" and model is not None else []
+        self._buffers = AveragedBuffers(model if buffers == "average" else None)
         device = torch.device(slow_device)
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
@@ -211,6 +211,7 @@ class OuterOptimizer(OuterState):
         for pending in self._in_flight[fragment]:
             pending.wait(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
+        tail = self._buffers.now() if fragment == 0 else []
         self._read_fast(self._parts[fragment])
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
@@ -219,7 +220,6 @@ class OuterOptimizer(OuterState):
         context = RoundContext(RoundKey(self.run, self.round, fragment), own_weight, own_weight)
         contribution = self.rule.contribution(slow, fast, state, context)
         codec = self._codecs[fragment]
-        tail = self._buffers if fragment == 0 else []
         if weight > 0:
             tail_codec = BufferTailCodec(codec, len(tail)) if tail else codec
             sent = 0.0 if listening else weight
@@ -275,7 +275,7 @@ class OuterOptimizer(OuterState):
         self.rule.apply(slow, fast, tensors, state, context)
         self._restart(part)
         if mean is not None and fragment == 0:
-            assign(self._buffers, mean.tensors[count:])
+            assign(self._buffers.now(), mean.tensors[count:])
         # Removed last: had anything above raised, a second call would still find the exchange.
         self._in_flight[fragment].remove(pending)
         self.applied[fragment] = context.key.round
@@ -311,9 +311,9 @@ class OuterOptimizer(OuterState):
             return
         key = RoundKey(self.run, self.round, len(self._parts))
         self.round += 1
-        mean = self.exchange.start(key, [*self.slow, *self._buffers], 1.0, FLOAT32).result()
+        mean = self.exchange.start(key, [*self.slow, *self._buffers.now()], 1.0, FLOAT32).result()
         if mean is not None:
-            assign([*self.slow, *self._buffers], mean.tensors)
+            assign([*self.slow, *self._buffers.now()], mean.tensors)
         assign(self._fast, self.slow)
         self._restart(range(len(self._params)))
         if START in self.rule_state:
