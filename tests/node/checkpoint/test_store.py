@@ -150,6 +150,28 @@ class Killed(BaseException):
     """Stands for SIGKILL: nobody catches it."""
 
 
+def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_name_before_older_ones_go(tmp_path, monkeypatch):
+    """A machine that loses its power has all of a checkpoint that has its name, and the older one until then."""
+    save(tmp_path, 1, {"step": 1}, keep=1)
+    done, fsync, rename, rmtree = [], os.fsync, os.rename, shutil.rmtree
+
+    def noting(what, of, call):
+        def noted(first, *others, **options):
+            done.append((what, of(first, *others)))
+            return call(first, *others, **options)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", noting("sync", lambda descriptor: os.fstat(descriptor).st_ino, fsync))
+    monkeypatch.setattr(os, "rename", noting("rename", lambda source, target: os.stat(source).st_ino, rename))
+    monkeypatch.setattr(shutil, "rmtree", noting("remove", lambda path: Path(path).name, rmtree))
+    final = save(tmp_path, 2, {"step": 2}, keep=1)
+    tensors, state, folder, whole = (path.stat().st_ino for path in (final / TENSORS, final / STATE, final, tmp_path))
+    expected = [("sync", tensors), ("sync", state), ("sync", folder), ("rename", folder), ("sync", whole)]
+    assert done[:5] == expected
+    assert ("remove", checkpoint.path_of(tmp_path, 1).name) in done[5:]
+
+
 @pytest.mark.parametrize("call", ["rename", "fsync", "write_tensors", "replacing"])
 def test_killed_while_saving_leaves_the_older_one(tmp_path, monkeypatch, call):
     save(tmp_path, 5, {"x": torch.ones(3)})

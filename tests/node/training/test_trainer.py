@@ -1,6 +1,7 @@
 """The training loop: it resumes bit by bit from any step, and names in one sentence what cannot be trained."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.text import TextTask
+from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone, Simulation
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -128,6 +130,24 @@ def test_it_stops_after_the_step_in_which_it_is_told_to_and_reports_the_time():
     seconds = made.run(stop=lambda: made.opt.steps == 5)
     assert made.opt.steps == 5
     assert seconds > 0
+
+
+def test_the_rate_of_steps_leaves_out_what_is_done_between_them(monkeypatch):
+    """A step takes a second, and saving after it nine: peers plan by one step a second."""
+    now, seen = [0.0], []
+
+    class Timed(Noisy):
+        def loss(self, model, batch):
+            now[0] += 1.0
+            return super().loss(model, batch)
+
+    def save():
+        now[0] += 9.0
+
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    made = trainer(Timed())
+    assert made.run(on_progress=seen.append, after_step=save) == 10.0 * STEPS
+    assert [progress.steps_per_s for progress in seen] == [1.0] * STEPS
 
 
 def test_the_loss_of_a_round_is_the_mean_over_its_steps():

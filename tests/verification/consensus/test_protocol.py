@@ -276,6 +276,19 @@ def test_a_dispute_draws_seven_others_once():
     assert not set(judges) & {PEERS[0], *seats}
 
 
+@pytest.mark.parametrize(("rounds", "taken"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)])
+def test_an_appeal_is_taken_until_the_last_round_of_its_window(rounds, taken):
+    scene = Scene()
+    claim, seats = scene.drawn()
+    decided(scene, claim, seats, ("invalid", "invalid", "valid"))
+    scene.consensus.advance(ROUND + rounds)
+    dispute = Dispute(peer=PEERS[0], round=ROUND + rounds, claim=claim.id, attempt=0)
+    if taken:
+        scene.take(dispute)
+    else:
+        scene.refused(dispute, "stale")
+
+
 def planting(scene, peer):
     """An entry of ``peer`` and the first slot of the round that it has to plant."""
     chain = Chain(digest("secret", peer), ROUND - BEHIND, 64)

@@ -111,6 +111,20 @@ def test_a_ban_ends_and_the_next_is_longer():
     assert table(story, 21, prices).standings[PEERS[0]].bans == 2
 
 
+def test_claims_of_a_ban_s_last_round_are_nothing_and_those_of_the_next_are_ruled_on():
+    story = Story(PEERS)
+    prices = ScoreRules(ban=8)
+    for round in (5, 6):
+        story.claim(PEERS[0], round=round, behaviours=("invalid",) * 3)
+    until = table(story, 6, prices).banned_until(PEERS[0])
+    last, next = (story.claim(PEERS[0], round=round) for round in (until, until + 1))
+    assert table(story, until - 1, prices).is_banned(PEERS[0], until)
+    assert not table(story, until - 1, prices).is_banned(PEERS[0], until + 1)
+    rulings = table(story, until + 1, prices).rulings
+    assert last.id not in rulings
+    assert rulings[next.id].outcome == "valid"
+
+
 def test_what_a_banned_peer_claims_is_not_looked_at():
     story = Story(PEERS)
     for round in (5, 6, 7):

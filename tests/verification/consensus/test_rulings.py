@@ -5,11 +5,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import BEHAVIOURS, Story, claim_of, digest
+from stories import BEHAVIOURS, RULES, Story, claim_of, digest
 
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import Commitment, Opening, Reveal, Verdict, hide
-from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw
+from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw, trial
 
 PEERS = tuple(f"p{number:02}" for number in range(24))
 BEHAVIOUR = st.sampled_from(BEHAVIOURS)
@@ -204,6 +204,30 @@ def test_salts_are_those_of_votes_that_count():
     expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
     assert salts(10, Ledger(story.records), story.electorates, story.rules) == expected
     assert salts(11, Ledger(story.records), story.electorates, story.rules) == []
+
+
+def test_the_salt_of_who_revealed_twice_makes_no_beacon():
+    """It could choose between the two when it has seen the others'."""
+    story = Story(PEERS)
+    claim = story.claim(PEERS[0])
+    seats = story.verifiers(claim)[0]
+    again = Reveal(peer=seats[1], case=claim.id, attempt=0, vote="valid", evidence=b"e", salt=digest("a better one"))
+    for records in ([*story.records, again], [again, *story.records]):
+        assert trial(Ledger(records), claim.id, 0, seats).marks == ("valid",) * 3
+        expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
+        assert salts(10, Ledger(records), story.electorates, story.rules) == expected
+
+
+@pytest.mark.parametrize(("rounds", "counts"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)])
+def test_appeals_count_to_the_last_round_of_their_window_and_no_longer(rounds, counts):
+    story = Story(PEERS)
+    claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
+    dispute = story.dispute(PEERS[0], claim, "valid" if counts else None, round=10 + rounds)
+    assert (second_draw(dispute, claim, story.electorates, story.rules) != ()) == counts
+    assert ruled(story, claim).overturned == counts
+    planted = story.claim(PEERS[1], slot=story.slots(PEERS[1], planted=True)[0], behaviours=("invalid",) * 3)
+    story.open(planted, round=10 + rounds)
+    assert ruled(story, planted).planted == counts
 
 
 @settings(deadline=None, max_examples=30)

@@ -13,14 +13,15 @@ from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import allreduce as group_allreduce
 from shoal.swarm.exchange.group import commit as group_commit
 from shoal.swarm.exchange.group.allgather import AllGather
-from shoal.swarm.exchange.group.commit import GroupCommit
+from shoal.swarm.exchange.group.commit import GroupCommit, MemberState
 from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import seal, unpack, unseal
-from shoal.swarm.wire.group import GroupReady, GroupReceipt, GroupReply
+from shoal.swarm.wire.group import GroupReady, GroupReceipt, GroupReply, GroupReport
+from shoal.swarm.wire.nonce import fresh_nonce
 
 SWARM = "a" * 52
 LARGE = (300, 1000)
@@ -144,6 +145,17 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
     if codec is FLOAT32:
         assert attempts == [("allreduce", 5, False), ("gather", 4, True)]
     assert all(victim.id not in peer.exchange._groups._view.expected() for peer in peers[:-1])
+
+
+def test_who_reported_and_then_went_has_no_say_in_what_is_common():
+    """Those who stayed hold all three contributions: that the one who went lacked one of them leaves nobody out."""
+    members = {name: MemberState(None, b"", None, 0.0) for name in "abc"}
+    commit = GroupCommit(None, members, alone=True, gather=True, timeout=1.0)
+    nonce = fresh_nonce()
+    for name, held in (("a", 0b111), ("b", 0b111), ("c", 0b101)):
+        members[name].report(GroupReport(nonce=nonce, held=held))
+    members["c"].leave()
+    assert commit._common(nonce) == 0b111
 
 
 @WAYS
