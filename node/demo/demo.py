@@ -329,7 +329,7 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['seconds']:.0f} s\n"
         f"held-out loss: {report['loss_first']:.3f} at first, {report['loss_last']:.3f} together, "
         f"{report['loss_local']:.3f} alone with the same steps: {abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together\n"
-        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times no partner answered, "
+        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} rounds of a node without a partner, "
         f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"
     )

@@ -48,7 +48,7 @@ def _number(value: float | None, form: str) -> str:
 
 def describe(info: RoundRecord) -> str:
     """Describe one round in one line."""
-    partner = f"with {clean(info.partner)}" if info.partner is not None else "alone"
+    partner = f"with {clean(info.partner)}" if info.partner is not None else "without a partner"
     return (
         f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}, "
         f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s"

@@ -7,7 +7,7 @@ import math
 from rich.text import Text
 
 from shoal.node.watch.plot import colour, plot
-from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.swarm_view import SwarmView, mean_curve
 from shoal.swarm.topics.status import TAIL
 
 RECENT = 32  # rounds of which the picture of exchanges is
@@ -91,8 +91,9 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
 
 
 def losses(view: SwarmView, width: int, height: int) -> Text:
-    """Plot the loss of each peer over its inner steps."""
-    return plot([peer.loss.points for _, peer in view.rows()], width, height)
+    """Plot the smoothed loss of each peer over the rounds, and on top the mean."""
+    curves = [peer.loss.smooth() for _, peer in view.rows()]
+    return plot(curves, width, height, mean_curve(curves) if len(curves) > 1 else (), axis="round")
 
 
 def exchanges(view: SwarmView, width: int, height: int) -> Text:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue", "bright_white", "bright_cyan", "bright_magenta", "bright_green")
+COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue", "bright_yellow", "bright_cyan", "bright_magenta", "bright_green")
+MEAN = "bold bright_white"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row from the top
 LABEL = 8  # columns of the scale on the left
 
@@ -18,10 +19,10 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def plot(curves: Sequence[Points], width: int, height: int) -> Text:
+def plot(curves: Sequence[Points], width: int, height: int, mean: Points = (), *, axis: str = "") -> Text:
     """Draw ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and the ends of x below.
 
-    Where curves meet, a character has the colour of the later one.
+    ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the colour of the later one.
     """
     columns, rows = max(width - LABEL - 1, 4), max(height - 1, 2)
     points = [point for curve in curves for point in curve]
@@ -38,7 +39,7 @@ def plot(curves: Sequence[Points], width: int, height: int) -> Text:
         cells[y // 4][x // 2] |= DOTS[x % 2][y % 4]
         owner[y // 4][x // 2] = number
 
-    for number, curve in enumerate(curves):
+    for number, curve in enumerate([*curves, mean]):
         before: tuple[int, int] | None = None
         for x, y in curve:
             here = (round((x - x_low) * x_scale), round((y_high - y) * y_scale))
@@ -50,9 +51,10 @@ def plot(curves: Sequence[Points], width: int, height: int) -> Text:
         label = y_high if row == 0 else y_low if row == rows - 1 else None
         text.append(f"{'' if label is None else format(label, '.4g'):>{LABEL}} ", style="dim")
         for column in range(columns):
-            text.append(chr(0x2800 + cells[row][column]), style=colour(owner[row][column]))
+            style = MEAN if mean and owner[row][column] == len(curves) else colour(owner[row][column])
+            text.append(chr(0x2800 + cells[row][column]), style=style)
         text.append("\n")
-    left, right = format(x_low, ".6g"), format(x_high, ".6g")
+    left, right = f"{axis} {x_low:.6g}".strip(), format(x_high, ".6g")
     text.append(" " * (LABEL + 1) + left + right.rjust(max(columns - len(left), 1)), style="dim")
     return text
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ MAX_PEERS = 2048
 MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
 MAX_PAIRS = 4096  # exchanges that are remembered
 MAX_LOG = 256
+SMOOTHED = 1 / 32  # part of a curve over which it is smoothed
+BINS = 64  # points of the curve of the mean
 SILENT_S = 8.0  # seconds without a status after which a node of a small swarm is shown as silent
 MISSED = 4  # missed statuses, in a large one
 GONE = ("leaving", "done")
@@ -44,6 +46,24 @@ class Curve:
             self.points = self.points[::2]
             self._every *= 2
 
+    def smooth(self) -> list[tuple[float, float]]:
+        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve."""
+        share = 1 / max(len(self.points) * SMOOTHED, 1)
+        found: list[tuple[float, float]] = []
+        for x, y in self.points:
+            found.append((x, found[-1][1] + (y - found[-1][1]) * share if found else y))
+        return found
+
+
+def mean_curve(curves: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return the mean of all ``curves`` in `BINS` equal parts of x; parts without a point are left out."""
+    points = [point for curve in curves for point in curve]
+    low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=0.0)
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for x, y in points:
+        bins.setdefault(int((x - low) * (BINS - 1) / ((high - low) or 1.0)), []).append((x, y))
+    return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for _, part in sorted(bins.items())]
+
 
 @dataclass
 class Peer:
@@ -58,6 +78,7 @@ class Peer:
     partners: tuple[str, ...] = ()
     """Ends of the ids of its partners in its newest round."""
     loss: Curve = field(default_factory=Curve)
+    """Training loss in nats, by round."""
     reward: Curve = field(default_factory=Curve)
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -140,7 +161,7 @@ class SwarmView:
         for done in status.rounds:
             self._round(peer, done)
         if status.reward is not None:
-            peer.reward.add(status.step, status.reward)
+            peer.reward.add(status.round, status.reward)
 
     def _compare(self, peer: Peer, status: Status, now: float) -> None:
         before = peer.status
@@ -153,7 +174,8 @@ class SwarmView:
         elif status.state != before.state:
             self._note("peer", f"{status.name} is {status.state} now, in round {status.round}")
         for fault, count in status.faults:
-            if count > peer.faults.get(fault, 0):
+            # The first, and each time that the count has doubled: a fault of every round would leave no room for other news.
+            if count.bit_length() > peer.faults.get(fault, 0).bit_length():
                 self._note("fault", f"{status.name}: {fault}, so far {count}")
             peer.faults[fault] = count
         if (status.invalid or 0) > (before.invalid or 0):
@@ -169,7 +191,7 @@ class SwarmView:
         self._rounds_seen[me] = place
         peer.partners = done.partners
         if done.loss is not None:
-            peer.loss.add(done.step, done.loss)
+            peer.loss.add(done.round, done.loss)
         for other in done.partners:
             low, high = sorted((me[-TAIL:], other))
             self._pairs[(done.round, low, high)] = None
@@ -250,12 +272,16 @@ class SwarmView:
                     "sent_per_s": peer.sent_rate,
                     "received_per_s": peer.received_rate,
                     "partners": [self.name(tail) for tail in peer.partners],
-                    "curve": peer.loss.points,
-                    "rewards": peer.reward.points,
+                    "curve": peer.loss.smooth(),
+                    "rewards": peer.reward.smooth(),
                     **peer.status.model_dump(mode="json", exclude={"swarm", "peer", "rounds", "addresses"}),
                 }
                 for key, peer in self.rows()
             ],
+            "means": {
+                "curve": mean_curve(peer.loss.smooth() for peer in self.peers.values()),
+                "rewards": mean_curve(peer.reward.smooth() for peer in self.peers.values()),
+            },
             "pairs": [[a, b, count] for (a, b), count in sorted(self.pairs().items())],
             "news": [[item.time, item.kind, item.text] for item in self.log],
         }

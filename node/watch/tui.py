@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container, VerticalScroll
+from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
@@ -21,6 +23,20 @@ from shoal.node.watch.swarm_view import SwarmView
 FRAME_S = 0.25
 MOST_AT_ONCE = 2000  # events taken between two frames
 STYLES = {"peer": "", "fault": "yellow", "verdict": "red"}
+
+
+class Picture(Static):  # type: ignore[misc]
+    """A chart of the view, drawn to the size that it has when it is painted, so it fits at first sight and after each change."""
+
+    can_focus = True
+
+    def __init__(self, draw: Callable[[int, int], Text], **options: str) -> None:
+        super().__init__(markup=False, **options)
+        self._draw = draw
+
+    def render(self) -> Text:
+        """Return the chart for the current size."""
+        return self._draw(*self.content_size)
 
 
 class WatchApp(App[None]):  # type: ignore[misc]
@@ -39,6 +55,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
     #body { layout: grid; grid-size: 2 2; grid-columns: 3fr 2fr; grid-rows: 1fr 1fr; }
     .-narrow #body { grid-size: 1 4; grid-columns: 1fr; grid-rows: 1fr 1fr 1fr 1fr; }
     .panel { border: round $primary; padding: 0 1; height: 100%; width: 100%; }
+    Picture { text-wrap: nowrap; text-overflow: clip; }
     .panel:focus { border: round $accent; }
     """
 
@@ -60,15 +77,15 @@ class WatchApp(App[None]):  # type: ignore[misc]
         log.border_title = "news, faults, verdicts"
         with Container(id="body"):
             yield table
-            yield self._panel("losses", "loss over inner steps")
-            yield self._panel("exchanges", f"who averaged with whom, last {pictures.RECENT} rounds")
+            yield self._picture("losses", "loss over rounds, smoothed; white: mean")
+            yield self._picture("exchanges", f"who averaged with whom, last {pictures.RECENT} rounds")
             yield log
         yield Footer()
 
-    def _panel(self, name: str, title: str) -> VerticalScroll:
-        panel = VerticalScroll(Static(id=name, markup=False), id=f"{name}-panel", classes="panel")
-        panel.border_title = title
-        return panel
+    def _picture(self, name: str, title: str) -> Picture:
+        picture = Picture(partial(getattr(pictures, name), self.view), id=name, classes="panel")
+        picture.border_title = title
+        return picture
 
     def on_mount(self) -> None:
         """Set up the screen and its timer."""
@@ -110,10 +127,8 @@ class WatchApp(App[None]):  # type: ignore[misc]
             head += "   end of the recording"
         self.query_one("#head", Static).update(Text(head))
         self._draw_table()
-        for name, draw in (("losses", pictures.losses), ("exchanges", pictures.exchanges)):
-            size = self.query_one(f"#{name}-panel").content_size
-            if size.width > 0 and size.height > 1:
-                self.query_one(f"#{name}", Static).update(draw(self.view, size.width, size.height))
+        for picture in self.query(Picture):
+            picture.refresh()
         fresh = self.view.logged - self._logged
         self._logged = self.view.logged
         log = self.query_one("#news", RichLog)

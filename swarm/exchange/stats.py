@@ -56,6 +56,8 @@ class ExchangeStats:
         self._lock = threading.Lock()
         self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
         self._seconds: deque[float] = deque(maxlen=RECENT)
+        self.odd = 0
+        """Rounds without a partner because the number of peers was odd, which is no failure."""
 
     def failed(self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure) -> None:
         """Count a failed exchange of round ``key`` with ``peer``."""

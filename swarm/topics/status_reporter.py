@@ -56,8 +56,12 @@ class StatusReporter:
         received: int,
         wait_s: float,
         suspicious: int = 0,
+        odd: bool = False,
     ) -> None:
-        """Note a finished round; ``members``: the peer ids in its mean; bytes and seconds are those of this round alone."""
+        """Note a finished round; ``members``: the peer ids in its mean; bytes and seconds are those of this round alone.
+
+        ``odd``: without a partner because the number of peers was odd, which is no fault.
+        """
         others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]
         done = RoundStatus(
             round=round,
@@ -71,7 +75,7 @@ class StatusReporter:
         )
         with self._lock:
             self._rounds.append(done)
-            self._faults["alone"] += not others and self._membership.manifest.outer.method != "none"
+            self._faults["no-partner"] += not others and not odd and self._membership.manifest.outer.method != "none"
             self._faults["refused"] += suspicious
         self._publisher.hint()
 

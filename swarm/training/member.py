@@ -34,6 +34,8 @@ class RoundReport:
     wait_s: float
     """Seconds that training stood still for the exchange."""
     rejected: list[RejectedUpdate]
+    odd: bool = False
+    """True without a partner because the number of peers was odd."""
 
 
 class TrainingMember:
@@ -69,7 +71,7 @@ class TrainingMember:
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
-        self._sent = self._received = 0
+        self._sent = self._received = self._odd = 0
         self._waited = 0.0
 
     @property
@@ -129,8 +131,10 @@ class TrainingMember:
         self.sync.on_round(info)
         traffic, waited = self._membership.host.traffic, self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
-        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, self._screen.rejections())
-        self._sent, self._received, self._waited = traffic.sent, traffic.received, waited
+        odd = self.exchange.stats.odd
+        rejections = self._screen.rejections()
+        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd)
+        self._sent, self._received, self._waited, self._odd = traffic.sent, traffic.received, waited, odd
         self.self_report.waited(wait_s)
         return report
 
@@ -139,7 +143,7 @@ class TrainingMember:
         if self.reporter is not None:
             self.reporter.round(
                 info.members, round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
-                wait_s=report.wait_s, suspicious=len(report.rejected),
+                wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd,
             )  # fmt: skip
 
     def after_step(self) -> bool:

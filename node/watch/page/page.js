@@ -57,7 +57,7 @@ function sized(svg) {
   return [width, height];
 }
 
-function chart(svg, peers, key) {
+function chart(svg, peers, key, mean, name) {
   const [width, height] = sized(svg);
   const [left, right, top, bottom] = [56, 12, 10, 24];
   const points = peers.flatMap((peer) => peer[key]);
@@ -72,13 +72,21 @@ function chart(svg, peers, key) {
       parts.push(draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, Number(value.toPrecision(3)).toString()));
     }
     parts.push(draw("text", { x: left, y: height - 6 }, `${x0}`), draw("text", { x: width - right, y: height - 6, "text-anchor": "end" }, `${x1}`));
+    parts.push(draw("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "round"));
+    parts.push(draw("text", { x: width - right - 6, y: top + 16, "text-anchor": "end" }, name));
+    const route = (points) => points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
     peers.forEach((peer, index) => {
-      const path = peer[key].map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
+      const path = route(peer[key]);
       const faded = chosen && chosen !== peer.id ? " faded" : "";
       const line = draw("path", { class: `curve${faded}`, d: path, stroke: colour(index) });
       line.append(draw("title", {}, peer.name));
       parts.push(line);
     });
+    if (peers.length > 1) {
+      const line = draw("path", { class: "mean", d: route(mean) });
+      line.append(draw("title", {}, "mean of all peers"));
+      parts.push(line);
+    }
   } else {
     parts.push(draw("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "nothing yet"));
   }
@@ -155,9 +163,9 @@ function show(picture) {
   const silent = picture.totals.connected === 0 && !picture.ended;
   byId("state").textContent = picture.ended ? "end of the recording" : silent ? "no connection to any peer" : plural(picture.totals.connected, "connection");
   tiles(picture);
-  chart(byId("loss"), picture.peers, "curve");
+  chart(byId("loss"), picture.peers, "curve", picture.means.curve, "loss, nats");
   byId("reward-section").hidden = !picture.peers.some((peer) => peer.rewards.length);
-  chart(byId("reward"), picture.peers, "rewards");
+  chart(byId("reward"), picture.peers, "rewards", picture.means.rewards, "reward");
   graph(byId("graph"), picture);
   table(picture.peers);
   news(picture.news);

@@ -124,8 +124,11 @@ class PairMatchmaker:
             partner, order = self._selector.of(pairing.key.round)
             pairing.partner = partner
             self._release_held(keep=partner)
-            if partner is None or not order:
-                return None  # the odd one out, the last one here, or a peer whose partner is dead while nobody is free
+            if partner is None and order:
+                pairing.attempt.stats.odd += 1  # the odd one out
+                return None
+            if not order:
+                return None  # the last one here, or a peer whose partner is dead while nobody is free
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (pairing.turned_away and called_back < TRIED):

@@ -116,7 +116,7 @@ def test_lines_name_the_round_and_hold_progress_back():
     display.close()
     assert stream.getvalue().splitlines() == [
         "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
-        "round 3 alone: loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 3 without a partner: loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "step 2 of 1000: loss 4.5000, 100.0 steps/s",
     ]
 

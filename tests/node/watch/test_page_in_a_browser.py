@@ -21,7 +21,7 @@ def test_names_numbers_and_curves_are_on_the_page(authors, tmp_path, until):
     anna, bert, _ = authors
     recorder = Recorder(tmp_path / "swarm.jsonl")
     for number in range(3):
-        recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>", faults=(("alone", 2),)))
+        recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>", faults=(("no-partner", 2),)))
         recorder.take(bert.heard(bert.round(number, [anna]), at=NOW + number))
     recorder.close()
     command = [sys.executable, "-m", "shoal", "watch", "--replay", str(tmp_path / "swarm.jsonl"), "--speed", "0", "--web", "0"]
@@ -37,8 +37,10 @@ def test_names_numbers_and_curves_are_on_the_page(authors, tmp_path, until):
             server.terminate()
     assert "&lt;i&gt;anna&lt;/i&gt;" in shown
     assert "<i>anna" not in shown
-    assert "alone 2" in shown
+    assert "no-partner 2" in shown
     assert shown.count('class="curve"') == 2
+    assert shown.count('class="mean"') == 1
+    assert ">round</text>" in shown
     assert shown.count("<circle") == 2
     assert "2 of 2" in shown
     assert "end of the recording" in shown

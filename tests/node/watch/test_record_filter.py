@@ -26,7 +26,7 @@ def refused(gate, data, publisher="somebody"):
 
 def test_a_status_is_opened(gate, authors):
     anna, bert, _ = authors
-    status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("alone", 2),))
+    status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("no-partner", 2),))
     assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
     assert gate.counters.events() == {"received": 1, "accepted": 1}
 

@@ -29,7 +29,7 @@ def events(authors):
         Watching(time=NOW, swarm=SWARM),
         Connected(time=NOW + 0.5, peer=anna.peer),
         Described(time=NOW + 0.6, name="first", task="text", method="noloco"),
-        anna.heard(anna.round(1, [bert]), at=NOW + 1, reward=0.5, faults=(("alone", 1),), banned=(bert.peer,)),
+        anna.heard(anna.round(1, [bert]), at=NOW + 1, reward=0.5, faults=(("no-partner", 1),), banned=(bert.peer,)),
         MessageRefused(time=NOW + 2, reason="forged"),
         Unreachable(time=NOW + 3, peer=bert.peer, reason="nobody answers"),
         Disconnected(time=NOW + 100, peer=anna.peer),

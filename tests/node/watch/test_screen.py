@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shoal.node.watch import charts as pictures
 from shoal.node.watch.events import Described, MessageRefused
-from shoal.node.watch.plot import LABEL, plot
+from shoal.node.watch.plot import LABEL, MEAN, plot
 from shoal.node.watch.swarm_view import SwarmView
 from tests.node.watch.conftest import NOW
 
@@ -26,8 +26,8 @@ def events(authors):
         Described(time=NOW, name="first", task="text", method="noloco"),
         *(anna.heard(*(anna.round(n, [bert]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
         *(bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
-        carl.heard(carl.round(0), at=NOW + 4, faults=(("alone", 1),), reward=0.5),
-        carl.heard(carl.round(1), at=NOW + 5, faults=(("alone", 2),), reward=0.5, name="[b]carl[/b]"),
+        carl.heard(carl.round(0), at=NOW + 4, faults=(("no-partner", 1),), reward=0.5),
+        carl.heard(carl.round(1), at=NOW + 5, faults=(("no-partner", 2),), reward=0.5, name="[b]carl[/b]"),
         MessageRefused(time=NOW + 5, reason="forged"),
     ]
 
@@ -45,6 +45,12 @@ def test_a_rising_line_is_drawn_from_corner_to_corner():
     assert [line[LABEL + 1 :] for line in lines[:-1]] == ["⠀⠀⠀⠀⠀⠀⠀⠀⡠⠊", "⠀⠀⠀⠀⠀⠀⡠⠊⠀⠀", "⠀⠀⠀⠀⡠⠊⠀⠀⠀⠀", "⠀⠀⡠⠊⠀⠀⠀⠀⠀⠀", "⡠⠊⠀⠀⠀⠀⠀⠀⠀⠀"]
     assert lines[0].split()[0] == "9"
     assert lines[-1].split() == ["0", "9"]
+
+
+def test_the_mean_is_drawn_on_top_in_a_style_of_its_own():
+    drawn = plot([[(0, 0), (9, 9)], [(0, 9), (9, 0)]], LABEL + 1 + 10, 6, [(0, 4), (9, 4)], axis="round")
+    assert drawn.plain.split("\n")[-1].split() == ["round", "0", "9"]
+    assert {span.style for span in drawn.spans} >= {MEAN, "cyan", "magenta"}
 
 
 @pytest.mark.parametrize("curves", [[], [[]], [[(1, 1)]], [[(1, 1), (2, 1)]], [[(5, 1), (5, 2)]]])
@@ -66,12 +72,40 @@ def test_the_table_has_a_row_for_each_peer(view):
     shown = [dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True)) for _, cells in rows]
     assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
     assert shown[1]["with"] == "bert"
-    assert shown[0] == {**shown[0], "with": "-", "faults": "alone 2", "reward": "0.500", "state": "training", "round": "1"}
+    assert shown[0] == {**shown[0], "with": "-", "faults": "no-partner 2", "reward": "0.500", "state": "training", "round": "1"}
 
 
 def test_the_picture_of_exchanges_is_symmetric(view):
     lines = pictures.exchanges(view, 40, 10).plain.split("\n")
     assert [line[10:] for line in lines[1:]] == ["╲ · · ", "· ╲ ██", "· ██╲ "]
+
+
+@pytest.mark.parametrize("size", [(120, 40), (80, 24)])
+def test_the_charts_fit_at_first_sight_and_after_each_change_of_size(events, size):
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
+    inbox = queue.Queue()
+    for event in events:
+        inbox.put(event)
+    app = tui.WatchApp(inbox, Source(), live=False)
+
+    def fits():
+        for name in ("losses", "exchanges"):
+            picture = app.query_one(f"#{name}")
+            picture.refresh()  # else the size of a layout in progress may be newer than what is painted
+            width, height = picture.content_size
+            drawn = getattr(pictures, name)(app.view, width, height).plain.split("\n")
+            shown = [picture.render_line(y).text.rstrip() for y in range(len(drawn))]
+            assert shown == [line[:width].rstrip() for line in drawn], name
+
+    async def drive():
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            fits()
+            await pilot.resize_terminal(size[0] - 30, size[1] + 6)
+            await pilot.pause()
+            fits()
+
+    asyncio.run(drive())
 
 
 @pytest.mark.parametrize("size", [(140, 40), (60, 30), (20, 8)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.node.watch import swarm_view
 from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Unreachable, Watching
-from shoal.node.watch.swarm_view import MAX_POINTS, SILENT_S, Curve, SwarmView
+from shoal.node.watch.swarm_view import BINS, MAX_POINTS, SILENT_S, Curve, SwarmView, mean_curve
 from tests.node.watch.conftest import NOW, SWARM, Author
 
 
@@ -53,7 +53,7 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
         anna.heard(*rounds[2:], at=NOW + 2),
         bert.heard(*(bert.round(number, [anna]) for number in range(5)), at=NOW + 2),
     )
-    assert view.peers[anna.peer].loss.points == [(10.0 * (n + 1), 4.0 / (n + 1)) for n in range(5)]
+    assert view.peers[anna.peer].loss.points == [(n, 4.0 / (n + 1)) for n in range(5)]
     pair = tuple(sorted((anna.tail, bert.tail)))
     assert view.pairs() == {pair: 5}  # both told each of them
     assert view.pairs(rounds=2) == {pair: 2}
@@ -63,8 +63,8 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
 def test_a_node_that_goes_back_to_a_checkpoint_goes_on_from_there(authors):
     anna, *_ = authors
     view = view_of(anna.heard(*map(anna.round, range(5))), anna.heard(anna.round(2, loss=9.0), at=NOW + 1))
-    assert [x for x, _ in view.peers[anna.peer].loss.points] == [10, 20, 30]
-    assert view.peers[anna.peer].loss.points[-1] == (30, 9.0)
+    assert [x for x, _ in view.peers[anna.peer].loss.points] == [0, 1, 2]
+    assert view.peers[anna.peer].loss.points[-1] == (2, 9.0)
 
 
 def test_rates_are_of_the_author_s_clock(authors):
@@ -87,17 +87,24 @@ def test_who_is_silent_leaves_or_comes_back_is_told_once(authors):
     assert texts(view, "peer")[-1] == "anna is back, training in round 6"
 
 
-def test_faults_and_verdicts_are_told_when_they_grow(authors):
+def test_faults_and_verdicts_are_reported_when_they_grow(authors):
     anna, bert, _ = authors
     view = view_of(
         bert.heard(),
-        anna.heard(faults=(("alone", 3),), invalid=1, checked=5, claims=2),  # from before anybody watched: no news
-        anna.heard(at=NOW + 1, faults=(("alone", 3),), invalid=1, checked=6, claims=2),
-        anna.heard(at=NOW + 2, faults=(("alone", 4), ("refused", 1)), invalid=2, checked=7, claims=2, banned=(bert.peer,)),
+        anna.heard(faults=(("no-partner", 3),), invalid=1, checked=5, claims=2),  # from before anybody watched: no news
+        anna.heard(at=NOW + 1, faults=(("no-partner", 3),), invalid=1, checked=6, claims=2),
+        anna.heard(at=NOW + 2, faults=(("no-partner", 4), ("refused", 1)), invalid=2, checked=7, claims=2, banned=(bert.peer,)),
     )
-    assert texts(view, "fault") == ["anna: alone, so far 4", "anna: refused, so far 1"]
+    assert texts(view, "fault") == ["anna: no-partner, so far 4", "anna: refused, so far 1"]
     assert texts(view, "verdict") == ["anna found a claim invalid, 2 of 7 so far", "bert is banned, says anna"]
     assert (view.totals()["claims"], view.totals()["checked"], view.totals()["invalid"]) == (2, 7, 2)
+
+
+def test_a_fault_of_every_round_does_not_flood_the_news(authors):
+    anna = authors[0]
+    view = view_of(anna.heard(), *(anna.heard(at=NOW + n, faults=(("no-partner", n),)) for n in range(1, 65)))
+    assert texts(view, "fault") == [f"anna: no-partner, so far {n}" for n in (1, 2, 4, 8, 16, 32, 64)]
+    assert view.peers[anna.peer].faults == {"no-partner": 64}
 
 
 def test_connections_and_refusals_are_counted(authors):
@@ -142,6 +149,30 @@ def test_a_curve_is_bounded_and_in_order(points):
     assert [x for x, _ in curve.points] == sorted(x for x, _ in curve.points)
 
 
+def test_a_late_joiner_is_drawn_beside_those_that_are_in_its_round(authors):
+    anna, bert, _ = authors
+    view = view_of(anna.heard(*(anna.round(n) for n in (40, 41))), bert.heard(*(bert.round(n, step=n - 39) for n in (40, 41))))
+    assert [[x for x, _ in peer.loss.points] for peer in view.peers.values()] == [[40, 41], [40, 41]]
+
+
+def test_a_smoothed_curve_is_the_exponential_mean_over_a_32nd_of_it():
+    curve = Curve()
+    for x in range(64):
+        curve.add(x, float(x % 2))
+    assert curve.smooth()[0] == (0, 0.0)
+    assert curve.smooth()[3] == (3, ((0 + 1 * 0.5) * 0.5 + 0) * 0.5 + 0.5)
+    short = Curve()
+    short.points = [(0, 3.0), (1, 1.0)]
+    assert short.smooth() == short.points  # nothing to smooth over
+
+
+def test_the_mean_of_curves_is_over_all_points_of_a_part():
+    assert mean_curve([]) == []
+    assert mean_curve([[(0, 1.0), (10, 2.0)], [(0, 3.0)], []]) == [(0, 2.0), (10, 2.0)]
+    long = [(x, 1.0) for x in range(1000)]
+    assert len(mean_curve([long])) == BINS
+
+
 def test_a_long_curve_keeps_its_beginning_and_comes_up_to_the_end():
     curve = Curve()
     for x in range(10 * MAX_POINTS):
@@ -158,6 +189,6 @@ def test_the_snapshot_is_json(authors):
     shown = json.loads(json.dumps(view.snapshot(), allow_nan=False))
     assert [peer["name"] for peer in shown["peers"]] == ["anna", "bert", "carl"]
     assert shown["peers"][0]["partners"] == ["bert"]
-    assert shown["peers"][0]["rewards"] == [[20, 0.5]]
+    assert shown["peers"][0]["rewards"] == [[1, 0.5]]
     assert shown["peers"][2]["here"] is False
     assert shown["pairs"] == [[*sorted((anna.tail, bert.tail)), 1]]

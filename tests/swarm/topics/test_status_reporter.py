@@ -64,7 +64,12 @@ def test_faults_are_counted(status_reporter):
     over(status_reporter, 1, [ME])
     over(status_reporter, 2, [], suspicious=2)
     status_reporter._membership.host.restarts = 1
-    assert status_reporter.status().faults == (("alone", 2), ("daemon-restarts", 1), ("refused", 2))
+    assert status_reporter.status().faults == (("daemon-restarts", 1), ("no-partner", 2), ("refused", 2))
+
+
+def test_the_odd_one_out_is_no_fault(status_reporter):
+    over(status_reporter, 1, [ME], odd=True)
+    assert status_reporter.status().faults == ()
 
 
 def test_alone_is_no_fault_where_nobody_averages():

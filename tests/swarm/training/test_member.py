@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import RoundInfo, RoundKey
+from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
 
@@ -28,7 +29,7 @@ def world():
     member = TrainingMember(
         SimpleNamespace(host=SimpleNamespace(traffic=traffic)),
         SimpleNamespace(round=3, steps=30),
-        SimpleNamespace(waited=0.0),
+        SimpleNamespace(waited=0.0, stats=ExchangeStats()),
         SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]]),
         model="digest",
         name="anna",
@@ -89,9 +90,12 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     first = member.on_round(info(3))
     assert (first.sent, first.received, first.wait_s, first.rejected) == (70, 30, 2.0, ["update"])
     traffic.sent, member.exchange.waited = 175, 2.5
+    member.exchange.stats.odd += 1
     second = member.on_round(info(4))
+    assert (first.odd, second.odd) == (False, True)
     assert (second.sent, second.received, second.wait_s, second.rejected) == (5, 0, 0.5, [])
-    assert member.on_round(info(5), 0.25).wait_s == 0.25  # a simulation measures it on its own clock
+    third = member.on_round(info(5), 0.25)
+    assert (third.wait_s, third.odd) == (0.25, False)  # a simulation measures it on its own clock
     assert world.waits == [2.0, 0.5, 0.25]
     assert [name for name, _, _ in world.calls] == ["sync.on_round"] * 3
     member.report_round(info(3), first, 1.0)  # nobody watches
@@ -99,4 +103,4 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     member.report_round(info(3), first, 1.0)
     name, args, fields = world.calls[-1]
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
-    assert fields == {"round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1}
+    assert fields == {"round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1, "odd": False}
