@@ -1,6 +1,6 @@
 """A custom task: an MLP learns the labels of a fixed random network, on each peer from other examples.
 
-    shoal demo --hooks examples/custom_model.py:Teacher
+    shoal demo --task examples/custom_model.py:Teacher
 
 Each shard has only a few hundred examples, so a peer that trains without others memorises them; together they generalise.
 """

@@ -1,7 +1,7 @@
 """Handwritten digits, a small MNIST: 1797 images of 8 x 8 that come with scikit-learn, divided among the peers.
 
-    shoal demo --hooks examples/digits.py:Digits
-    shoal up --hooks examples/digits.py:Digits --set swarm.shards=4
+    shoal demo --task examples/digits.py:Digits
+    shoal up --task examples/digits.py:Digits --set swarm.shards=4
 
 A fifth of the images is held out. Each of the others belongs to one shard, so a single peer has only some handwritings.
 """

@@ -14,7 +14,7 @@ All public names are here; each is imported when it is first asked for, so ``imp
 
 * `shoal.optim`: outer optimizers, codecs, schedules and exchanges, for a loop of one's own without a network;
 * `create`, `join`, `Session`, `NetworkOptions`: a swarm in a loop of one's own;
-* `Task`, `Shard`: a task for ``shoal up --hooks FILE:CLASS``.
+* `Task`, `Shard`: a task for ``shoal up --task FILE:CLASS``.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class _Run:
         resumed = self.fleet.saved(peer)
         more = ["--resume"] if resumed else []
         return self.fleet.spawn(
-            peer, ["join", self.link, "--hooks", self.settings.task.hooks, *self._own(peer), *more], resumed=resumed
+            peer, ["join", self.link, "--task", self.settings.task.hooks, *self._own(peer), *more], resumed=resumed
         )
 
     def live(self, plan: Sequence[Hit], seconds: float) -> None:

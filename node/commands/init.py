@@ -11,8 +11,8 @@ from shoal.swarm.errors import ShoalError
 
 FILES = ("README.md", "swarm.toml", "task.py")
 TEMPLATES = {
-    "pretrain": "shoal demo --hooks task.py:Pretrain --peers 2 --rounds 8 --every 10",
-    "finetune": "shoal demo --hooks task.py:Finetune --peers 2 --rounds 4 --every 5",
+    "pretrain": "shoal demo --task task.py:Pretrain --peers 2 --rounds 8 --every 10",
+    "finetune": "shoal demo --task task.py:Finetune --peers 2 --rounds 4 --every 5",
     "rl": "shoal demo --task rl --env task.py:Reverse --peers 2 --rounds 20",
 }
 """For each template the command that tries it; its README has the same one."""

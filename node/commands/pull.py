@@ -175,7 +175,7 @@ class _WeightsQuery(StateQuery):
         elif not any(parameters_digest((dtype, shape) for shape in header.shapes) == self.request.model for dtype in DTYPES):
             raise PullError(
                 f"The shapes that peer {short(peer)} offers cannot be checked against the swarm's manifest: "
-                "name your copy of the task with --hooks."
+                "name your copy of the task with --task."
             )
         need = self.wanted(header)
         if header.dtype != "float32" or not need <= header.nbytes <= need * (1 + MAX_EXTRA):

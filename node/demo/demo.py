@@ -217,7 +217,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
     link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)
     for index in range(1, peers):
-        nodes.start(["join", link, "--hooks", hooks, *own(index)], f"peer-{index}")
+        nodes.start(["join", link, "--task", hooks, *own(index)], f"peer-{index}")
 
 
 def read_line(process: subprocess.Popen[str], seconds: float) -> str:
@@ -232,12 +232,12 @@ def read_line(process: subprocess.Popen[str], seconds: float) -> str:
 
 def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
     """Show the rounds until all nodes have ended."""
-    paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
+    readers = [EventReader(nodes.folder / f"peer-{index}" / METRICS) for index in range(len(nodes.processes))]
     shown, progress, since = 0, -1, time.monotonic()
     tick = threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
-        events = [read_events(path) for path in paths]
+        events = [reader.read() for reader in readers]
         count = sum(len(e) for e in events) + sum(p.poll() == 0 for p in nodes.processes)
         if count != progress:
             progress, since = count, time.monotonic()
@@ -268,12 +268,22 @@ def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
     return next((event["loss"] for event in events if event["loss"] is not None), None)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events that a node has written so far."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # the last line may be half written
+class EventReader:
+    """Reader of the events that a node writes. Each call of `read` parses only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.events: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all events that the node has written so far, oldest first."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                whole, end, _ = file.read().rpartition(b"\n")  # the last line may be half written
+            self._at += len(whole + end)
+            self.events += [json.loads(line) for line in whole.splitlines()]
+        return self.events
 
 
 def consensus_distances(folders: Sequence[Path]) -> list[float]:

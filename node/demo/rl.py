@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.settings import Settings, assignment, load, resolve_device
-from shoal.node.demo.demo import LINK_S, LOOK_S, QUIET_S, DemoError, Nodes, read_events, settings_toml, stage, start_first
+from shoal.node.demo.demo import LINK_S, LOOK_S, QUIET_S, DemoError, EventReader, Nodes, settings_toml, stage, start_first
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
@@ -95,12 +95,12 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
 def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
     """Show the rounds until all nodes have ended."""
-    paths = [nodes.folder / f"peer-{index}" / METRICS for index in range(len(nodes.processes))]
+    readers = [EventReader(nodes.folder / f"peer-{index}" / METRICS) for index in range(len(nodes.processes))]
     shown, progress, since, step = 0, -1, time.monotonic(), max(rounds // 10, 1)
     tick = threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
-        events = [[event for event in read_events(path) if event["event"] == "rl"] for path in paths]
+        events = [[event for event in reader.read() if event["event"] == "rl"] for reader in readers]
         count = sum(map(len, events)) + sum(process.poll() == 0 for process in nodes.processes)
         if count != progress:
             progress, since = count, time.monotonic()

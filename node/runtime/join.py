@@ -115,7 +115,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
 
     Raises:
         DataError: the swarm names a path as its data.
-        HookError: the swarm trains a task that this node must be given with --hooks, or was given another one.
+        HookError: the swarm trains a task that this node must be given with --task, or was given another one.
     """
     hooks = settings.task.hooks
     if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
@@ -125,7 +125,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     if task_label(hooks) != manifest.task:
         if hooks != "text" or manifest.task in BUILT_IN_TASKS:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
-        raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --hooks.")
+        raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --task.")
     options = dict(manifest.task_options)
     if hooks == agreement.TEXT:
         options = agreement.taken(options, settings.task.options)
