@@ -322,7 +322,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     assert "Exit codes:" in shown
     expected = {
         "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "chaos", "watch", "invite",
-        "doctor", "init", "sim",
+        "doctor", "init", "sim", "link",
     }  # fmt: skip
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

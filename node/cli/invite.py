@@ -24,11 +24,11 @@ def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | No
 
     Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it over in private.
     """
-    from shoal.swarm.access.link import Link
+    from shoal.node.config.links import read_link
     from shoal.swarm.errors import AdmissionError
     from shoal.swarm.identity import is_peer_id
 
-    parsed = Link.parse(link)
+    parsed = read_link(link)
     log_to_stderr(verbose)
     from shoal.node.commands.invite import invite as make
     from shoal.node.commands.invite import seconds

@@ -16,6 +16,7 @@ from shoal.node.cli.doctor import doctor
 from shoal.node.cli.identity import identity
 from shoal.node.cli.init import init
 from shoal.node.cli.invite import invite
+from shoal.node.cli.link import link
 from shoal.node.cli.merge import merge
 from shoal.node.cli.peers import peers
 from shoal.node.cli.pull import pull
@@ -34,7 +35,7 @@ def cli() -> None:
     """Train one model together, on machines that share nothing but an ordinary internet link."""
 
 
-for command in (up, join, demo, status, peers, watch, pull, merge, verify, invite, seed, identity, init, doctor, sim, chaos):
+for command in (up, join, demo, status, peers, watch, pull, merge, verify, link, invite, seed, identity, init, doctor, sim, chaos):
     cli.add_command(command)
 
 

@@ -17,9 +17,9 @@ from shoal.node.logs import log_to_stderr
 @verbose_option
 def peers(link: str, as_json: bool, verbose: bool) -> int:
     """Show the reputation, claims, votes and bans of the peers in the swarm of LINK."""
-    from shoal.swarm.access.link import Link
+    from shoal.node.config.links import read_link
 
-    parsed = Link.parse(link)
+    parsed = read_link(link)
     log_to_stderr(verbose)
     from shoal.node.verify.peers import read_peers, summary
 

@@ -24,9 +24,9 @@ def pull(link: str, out: Path, hooks: str | None, max_bytes: int, force: bool, a
 
     Writes DIR/model.safetensors, and how to load it. After an interruption it continues where it stopped.
     """
-    from shoal.swarm.access.link import Link
+    from shoal.node.config.links import read_link
 
-    parsed = Link.parse(link)
+    parsed = read_link(link)
     log_to_stderr(verbose)
     from shoal.node.commands.pull import pull as take
     from shoal.node.commands.pull import summary

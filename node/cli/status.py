@@ -23,11 +23,11 @@ def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) 
 
     With --folder also show what the node of that folder refused, by reason; LINK is optional then.
     """
-    from shoal.swarm.access.link import Link
+    from shoal.node.config.links import read_link
 
     if link is None and folder is None:
         raise click.UsageError("Missing argument 'LINK', or --folder DIR.")
-    parsed = None if link is None else Link.parse(link)
+    parsed = None if link is None else read_link(link, folder)
     log_to_stderr(verbose)
     report = {}
     lines = []

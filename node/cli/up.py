@@ -47,7 +47,7 @@ def up(file: Path | None, **flags: Any) -> int:
 @metrics_options
 @node_options
 def join(link: str, **flags: Any) -> int:
-    """Join the swarm of LINK and train with it."""
+    """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has."""
     return _run_node(None, link, flags)
 
 
@@ -62,9 +62,9 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     settings = load(file, node_overrides(flags))
     parsed = None
     if link is not None:
-        from shoal.swarm.access.link import Link
+        from shoal.node.config.links import read_link
 
-        parsed = Link.parse(link)
+        parsed = read_link(link, settings.node.run_folder)
     log_to_stderr(flags["verbose"])
     from shoal.node.runtime.display import make_display
     from shoal.node.runtime.node_run import NodeRun
@@ -75,7 +75,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
         parsed,
         make_display(),
         shutdown,
-        on_link=lambda made: click.echo(str(made), err=as_json) if link is None else None,
+        on_link=lambda made: click.echo(str(made), err=as_json),
         baseline=flags["baseline"],
         keep_rounds=flags["keep_rounds"],
     )

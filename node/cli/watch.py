@@ -35,15 +35,15 @@ def watch(
     verbose: bool,
 ) -> int:
     """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges and faults."""
+    from shoal.node.config.links import read_link
     from shoal.node.watch.recording import Recorder
     from shoal.node.watch.source import Live, Replay, WatchError
-    from shoal.swarm.access.link import Link
 
     if (link is None) == (replay is None):
         raise WatchError("Say either the LINK of a swarm or --replay FILE.")
     if web is not None and form is not None:
         raise WatchError(f"Say either --web or --{form}.")
-    parsed = Link.parse(link) if link is not None else None
+    parsed = read_link(link) if link is not None else None
     log_to_stderr(verbose)
     form = "web" if web is not None else form or ("tui" if sys.stdout.isatty() else "json")
     if form != "json":

@@ -40,7 +40,8 @@ def invite(link: Link, path: Path | None, *, uses: int, peer: str | None, lives:
         pass
     check(manifest, identity)
     now = time.time()
-    invited = Link(link.swarm, link.bootstrap, issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now))
+    invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
+    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])  # as many as fit beside it
     return {"link": str(invited), "swarm": link.swarm, "uses": uses, "peer": peer, "expires": now + lives}
 
 

@@ -26,8 +26,9 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.join import task_label
-from shoal.node.runtime.node_run import METRICS, ROUNDS
+from shoal.node.runtime.node_run import METRICS
 from shoal.node.runtime.result import RESULT
+from shoal.node.runtime.slow_weights import ROUNDS
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.errors import ShoalError
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
+from shoal.node.config.links import KNOWN_PEERS
 from shoal.node.config.peers import lists
 from shoal.node.config.rl import RLSettings, env_label
 from shoal.node.config.settings import Settings
@@ -23,7 +24,6 @@ from shoal.swarm.membership.membership import OWN_LOOP, Membership, NetworkOptio
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.member import Member, seal
 
-KNOWN_PEERS = "peers.json"
 AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.disk_budget import room_maker
@@ -18,7 +17,7 @@ from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import Sinks
 from shoal.node.rl.rollout_sharing import RolloutSharing
 from shoal.node.rl.task import RLTask
-from shoal.node.runtime import resume
+from shoal.node.runtime import resume, slow_weights
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import (
     RL,
@@ -30,6 +29,7 @@ from shoal.node.runtime.join import (
     new_manifest,
     swarm_settings,
 )
+from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.parts import NodeParts
 from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import RESULT, Result, write_json
@@ -40,7 +40,7 @@ from shoal.node.training import resources
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
-from shoal.optim import FLOAT32, Alone, RoundInfo
+from shoal.optim import Alone, RoundInfo
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.robust import RejectedUpdate
@@ -53,13 +53,11 @@ from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.wire.digest import digest
 from shoal.swarm.wire.member import Member
 
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 WAITING_S = 10.0  # seconds between two reminders that peers are missing
 METRICS = "metrics.jsonl"
-ROUNDS = "rounds"
 
 
 class NodeRun:
@@ -115,6 +113,7 @@ class NodeRun:
                 trainer, membership = None, join(self.settings, identity, link, None if own is None else own.sealed)
             try:
                 self._membership = membership
+                self._link_file = LinkFile(self.folder, membership)
                 if trainer is None:
                     settings = swarm_settings(self.settings, membership.manifest)
                     trainer = self._make_trainer(settings, device)
@@ -251,6 +250,7 @@ class NodeRun:
         self.shutdown.orderly(lambda: p.member.exchange.hurry(HURRY_S))
         p.member.announce("waiting")
         self.on_link(p.membership.link())
+        self._link_file.refresh()
         self._wait_for_peers()
         result.loss_first = self._loss = trainer.evaluate()
         p.member.start_counting()
@@ -297,6 +297,7 @@ class NodeRun:
                 return
             if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
                 return
+            self._link_file.refresh()
             self.display.message(f"waiting for {wanted - len(directory.members())} more peers: share the link")
 
     def _on_progress(self, progress: Progress) -> None:
@@ -309,6 +310,7 @@ class NodeRun:
             suspected = self_report.absence.suspected
             p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
         p.member.announce("training", self._loss, self._speed)
+        self._link_file.refresh()
         p.metrics.live(
             "progress", step=progress.step, loss=progress.loss, steps_per_s=progress.steps_per_s,
             members=len(p.membership.directory.members()), bytes_sent=host.traffic.sent,
@@ -348,7 +350,7 @@ class NodeRun:
             lag=info.lag,
             wait_s=report.wait_s,
             loss=p.trainer.round_loss(),
-            weights=self._digest(info.key.fragment),
+            weights=slow_weights.digest_of(p.trainer.opt, info.key.fragment),
             suspicious=rejected,
         )
         p.metrics.round(record)
@@ -359,7 +361,7 @@ class NodeRun:
         if p.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
         if self.keep_rounds:
-            self._keep_slow(result.rounds)
+            slow_weights.keep(p.trainer.opt, self.folder, result.rounds)
         every = p.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
         p.refusals.look()
@@ -377,18 +379,6 @@ class NodeRun:
             self.display.message(
                 f"refused what {name} sent in round {update.key.round}: {update}; if you trust all peers, set outer.suspect=0"
             )
-
-    def _digest(self, fragment: int) -> str | None:
-        """Return a digest of a fragment's slow weights; None if a round does not leave them equal on all peers."""
-        opt = self.parts.trainer.opt
-        if not opt.anchored or fragment >= opt.fragments:
-            return None
-        return digest(FLOAT32.encode(opt.slow_of(fragment)).numpy().data).hex()[:16]
-
-    def _keep_slow(self, number: int) -> None:
-        folder, slow = self.folder / ROUNDS, self.parts.trainer.opt.slow
-        folder.mkdir(exist_ok=True)
-        save_file({str(i): tensor.cpu() for i, tensor in enumerate(slow)}, folder / f"{number:06d}.safetensors")
 
     def _train_alone(self) -> float | None:
         """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""

@@ -7,8 +7,10 @@ The links of `shoal invite` also have an invitation, ``&invite=…`` (`shoal.swa
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
@@ -107,6 +109,17 @@ class Link:
     def __str__(self) -> str:
         parts = [f"peer={quote(address, safe='/:')}" for address in self.bootstrap]
         return f"{SCHEME}{self.swarm}?" + "&".join([*parts, f"invite={self.invite}"] if self.invite else parts)
+
+    def also(self, addresses: Iterable[str]) -> Link:
+        """Return a link with these addresses behind its own, as far as they are valid and the bounds of a link allow."""
+        link = self
+        for address in addresses:
+            if len(link.bootstrap) == MAX_ADDRESSES:
+                break
+            if address not in link.bootstrap and address_problem(address) is None:
+                with contextlib.suppress(LinkError):  # too long with this one
+                    link = Link(self.swarm, (*link.bootstrap, address), self.invite)
+        return link
 
     @classmethod
     def parse(cls, text: str) -> Link:

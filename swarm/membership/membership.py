@@ -21,6 +21,7 @@ from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import MAX_ADDRESSES, Directory
 from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
+from shoal.swarm.membership.overview import reach
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
@@ -93,11 +94,23 @@ class Membership:
         return self.directory.access_policy.expiry_event()
 
     def link(self) -> Link:
-        """Return the link by which others join: the seeds, to which this node is reported first, and its own addresses."""
+        """Return `link_now`, after this node was reported to the seeds, so that the link works at once."""
         self.announcer.report(SEED_S)
+        return self.link_now()
+
+    def link_now(self) -> Link:
+        """Return the link by which others join, by what is known now: addresses of the seeds, this node and other members.
+
+        The link outlives this node. It has no invitation: only the swarm's creator can issue one.
+        """
         seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
-        own = [address for address in self.host.addresses() if address_problem(address) is None]
-        return Link(self.swarm, (*seeds, *own[: MAX_ADDRESSES - len(seeds)]))
+        own = [address for address in self.host.addresses() if address_problem(address) is None][: MAX_ADDRESSES - len(seeds)]
+        me = self.identity.peer_id
+        others = [member for peer, member in self.directory.members().items() if peer != me]
+        others.sort(key=lambda member: (reach(member) != "direct", -member.issued))  # a relay may be gone before its member
+        theirs = [address for member in others for address in member.addresses[:2] if address.endswith(f"/p2p/{member.peer}")]
+        first, *more = [*seeds, *own, *theirs] or [""]
+        return Link(self.swarm, (first,) if first else ()).also(more)
 
     @cached_property
     def gossip(self) -> Gossip:

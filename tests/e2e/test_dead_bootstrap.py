@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+from shoal.swarm.access.link import Link
+
 SMALL = {"layers": 1, "width": 16, "context": 16}
 
 
@@ -38,6 +40,37 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
     eventually(lambda: len(met("carl")) > before and len(met("bert")) > alone, 90, "an exchange of the two that are left")
     again.signal(signal.SIGINT)
     assert again.wait() == 130
+
+
+def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, eventually):
+    settings = shoal.toml(swarm={"start_when": 2}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
+    creator = shoal.node("up", settings, "anna")
+    old = creator.line()
+    bert = shoal.node("join", old, "bert")
+    assert set(Link.parse(old).bootstrap) < set(Link.parse(bert.line()).bootstrap)
+
+    def met(name):
+        return [e for e in shoal.metrics(name) if e["event"] == "round" and e["members"] == 2]
+
+    eventually(lambda: met("bert"), 60, "an exchange")
+    known = shoal.home / "anna" / "peers.json"
+    me = Link.parse(bert.line()).bootstrap[0].rpartition("/p2p/")[2]
+    eventually(lambda: known.exists() and me in json.loads(known.read_text())["peers"], 30, "bert being remembered")
+    creator.signal(signal.SIGKILL)
+    creator.wait()
+
+    # The old link alone leads nowhere; with what a folder of this machine knows it does, and a member makes a new one.
+    assert "no bootstrap peer can be reached" in shoal.start("status", old).error()
+    assert "bert" in [
+        member["name"] for member in shoal.start("status", old, "--folder", shoal.home / "anna", "--json").json()["members"]
+    ]
+    made = shoal.start("link", "--folder", shoal.home / "bert")
+    assert made.wait() == 0
+    carl = shoal.node("join", made.line(), "carl")
+    eventually(lambda: met("carl"), 60, "an exchange of the two that are left")
+    for node in (bert, carl):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130
 
 
 def test_a_newcomer_is_told_that_all_are_dead(shoal):

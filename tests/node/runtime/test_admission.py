@@ -93,6 +93,20 @@ def asks(host, peer, protocol, message, addresses):
     return host.call(ask(), 15)
 
 
+def test_a_members_link_has_the_others_addresses_and_no_invitation(club):
+    guest = club.join(club.invited())
+    guest.directory.announce(**ABOUT)
+    assert guest.directory.wait_for(2, 30.0)
+    link = guest.link()
+    assert link.invite == ""
+    assert {address.rpartition("/p2p/")[2] for address in link.bootstrap} == {guest.host.peer_id, club.first.host.peer_id}
+    assert link.bootstrap[0].endswith(guest.host.peer_id)
+    with pytest.raises(AdmissionError, match="it has no invitation"):
+        club.join(link, "third")
+    assert club.first.directory.wait_for(2, 30.0)
+    assert any(address.endswith(guest.host.peer_id) for address in club.first.link_now().bootstrap)
+
+
 def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
     with pytest.raises(AdmissionError, match=r"may not come in: it has no invitation .* by invitation only: ask the creator"):
         club.join(club.link())

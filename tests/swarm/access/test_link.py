@@ -109,6 +109,28 @@ def test_a_link_that_would_be_too_long_is_not_made():
         Link(SWARM, (long,) * 16)
 
 
+@given(links, st.lists(addresses | st.just("/nowhere") | st.just("x" * 600), max_size=40))
+def test_more_addresses_go_in_as_far_as_the_bounds_allow(link, more):
+    longer = link.also(more)
+    assert Link.parse(str(longer)) == longer
+    assert longer.bootstrap[: len(link.bootstrap)] == link.bootstrap
+    valid = {address for address in more if address_problem(address) is None} - {*link.bootstrap}
+    added = longer.bootstrap[len(link.bootstrap) :]
+    assert len(set(added)) == len(added)
+    assert set(added) <= valid
+    if len(longer.bootstrap) < 16 and set(added) < valid:
+        assert len(str(longer)) > MAX_CHARS - 400  # what is missing did not fit
+
+
+def test_a_long_address_gives_way_to_a_short_one():
+    long = [f"/dns4/{'.'.join(['a' * 50] * 4)}/tcp/{port}/p2p/{PEER}" for port in range(4001, 4017)]
+    made = Link(SWARM, (HERE,), "x" * 1500).also([*long, HERE.replace("4001", "4002")])
+    assert made.bootstrap[0] == HERE
+    assert made.bootstrap[-1] == HERE.replace("4001", "4002")
+    assert made.invite == "x" * 1500
+    assert 4 < len(made.bootstrap) < 16
+
+
 def test_address_problem_accepts_the_forms_of_the_daemon():
     for good in (HERE, f"/ip6/::1/tcp/1/p2p/{PEER}", f"/dns/node.example.org/udp/65535/quic-v1/p2p/{PEER}"):
         assert address_problem(good) is None

@@ -1,0 +1,26 @@
+"""The slow weights of a run: their digest for the metrics, and a file of them after each round for ``shoal demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from shoal.optim import FLOAT32, OuterOptimizer
+from shoal.swarm.wire.digest import digest
+
+ROUNDS = "rounds"
+
+
+def digest_of(opt: OuterOptimizer, fragment: int) -> str | None:
+    """Return a short digest of a fragment's slow weights; None if a round does not leave them equal on all peers."""
+    if not opt.anchored or fragment >= opt.fragments:
+        return None
+    return digest(FLOAT32.encode(opt.slow_of(fragment)).numpy().data).hex()[:16]
+
+
+def keep(opt: OuterOptimizer, folder: Path, number: int) -> None:
+    """Write the slow weights after round ``number`` to the folder ``rounds`` in ``folder``."""
+    rounds = folder / ROUNDS
+    rounds.mkdir(exist_ok=True)
+    save_file({str(i): tensor.cpu() for i, tensor in enumerate(opt.slow)}, rounds / f"{number:06d}.safetensors")
