@@ -15,7 +15,10 @@ class ExitCode(IntEnum):
     """A bug in shoal: a traceback is on stderr; please report it."""
 
     BAD_INPUT = 2
-    """A flag, file, key, link or setting cannot be used; nothing was changed, and one sentence says what to mend."""
+    """A flag, file, key, link or setting cannot be used, or the user's own code (a task, an environment) failed.
+
+    One sentence on stderr says what to mend; above it is the traceback of that code.
+    """
 
     SWARM_FAILED = 3
     """The run or demo ended early because the swarm or one of its nodes failed."""
@@ -42,7 +45,7 @@ class ExitCode(IntEnum):
 MEANING: dict[ExitCode, str] = {
     ExitCode.OK: "all went well",
     ExitCode.INTERNAL: "a bug in shoal, with a traceback on stderr",
-    ExitCode.BAD_INPUT: "bad input: one sentence on stderr says what to mend",
+    ExitCode.BAD_INPUT: "bad input, or your own task failed: a sentence on stderr says what to mend",
     ExitCode.SWARM_FAILED: "the swarm or one of its nodes failed",
     ExitCode.REFUSED: "a claim was checked and refused (`shoal verify`)",
     ExitCode.UNFIT_MACHINE: "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way",

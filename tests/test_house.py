@@ -82,7 +82,12 @@ PACKAGES = {
         },
     },
 }  # fmt: skip
-FREE = {"swarm": {"errors", "file_lock", "identity"}, "node": {"exit_codes", "logs", "task"}, "optim": set(), "verification": set()}
+FREE = {
+    "swarm": {"errors", "file_lock", "identity"},
+    "node": {"exit_codes", "logs", "task", "user_code"},
+    "optim": set(),
+    "verification": set(),
+}
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
 MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 43_500

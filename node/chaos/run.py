@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,9 @@ class _Run:
         first = self.fleet.spawn(0, ["up", str(file), *self._own(0)])
         self.link = self.fleet.first_line(first, LINK_S)
         if not self.link:
+            with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
+                first.process.wait(1.0)
+                raise self.fleet.failure(0, first.process.returncode)
             raise ChaosError(f"The first node printed no link within {LINK_S:g} s: {self.fleet.last_log_line(0)}")
         for peer in range(1, self.peers):
             self._join(peer)
@@ -98,7 +103,7 @@ class _Run:
         while not all(running.life.steps for running in self.fleet.running):
             for ended in self.fleet.ended():
                 peer = ended.life.peer
-                raise ChaosError(f"Node peer-{peer} ended before it trained: {self.fleet.last_log_line(peer)}")
+                raise self.fleet.failure(peer, ended.process.returncode, "ended before it trained,")
             if time.monotonic() > until:
                 raise ChaosError("Not all nodes began to train in time: try fewer --peers, or look at the logs with --keep.")
             tick.wait(TICK_S)
@@ -172,6 +177,8 @@ class _Run:
         peer = ended.life.peer
         said = f"peer-{peer} ended by itself with code {ended.process.returncode}: {self.fleet.last_log_line(peer)}"
         self.display.message(said)
+        if (error := self.fleet.failure(peer, ended.process.returncode)).trace:
+            raise error  # the task fails, and would fail again
         self.fleet.read_steps()
         if not ended.life.steps:
             self.seen.failed_starts.append(said)

@@ -31,10 +31,15 @@ def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbos
         logging.getLogger("shoal").setLevel(logging.ERROR)
     from shoal.node.doctor.run import diagnose
 
-    findings, code = diagnose(link, port=port, hooks=hooks, tell=lambda finding: click.echo(line(finding), err=as_json))
+    def tell(finding: CheckOutcome) -> None:
+        click.echo(finding.trace or "", nl=False, err=True)
+        click.echo(line(finding), err=as_json)
+
+    findings, code = diagnose(link, port=port, hooks=hooks, tell=tell)
     failed = sum(finding.outcome == "failed" for finding in findings)
+    checks = [{name: value for name, value in asdict(finding).items() if name != "trace"} for finding in findings]
     if as_json:
-        click.echo(json.dumps({"ok": not failed, "exit_code": int(code), "checks": [asdict(finding) for finding in findings]}))
+        click.echo(json.dumps({"ok": not failed, "exit_code": int(code), "checks": checks}))
     else:
         click.echo(f"{failed} of {len(findings)} checks failed" if failed else "nothing is in the way")
     return int(code)

@@ -27,6 +27,8 @@ from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
 from shoal.node.exit_codes import ExitCode, epilogue
+from shoal.node.user_code import explained
+from shoal.swarm.errors import ShoalError
 
 
 @click.group(epilog="\b\n" + epilogue(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -41,13 +43,10 @@ for command in (up, join, demo, status, peers, watch, pull, merge, verify, link,
 
 def main() -> None:
     """Run a command and exit with the documented code for how it ended."""
-    from shoal.swarm.errors import ShoalError
-
     try:
         code = cli.main(standalone_mode=False)
     except ShoalError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        code = getattr(error, "exit_code", ExitCode.BAD_INPUT)
+        code = _show(error)
     except click.ClickException as error:
         error.show()
         code = ExitCode.BAD_INPUT
@@ -55,11 +54,20 @@ def main() -> None:
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         code = ExitCode.OK
-    except Exception:
-        traceback.print_exc()
-        print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
-        code = ExitCode.INTERNAL
+    except Exception as error:
+        if (own := explained(error)) is not None:
+            code = _show(own)
+        else:
+            traceback.print_exc()
+            print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
+            code = ExitCode.INTERNAL
     sys.exit(int(code or 0))
+
+
+def _show(error: ShoalError) -> int:
+    """Print an error, below the traceback of the user's own code if it has one; return the exit code."""
+    print(f"{getattr(error, 'trace', '')}Error: {error}", file=sys.stderr)
+    return int(getattr(error, "exit_code", ExitCode.BAD_INPUT))
 
 
 if __name__ == "__main__":

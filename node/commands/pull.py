@@ -134,7 +134,7 @@ def build_model(manifest: Manifest, hooks: str | None) -> tuple[BuiltModel | Non
         HookError, DataError, ModelDiffersError: the task that the user named cannot be loaded, or is not the swarm's.
     """
     if manifest.task == RL and hooks is None:
-        return None, "the model of an rl task is each node's own affair"
+        return None, "In a swarm of the task rl each node has a model of its own."
     try:
         settings = swarm_settings(load(None, {"task.hooks": hooks}), manifest)
         built = _model(settings)
@@ -227,7 +227,7 @@ def _fetch(host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path)
 def _about(link: Link, manifest: Manifest, header: StateHeader, built: BuiltModel | None, why: str) -> dict[str, Any]:
     notes = []
     if built is None:
-        notes.append(f"The parameters are numbered in the order in which the swarm's task has them, for {why.rstrip('.')}.")
+        notes.append(f"{why} Without it the parameters are numbered, in the order in which the swarm's task has them.")
     elif float_buffers(built.model):
         notes.append("Buffers that are not parameters (running statistics) are those of a fresh model: peers do not hand them out.")
     about: dict[str, Any] = {

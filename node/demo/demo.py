@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -36,12 +36,14 @@ LINK_S = 60.0  # seconds for the first node to print its link
 QUIET_S = 120.0  # seconds without any event of a node after which the demo is given up
 STOP_S = 8.0  # seconds that the nodes have to end orderly
 LOOK_S = 0.5
+TRACEBACK, USERS_ERROR = "Traceback (most recent call last):", "Error: Your "  # in the log of a node whose task failed
 
 
 class DemoError(ShoalError):
-    """A node of the demo failed."""
+    """A node of the demo failed. ``trace``: the traceback of the user's own code in it, if that was the cause."""
 
     exit_code = ExitCode.SWARM_FAILED
+    trace = ""
 
 
 class Nodes:
@@ -94,8 +96,20 @@ class Nodes:
         """Return whether all have ended well. Raises DemoError, with the end of its log, if one failed."""
         for index, process in enumerate(self.processes):
             if process.poll() not in (None, 0):
-                raise DemoError(f"Node peer-{index} ended with code {process.returncode}: {self.last_log_line(index)}")
+                raise self.failure(index, process.returncode)
         return all(process.poll() == 0 for process in self.processes)
+
+    def failure(self, index: int, code: int, what: str = "ended") -> DemoError:
+        """Return the error of a node that ended with ``code``. If its task failed, that is the user's own error here too."""
+        said = self.last_log_line(index)
+        error = DemoError(f"Node peer-{index} {what} with code {code}: {said}")
+        if code == ExitCode.BAD_INPUT:
+            error.exit_code = ExitCode.BAD_INPUT
+            log = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace")
+            begin = log.rfind(TRACEBACK)
+            if begin >= 0 and said.startswith(USERS_ERROR):
+                error.trace = log[begin : log.rfind(said)]
+        return error
 
     def last_log_line(self, index: int) -> str:
         """Return the last line that a node logged."""
@@ -189,6 +203,8 @@ def start_first(nodes: Nodes, arguments: list[str], seconds: float, display: Dis
     """Start the node that creates the swarm; return the link. Raises DemoError if it is not printed in time."""
     link = read_line(nodes.start(arguments, "peer-0"), seconds)
     if not link:
+        with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
+            nodes.processes[0].wait(1.0)
         nodes.check()
         raise DemoError(f"The first node printed no link within {seconds:g} s: {nodes.last_log_line(0)}")
     display.message(f"the swarm is up: {link}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 
 Outcome = Literal["ok", "note", "failed", "skipped"]
@@ -25,12 +26,16 @@ class Skip(ShoalError):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """Outcome of a check. ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took."""
+    """Outcome of a check. ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took.
+
+    ``trace``: the traceback of the user's own code, if that failed; "" if it returned something wrong.
+    """
 
     check: str
     outcome: Outcome
     said: str
     seconds: float = 0.0
+    trace: str | None = None
 
 
 Tell = Callable[[CheckOutcome], None]
@@ -71,7 +76,7 @@ def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple
         if finding.outcome in ("failed", "skipped"):
             cause[check.name] = check.name
         if finding.outcome == "failed" and code == ExitCode.OK:
-            code = check.code
+            code = check.code if finding.trace is None else ExitCode.BAD_INPUT
         note(finding)
     return findings, code
 
@@ -92,6 +97,7 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
 
     def work() -> None:
         outcome: Outcome = "ok"
+        trace: str | None = None
         try:
             said = check.run(tell)
         except Note as error:
@@ -99,13 +105,17 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
         except Skip as error:
             outcome, said = "skipped", str(error)
         except ShoalError as error:
-            outcome, said = "failed", str(error)
+            outcome, said, trace = "failed", str(error), getattr(error, "trace", None)
         except Exception as error:  # one check must not stop the others
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-            what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-            outcome, said = "failed", f"this check itself failed ({what}, in {where}): please report it."
-        ended.append(CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3)))
+            outcome = "failed"
+            if (own := explained(error)) is not None:
+                said, trace = str(own), getattr(own, "trace", "")
+            else:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+                what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+                said = f"this check itself failed ({what}, in {where}): please report it."
+        ended.append(CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3), trace))
 
     thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
     thread.start()

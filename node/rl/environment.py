@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from shoal.swarm.errors import ShoalError
+from shoal.node.user_code import UserCodeError, calling
 
 HELD_OUT = 2**62
 """Seed of the questions for evaluations: nobody trains on them."""
@@ -21,7 +21,7 @@ HELD_OUT = 2**62
 Option = int | float | str | bool
 
 
-class EnvError(ShoalError):
+class EnvError(UserCodeError):
     """Environment that cannot be loaded, or breaks its contract."""
 
 
@@ -51,6 +51,31 @@ class Environment(Protocol):
         ...
 
 
+class GuardedEnvironment:
+    """The user's environment as Shoal calls it: what its methods raise, or return wrongly, is a UserCodeError."""
+
+    def __init__(self, made: Environment, name: str) -> None:
+        self._made, self.version = made, made.version
+        self.user_subject = f"Your environment {name!r}"
+
+    def question(self, seed: int, index: int) -> Question:
+        """Return the user's question."""
+        with calling(self, "question()"):
+            found = self._made.question(seed, index)
+        if not isinstance(found, Question) or not isinstance(found.prompt, str):
+            raise UserCodeError(f"{self.user_subject}: question() must return a Question with a text as its prompt.")
+        return found
+
+    def reward(self, question: Question, completion: str) -> float:
+        """Return the user's reward; Env checks its range."""
+        with calling(self, "reward()"):
+            found = self._made.reward(question, completion)
+        try:
+            return float(found)
+        except (TypeError, ValueError):
+            raise UserCodeError(f"{self.user_subject}: reward() must return a number from 0 to 1, not {found!r:.40}.") from None
+
+
 @dataclass(frozen=True)
 class Env:
     """Environment with all that identifies it in a swarm."""
@@ -69,6 +94,8 @@ class Env:
         """Return a reward for each completion. EnvError if one is no number from 0 to 1, or the environment fails."""
         try:
             found = tuple(float(self.made.reward(question, completion)) for completion in completions)
+        except UserCodeError:
+            raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise EnvError(f"The environment {self.label!r} fails to judge an answer ({why}): mend it.") from error

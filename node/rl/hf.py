@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
+from shoal.node.user_code import calling
 
 ROWS = 16  # sequences at once, forward and backward, which bounds the memory
 RANK = 16
@@ -27,6 +28,7 @@ class HF:
 
     loss = "sapo"
     max_tokens = 64
+    user_subject = "Your policy"
 
     def __init__(self, model: Any, tokenizer: Any, *, lr: float) -> None:
         self.module: torch.nn.Module = model
@@ -43,7 +45,8 @@ class HF:
 
     def encode(self, completion: str, ended: bool) -> list[int]:
         """Encode a completion; special tokens in a stranger's text are text."""
-        ids = self._tokenizer(completion, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        with calling(self, "its tokenizer"):
+            ids = self._tokenizer(completion, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [*ids, *([self._end] if ended else [])]
 
     def ends(self, token: int) -> bool:
@@ -51,11 +54,12 @@ class HF:
         return token in self._ends
 
     def _prompt(self, prompt: str) -> list[int]:
-        if not self._tokenizer.chat_template:
-            return list(self._tokenizer(prompt + "\n")["input_ids"])
-        said = [{"role": "user", "content": prompt}]
-        text = self._tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        with calling(self, "its tokenizer"):
+            if not self._tokenizer.chat_template:
+                return list(self._tokenizer(prompt + "\n")["input_ids"])
+            said = [{"role": "user", "content": prompt}]
+            text = self._tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _device(self) -> torch.device:
         return next(self.module.parameters()).device
@@ -169,8 +173,9 @@ def load_hf(where: str) -> HF:
         raise PolicyError(f"The policy 'hf:{where}' cannot be loaded ({why}): name a model's folder, GGUF file or name.") from error
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config  # the weights are plain float32 by now
-    adapted, lr = _with_adapter(model)
-    return HF(adapted, tokenizer, lr=lr)
+    with calling(HF, "what it was loaded from"):
+        adapted, lr = _with_adapter(model)
+        return HF(adapted, tokenizer, lr=lr)
 
 
 def _with_adapter(model: Any) -> tuple[Any, float]:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 
 from shoal.node.config.rl import env_label
-from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, Option, Question, canonical
+from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, GuardedEnvironment, Option, Question, canonical
 from shoal.node.rl.gym import Gym
 from shoal.node.rl.hf import load_hf
 from shoal.node.rl.policy import Policy, PolicyError
 from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.tasks.loader import HookError, find_class
+from shoal.node.user_code import summary, user_trace
 from shoal.swarm.errors import ShoalError
 
 
@@ -37,12 +38,13 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
     except ShoalError:
         raise
     except Exception as error:
-        takes = _options_of(made_by)
-        raise EnvError(
-            f"The environment {spec!r} cannot be made ({type(error).__name__}: {error}): correct its options{takes}."
-        ) from error
+        said = f"The environment {spec!r} cannot be made, with {summary(error)}"
+        trace = "" if _built_in(spec) else user_trace(error)
+        raise EnvError(f"{said}: correct its options{_options_of(made_by)}.", trace) from error
     if not isinstance(made, Environment) or not isinstance(made.version, str) or not 0 < len(made.version) <= 128:
         raise HookError(f"The environment {spec!r} needs version, question(seed, index) and reward(question, completion).")
+    if not type(made).__module__.startswith("shoal."):
+        made = GuardedEnvironment(made, type(made).__name__)
     env = Env(env_label(spec), canonical(options), made)
     if not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label) or len(env.config) > 4096:
         raise EnvError(f"The environment {spec!r} has too long a name or too long options: shorten them.")

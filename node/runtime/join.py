@@ -125,7 +125,10 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     if task_label(hooks) != manifest.task:
         if hooks != "text" or manifest.task in BUILT_IN_TASKS:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
-        raise HookError(f"The swarm trains {manifest.task!r}, which this node must have: name your copy of it with --task.")
+        raise HookError(
+            f"The swarm trains {manifest.task!r}, and a link carries no code: get its files from whoever runs the swarm, then name "
+            "your copy with --task."
+        )
     options = dict(manifest.task_options)
     if hooks == agreement.TEXT:
         options = agreement.taken(options, settings.task.options)
@@ -152,7 +155,10 @@ def _agreed_env(own: RLSettings, label: str) -> str:
     if "env" in own.model_fields_set:
         raise HookError(f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment.")
     if ":" in label:
-        raise HookError(f"The swarm learns {label!r}, which this node must have: name your copy of it with --env.")
+        raise HookError(
+            f"The swarm learns {label!r}, and a link carries no code: get its files from whoever runs the swarm, then name your "
+            "copy with --env."
+        )
     return label
 
 

@@ -5,6 +5,7 @@ Only the command line and this node's own settings name a task; nothing that the
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -12,54 +13,87 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shoal.node.task import Task
+from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
+from shoal.node.user_code import UserCodeError, belongs_to_user, import_beside, summary, user_trace
 from shoal.swarm.errors import ShoalError
 
 BUILT_IN: dict[str, type[Task]] = {"text": TextTask}
 REQUIRED = ("model", "batches", "loss", "evaluate")
 
 
-class HookError(ShoalError):
-    """The named task cannot be loaded."""
-
-
-def _why(error: BaseException, path: Path | None = None) -> str:
-    """Return the exception in a few words, with the line of ``path`` that raised it."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if path and f.filename == str(path)]
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}{': ' if first else ''}{first}" + (f", line {lines[-1]}" if lines else "")
+class HookError(UserCodeError):
+    """A task, or other class of the user's, that cannot be loaded."""
 
 
 def _import_file(path: Path, spec_text: str, what: str) -> ModuleType:
     if not path.is_file():
         raise HookError(f"There is no file {str(path)!r} to load the {what} {spec_text!r} from: check the path.")
     path = path.resolve()
-    # A private name, and no change of sys.path: a file called optim.py or json.py must not hide another module.
+    # A private name: a file called optim.py or json.py must not hide another module.
     name = f"_shoal_hooks_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise HookError(f"The file {str(path)!r} is no Python source: name a file that ends in .py.")
+    import_beside(path.parent)
+    if hidden := _hidden(path):
+        raise HookError(
+            f"The file {str(path)!r} imports {hidden!r}, and would not get the one beside it: an installed module has that name: "
+            "give yours another."
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up here
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
         del sys.modules[name]
-        hint = "mend the file"
-        if isinstance(error, ModuleNotFoundError):
-            hint = f"install that module; files that lie next to the {what}'s are not importable from it"
-        raise HookError(f"The file {str(path)!r} fails when it is loaded ({_why(error, path)}): {hint}.") from error
+        said = f"The file {str(path)!r} fails when it is loaded, with {summary(error)}"
+        raise HookError(f"{said}: {_import_hint(error, path)}.", user_trace(error)) from error
     return module
 
 
+def _import_hint(error: BaseException, path: Path) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"install that module, or put its file into {str(path.parent)!r}, beside {path.name}"
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return f"{path.name} is in no package, so write `import helper` in place of `from . import helper`"
+    return "mend the file"
+
+
+def _hidden(path: Path) -> str | None:
+    """Return a module that the file imports and that lies beside it, if the import finds another, which is installed."""
+    try:
+        found = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return None  # loading it says what is wrong
+    names = {alias.name for item in ast.walk(found) if isinstance(item, ast.Import) for alias in item.names}
+    names |= {item.module for item in ast.walk(found) if isinstance(item, ast.ImportFrom) and item.module and not item.level}
+    for name in sorted({name.partition(".")[0] for name in names} - {path.stem}):
+        beside = [path.parent / f"{name}.py", path.parent / name / "__init__.py"]
+        if any(file.is_file() for file in beside) and _origin(name) not in [str(file) for file in beside]:
+            return name
+    return None
+
+
+def _origin(name: str) -> str | None:
+    """Return the file that an import of ``name`` loads, without loading it."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
+
+
 def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
+    belongs_to_user(module=name)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -69,7 +103,8 @@ def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
                 f"There is no module {error.name!r} for the {what} {spec_text!r}: "
                 "install it, put its folder on PYTHONPATH, or name a file as path/file.py:Class."
             ) from error
-        raise HookError(f"The module {name!r} fails when it is imported ({_why(error)}): mend it.") from error
+        said = f"The module {name!r} fails when it is imported, with {summary(error)}"
+        raise HookError(f"{said}: mend it.", user_trace(error)) from error
 
 
 def find_class(spec_text: str, what: str = "task", known: str = ", ".join((*BUILT_IN, "rl"))) -> type[Any]:
@@ -116,7 +151,8 @@ def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -
 def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     """Return the task that ``spec`` names, constructed with ``options`` as keyword arguments.
 
-    A class that does not derive from `Task` gets its defaults of the methods that it lacks.
+    A class that does not derive from `Task` gets its defaults of the methods that it lacks. Of a class of the user's every method
+    is guarded (`Guarded`): what it raises or returns wrongly is a UserCodeError.
 
     Raises:
         HookError: the name, the file, the class or the options are wrong; the sentence says how.
@@ -137,5 +173,6 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     except ShoalError:
         raise
     except Exception as error:
-        raise HookError(f"The task {spec!r} fails when it is made ({_why(error)}): mend it or its options.") from error
-    return task
+        said = f"The task {spec!r} fails when it is made, with {summary(error)}"
+        raise HookError(f"{said}: mend it or its options.", user_trace(error)) from error
+    return task if type(task).__module__.startswith("shoal.") else Guarded(task, cls.__name__)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shoal.node.task import Batches, Shard, Task, tokens_in
+from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -157,15 +158,16 @@ class Trainer:
                 f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on without end."
             ) from None
         loss = self.task.loss(self.model, batch)
-        if loss.ndim != 0:
-            raise TrainingError(f"The task's loss has shape {list(loss.shape)}: loss(model, batch) must return a scalar.")
-        loss.backward()  # type: ignore[no-untyped-call]
+        with calling(self.task, "the backward pass of loss()"):
+            loss.backward()  # type: ignore[no-untyped-call]
         self._recent.add(loss)
         self._of_round.add(loss)
         self.opt.count(tokens_in(self.task, batch))
-        self.opt.step()
+        with calling(self.task, "the optimizer of inner_optimizer()", self.opt.inner):
+            self.opt.step()
         if self.scheduler is not None:
-            self.scheduler.step()
+            with calling(self.task, "the scheduler of lr_scheduler()"):
+                self.scheduler.step()
         self.opt.zero_grad()
 
     def round_loss(self) -> float | None:
@@ -249,7 +251,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(item, device) for item in batch)
+        items = [to_device(item, device) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # a named tuple takes them one by one
     if isinstance(batch, dict):
         return {key: to_device(item, device) for key, item in batch.items()}
     return batch

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import to_device
+from shoal.node.user_code import calling
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.swarm.manifest.outer import TrainSettings
 
@@ -188,8 +189,10 @@ class Replica:
     def _step(self, inner: torch.optim.Optimizer, batch: Any) -> Tensor:
         """Do one `Trainer.step` without exchanges."""
         loss = self.task.loss(self.model, to_device(batch, self.device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        inner.step()
+        with calling(self.task, "the backward pass of loss()"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        with calling(self.task, "the optimizer of inner_optimizer()"):
+            inner.step()
         inner.zero_grad()
         return loss.detach()
 

@@ -148,7 +148,7 @@ def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_ma
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(state[f"parameter.{i}"], tensor) for i, tensor in enumerate(slow(world)))
     assert report["named"] is False
-    assert "which this node must have" in report["notes"][0]
+    assert "a link carries no code" in report["notes"][0]
     other = State(4, [torch.zeros(3)])
     world.offered = snapshot_of(other, encode(other))
     with pytest.raises(PullError, match=r"cannot be checked against the swarm's manifest: name your copy of the task"):

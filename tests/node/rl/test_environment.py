@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.rl.environment import HELD_OUT, EnvError, Question, canonical
+from shoal.node.rl.environment import HELD_OUT, Question, canonical
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import PolicyError
 from shoal.node.rl.strings import RULES, Strings
-from shoal.node.tasks.loader import HookError
+from shoal.node.user_code import UserCodeError
 
 ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"
 
@@ -98,13 +98,13 @@ class Wordless(Odd):
         ("What Ever", {}, "The environment 'What Ever' is not of the form"),
         (f"{__file__}:Generous", {}, "gave the reward 1.5: it must be a number from 0 to 1"),
         (f"{__file__}:Nonsense", {}, "gave the reward nan"),
-        (f"{__file__}:Broken", {}, r"fails at its first question \(RuntimeError: no luck\)"),
+        (f"{__file__}:Broken", {}, r"failed in question\(\): RuntimeError: no luck"),
         (f"{__file__}:Wordless", {}, "must return a Question"),
         (f"{__file__}:Path", {}, "needs version, question"),
     ],
 )
 def test_each_mistake_is_one_sentence(spec, options, words):
-    with pytest.raises((EnvError, HookError), match=words) as raised:
+    with pytest.raises(UserCodeError, match=words) as raised:
         load_env(spec, options)
     assert "\n" not in str(raised.value)
 

@@ -51,7 +51,7 @@ def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
 @pytest.mark.parametrize(
     ("mine", "theirs", "sentence"),
     [
-        ("text", "a/task.py:Mine", "The swarm trains 'task.py:Mine', which this node must have: name your copy"),
+        ("text", "a/task.py:Mine", "The swarm trains 'task.py:Mine', and a link carries no code: get its files"),
         ("b/task.py:Other", "a/task.py:Mine", "this node was given 'b/task.py:Other': use the swarm's task"),
         ("b/task.py:Mine", "text", "The swarm trains 'text', this node was given 'b/task.py:Mine'"),
     ],

@@ -171,11 +171,6 @@ class Ends(Noisy):
         yield {"x": torch.randn(8, 4)}
 
 
-class Vector(Noisy):
-    def loss(self, model, batch):
-        return model(batch["x"]).squeeze(1)
-
-
 class Explodes(Noisy):
     def loss(self, model, batch):
         return super().loss(model, batch) * math.nan
@@ -185,7 +180,6 @@ class Explodes(Noisy):
     ("task", "sentence"),
     [
         (Ends, "The task's batches ended after 1 steps: batches(shard) must go on without end."),
-        (Vector, "The task's loss has shape [8]: loss(model, batch) must return a scalar."),
         (Explodes, "The training loss became nan by step 4: lower the task's learning rate."),
     ],
 )

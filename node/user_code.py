@@ -1,0 +1,133 @@
+"""The boundary around code of the user's own: a task, an environment, and all that they call.
+
+What goes wrong behind it is the user's to mend: one sentence names the function, and the traceback begins in the user's file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType
+
+from shoal.swarm.errors import ShoalError
+
+_folders: set[str] = set()  # in which files of the user's lie
+_modules: set[str] = set()  # top-level modules of the user's
+
+
+class UserCodeError(ShoalError):
+    """Failure of the user's own code. ``trace``: its traceback from the user's first frame on; empty where a value is wrong."""
+
+    def __init__(self, text: str, trace: str = "") -> None:
+        super().__init__(text)
+        self.trace = trace
+
+
+def belongs_to_user(*, folder: Path | None = None, module: str = "") -> None:
+    """Note that the files of ``folder``, or the module of this name with all in it, are the user's own."""
+    if folder is not None:
+        _folders.add(str(folder) + os.sep)
+    if module and module.partition(".")[0] != "shoal":
+        _modules.add(module.partition(".")[0])
+
+
+def import_beside(folder: Path) -> None:
+    """Let code import what lies in ``folder``, after all that is installed: no file there may hide a module that others import."""
+    belongs_to_user(folder=folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def calling(owner: object, function: str, through: object = None) -> AbstractContextManager[None]:
+    """Return the context in which Shoal calls ``function`` of the user's object, or torch on its behalf.
+
+    A failure becomes a UserCodeError; ShoalError passes unchanged, for it is a sentence for the user already.
+
+    Args:
+        owner: has a ``user_subject``, which begins sentences about it, if it is the user's; else the context does nothing.
+        function: what is called, for people.
+        through: what ``function`` returned, if Shoal's own code runs in the context: then only what came through one of its
+            methods is taken for the user's.
+    """
+    subject = getattr(owner, "user_subject", None)
+    return nullcontext() if subject is None else _Boundary(subject, function, through)
+
+
+class _Boundary(AbstractContextManager[None]):
+    def __init__(self, subject: str, function: str, through: object) -> None:
+        self._subject, self._function, self._through = subject, function, through
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, ShoalError):
+            return
+        if self._through is None or blamed(error, self._through):
+            raise failed(self._subject, self._function, error) from error
+
+
+def failed(subject: str, function: str, error: BaseException) -> UserCodeError:
+    """Return what ``error`` in the user's ``function`` means to the user."""
+    said = f"{subject} failed in {function}: {summary(error)}"
+    remedy = "make the model or its batches smaller, or end other programs" if out_of_memory(error) else "mend it"
+    return UserCodeError(f"{said}: {remedy}.", user_trace(error))
+
+
+def summary(error: BaseException) -> str:
+    """Return ``error`` in a few words, with the last line of the user's that it came from."""
+    first = next(iter(str(error).splitlines()), "")[:300].rstrip(" .:")
+    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if _is_users(f)]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        lines = [(error.filename, error.lineno)]
+        first = error.msg
+    where = f" ({Path(lines[-1][0]).name}, line {lines[-1][1]})" if lines else ""
+    return f"{type(error).__name__}{': ' if first else ''}{first}{where}"
+
+
+def user_trace(error: BaseException) -> str:
+    """Format the traceback of ``error`` from the first frame of the user's on; without any, from the first that is not Shoal's."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    begins = next((tb for tb in frames if _is_users(tb.tb_frame)), None)
+    begins = begins or next((tb for tb in frames if not _is_shoals(tb.tb_frame)), None)
+    return "".join(traceback.format_exception(type(error), error, begins))
+
+
+def blamed(error: BaseException, owner: object) -> bool:
+    """Return whether ``error`` came through a method of ``owner``, or through a file of the user's."""
+    return any(_is_users(frame) or frame.f_locals.get("self") is owner for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def explained(error: Exception) -> ShoalError | None:
+    """Return what an error that nobody foresaw means if it is the user's to mend; None if it is Shoal's own.
+
+    It is the user's if his code is on the way to it, such as a hook of a module, or if memory ran out.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+    if frames:
+        return failed("Your code", f"{frames[-1].f_code.co_name}()", error)
+    if out_of_memory(error):
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        return ShoalError(f"There is not enough memory ({why[:300]}): train a smaller model or batch, or end other programs.")
+    return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on whatever device. Torch is not imported for it."""
+    text = str(error).lower()
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text))
+
+
+def _is_users(frame: FrameType) -> bool:
+    name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    if _is_shoals(frame) or "site-packages" in file:
+        return False
+    return name.partition(".")[0] in _modules or file.startswith(tuple(_folders))
+
+
+def _is_shoals(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "shoal"
