@@ -1,7 +1,8 @@
 """A virtual clock: an asyncio event loop whose time jumps to the next timer as soon as nothing is left to do.
 
 It has no sockets, no threads and no sleep, so what runs on it is a function of its inputs, and an hour takes as long as the
-callbacks in it. A worker thread (``asyncio.to_thread``) becomes a call at once, in between.
+callbacks in it. A worker thread (``asyncio.to_thread``) becomes a call at once, in between. Its futures and tasks are hashed by
+number and not by address: asyncio and hivemind keep them in sets, whose order would differ from run to run.
 
 A `Process` owns callbacks that can be stopped and ended: every callback belongs to the process in whose context it was scheduled. A
 callback of a dead process is never called, as after ``kill -9``; one of a sleeping process is called when it wakes, as after
@@ -58,13 +59,40 @@ class _Later(asyncio.TimerHandle):
 
     __slots__ = ("process",)
     process: Process | None
+    _loop: asyncio.AbstractEventLoop
     _scheduled: bool
+    _when: float
 
     def _run(self) -> None:
+        assert isinstance(self._loop, VirtualLoop)
+        self._loop.reach(self._when)
         if self.process is None or self.process.state == "awake":
             asyncio.Handle._run(self)
         else:
             self.process.held.append(self)
+
+
+class _Future(asyncio.Future[Any]):
+    """A future with a place in the order of sets."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _Task(asyncio.Task[Any]):
+    """A task with a place in the order of sets."""
+
+    number: int
+
+    def __new__(cls, coroutine: Coroutine[Any, Any, Any], *, loop: VirtualLoop, **options: Any) -> _Task:
+        task: _Task = super().__new__(cls)
+        task.number = loop.counted()  # before __init__, which hashes it
+        return task
+
+    def __hash__(self) -> int:
+        return self.number
 
 
 class VirtualLoop(BaseEventLoop):
@@ -77,7 +105,7 @@ class VirtualLoop(BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self._selector = self  # where BaseEventLoop waits
-        self._busy, self._at_once = busy, 0
+        self._busy, self._at_once, self._futures = busy, 0, 0
         self.set_task_factory(_begin)  # type: ignore[arg-type]
 
     def time(self) -> float:
@@ -90,9 +118,27 @@ class VirtualLoop(BaseEventLoop):
             raise Stuck(f"at {self._now:.6f} s nothing is left that could happen")
         self._at_once = 0 if timeout else self._at_once + 1
         if self._at_once > self._busy:
+            self._at_once = 0  # what spins may still be cancelled
             raise Stuck(f"at {self._now:.6f} s time no longer progresses")
         self._now += timeout
         return []
+
+    def reach(self, when: float) -> None:
+        """Set the clock to the time of a timer that is called: asyncio calls those of the next nanosecond too, and what compares
+        the clock with its deadline would find it early, again and again.
+        """
+        self._now = max(self._now, when)
+
+    def counted(self) -> int:
+        """Return the number of the next future or task."""
+        self._futures += 1
+        return self._futures
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Return a future with a number."""
+        future = _Future(loop=self)
+        future.number = self.counted()
+        return future
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -139,13 +185,13 @@ class VirtualLoop(BaseEventLoop):
         """Do nothing: there are no sockets."""
 
 
-def _begin(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _begin(loop: VirtualLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
     """Make a task of the process in whose context it begins."""
     process = _process.get()
     if process is None:
-        return asyncio.Task(coroutine, loop=loop, **options)
+        return _Task(coroutine, loop=loop, **options)
     process.begun = number = process.begun + 1
-    task = asyncio.Task(coroutine, loop=loop, name=f"{process.name}-{number}", **options)
+    task = _Task(coroutine, loop=loop, name=f"{process.name}-{number}", **options)
     process.tasks[number] = task
     task.add_done_callback(lambda task: process.tasks.pop(number, None), context=process.context)
     return task

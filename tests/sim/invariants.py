@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.sim.isolation import ErrorCollector
 from tests.sim.faults import FaultInjector
 from tests.sim.peers import Contribution, SimPeer, SimSwarm
@@ -73,6 +74,8 @@ class Checks:
             if now < self._rounds.get(process, 0):
                 self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
             self._rounds[process] = now
+            if isinstance(peer.exchange, GroupExchange) and peer.mine is not None:
+                peer.mine.leaders.update(peer.exchange._rounds._elsewhere.values())
             if peer.handle is not None:
                 self._decision(peer, peer.handle._attempt.commit)
         if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
@@ -142,7 +145,9 @@ class Checks:
     def _apart(self, alone: Contribution, taker: Contribution) -> None:
         """Check a contribution without a mean that another peer counted: two generals, or a bug."""
         ends = max(self._swarm.network.loop.time(), taker.ended or 0.0)
-        touched = {alone.peer, taker.peer} if self._swarm.setting.kind == "pair" else set(taker.mean.members if taker.mean else ())
+        touched = {alone.peer, taker.peer} | alone.leaders | taker.leaders
+        if self._swarm.setting.kind == "group" and taker.mean is not None:
+            touched.update(taker.mean.members)
         for trouble in self._mischief.troubles:
             if trouble.peers & touched and trouble.since <= ends and trouble.until + 3.0 >= min(alone.begun, taker.begun):
                 return

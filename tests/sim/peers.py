@@ -69,6 +69,8 @@ class Contribution:
     begun: float
     ended: float | None = None
     mean: Mean | None = None
+    leaders: set[str] = field(default_factory=set)
+    """Peers at which it waited for its group. A leader's own contribution may be in another group, or in none."""
 
 
 class SimPeer:
@@ -94,6 +96,8 @@ class SimPeer:
         self.host: SimHost = self.swarm.network.host(self.name, self.identity)
         self.seen: dict[str, Member] = {}
         self.handle: ExchangeHandle[Any] | None = None
+        self.mine: Contribution | None = None
+        """The contribution of its present round."""
         self.state: Literal["training", "leaving"] = "training"
         setting = self.swarm.setting
         way = PairExchange if setting.kind == "pair" else GroupExchange
@@ -167,7 +171,7 @@ class SimPeer:
         self.serial += 1
         named = torch.zeros(swarm.setting.peers)
         named[self.number] = self.serial
-        mine = Contribution(self.id, self.serial, self.weight, [self.weights.clone(), named], loop.time())
+        mine = self.mine = Contribution(self.id, self.serial, self.weight, [self.weights.clone(), named], loop.time())
         swarm.contributions[self.number, self.serial] = mine
         key = RoundKey(SWARM, self.exchange.next_round)
         self.handle = self.exchange.start(key, mine.tensors, self.weight)
@@ -180,7 +184,7 @@ class SimPeer:
         with_whom = "alone" if mean is None else " ".join(sorted(swarm.named[peer] for peer in mean.members))
         swarm.network.note(self.name, f"round {self.round - 1} ends: {with_whom}")
         swarm.outcome(self, mine)
-        self.handle = None
+        self.handle = self.mine = None
 
 
 class SimSwarm:

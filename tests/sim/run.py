@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.clock import VirtualLoop
+from shoal.swarm.sim.clock import Stuck, VirtualLoop
 from shoal.swarm.sim.isolation import isolated
 from shoal.swarm.sim.network import Links, SimNetwork, Trace
 from tests.sim.faults import Fault, FaultInjector, plan
@@ -99,7 +99,10 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
             failure = error
         network.watch = lambda name: None
         digest, events = trace.hexdigest(), trace.events
-        network.end()
+        try:
+            network.end()
+        except Stuck as error:
+            failure = failure or error
     ended = [mine for mine in swarm.contributions.values() if mine.ended is not None]
     means = sum(mine.mean is not None for mine in ended)
     return Report(seed, setting, faults, digest, events, trace.lines, means, len(ended), failure)

@@ -204,7 +204,11 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
     async def averages(self, peer: PeerID, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Send this node's parts of another member's share; yield the averages as they arrive."""
         name = peer.to_base58()
-        stream = await self._streams.open(name, self._group.nonce)
+        try:
+            stream = await self._streams.open(name, self._group.nonce)
+        except NetworkError as error:
+            yield self._broken(name, error)
+            return
         self._calls[stream] = None
 
         async def send() -> None:
@@ -218,6 +222,8 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
                 tensor = runtime_pb2.Tensor(buffer=data, size=[count], dtype="float32")
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=tensor)
             await sending
+        except (NetworkError, MessageError) as error:
+            yield self._broken(name, error)
         finally:
             await _stop(sending)
             stream.close()
@@ -239,11 +245,22 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
     async def _parts(self, stream: Stream) -> AsyncIterator[Any]:
         weight = self._group.weight(stream.peer_id)
         for part in self.parts_for_local_averaging:
-            data = await self._received(stream, part.numel() * part.element_size(), self._silence)
+            try:
+                data = await self._received(stream, part.numel() * part.element_size(), self._silence)
+            except (NetworkError, MessageError) as error:
+                yield self._broken(stream.peer_id, error)
+                return
             yield averaging_pb2.AveragingData(
                 code=averaging_pb2.PART_FOR_AVERAGING, group_id=self.group_id, weight=weight,
                 tensor_part=runtime_pb2.Tensor(buffer=data),
             )  # fmt: skip
+
+    def _broken(self, peer: str, error: NetworkError | MessageError) -> Any:
+        """Return the message for hivemind that a stream has broken. Raised here, in a step of a generator that hivemind cancels at
+        the same moment, the error would be one that nobody retrieves.
+        """
+        log.debug("the all-reduce with peer %s failed: %s", short(peer), error)
+        return averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
 
     async def _received(self, stream: Stream, nbytes: int, timeout: float) -> bytes:
         data = await stream.receive(nbytes, timeout)
@@ -255,6 +272,8 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         number = 0
         try:
             async for message in stream:
+                if message.code == averaging_pb2.INTERNAL_ERROR:
+                    raise AllreduceException("a member's stream broke")
                 part = torch.frombuffer(bytearray(message.tensor_part.buffer), dtype=self._dtype)
                 average = await self.tensor_part_reducer.accumulate_part(sender_index, number, part, weight=message.weight)
                 number += 1

@@ -1,6 +1,7 @@
 """The virtual clock: time jumps, processes die and sleep, and what can never happen is said at once."""
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -65,6 +66,34 @@ def test_time_that_stands_still_is_said(loop):
     loop._at_once = 0
     with pytest.raises(asyncio.CancelledError):
         loop.run_until_complete(task)
+
+
+def test_who_waits_for_the_rest_of_a_time_waits_no_longer(loop):
+    """asyncio calls a timer up to a nanosecond early; a loop until the deadline must not begin anew at the same moment."""
+
+    async def until(deadline):
+        turns = 0
+        while loop.time() < deadline:
+            turns += 1
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), deadline - loop.time())
+        return turns
+
+    loop.run_until_complete(asyncio.sleep(1.0))
+    assert loop.run_until_complete(until(math.nextafter(loop.time(), 2.0))) == 1
+
+
+def test_futures_and_tasks_are_in_sets_by_their_numbers(loop):
+    """By their addresses the order of a set, and with it what happens, would differ from run to run."""
+
+    async def work():
+        futures = [*(asyncio.ensure_future(asyncio.sleep(seconds)) for seconds in (3.0, 1.0, 2.0)), loop.create_future()]
+        await asyncio.wait(set(futures[:3]))
+        return [hash(future) for future in futures]
+
+    found = loop.run_until_complete(work())
+    assert found == list(range(found[0], found[0] + 4))
+    assert found[0] < 10
 
 
 def ticking(loop, seen):
