@@ -8,8 +8,8 @@ result is ``None`` and the rule goes on with the own contribution alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -38,6 +38,8 @@ class Mean:
     """Sorted peer ids of all who took part, the own one included."""
     counted: int | None = None
     """Number of members with a weight above 0, which the mean is over; None: all."""
+    states: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The members' ``state`` (``ComparesStates``), by peer id, the own one included; empty if there is nothing to compare."""
 
 
 class Handle(Protocol):
@@ -75,6 +77,26 @@ class KnowsOptimizer(Protocol):
 
     def attach(self, optimizer: Any) -> None:
         """Take note of the ``OuterOptimizer``. Called once, when that is made; an exception prevents its construction."""
+        ...
+
+
+@runtime_checkable
+class ComparesStates(Protocol):
+    """Exchange over everyone that can equalise what its peers should hold alike, and do not after one has missed a round."""
+
+    @property
+    def peer(self) -> str:
+        """The own peer id."""
+        ...
+
+    def start(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()
+    ) -> Handle:
+        """Begin an exchange whose ``Mean`` has the ``state`` of each member: a few numbers that are equal if what they hold is."""
+        ...
+
+    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
+        """Begin a second exchange, as float32, between ``members`` of the round ``key``. All must do so; weight 0: take only."""
         ...
 
 

@@ -16,7 +16,8 @@ meanwhile, and unlike with nccl a failure leaves the process alive. One backgrou
 When a rank dies, gloo notices if bytes were moving; otherwise the others wait up to 10 s for its vote. The round is ``None`` for
 all. Later rounds wait for the dead rank once at most (``wait``) and then go on among the others. It comes back only with the whole
 job (``torchrun --max-restarts``); processes that come and go on their own belong in a swarm. When the store dies (it is in
-torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. Each case is logged in one warning.
+torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. A rank whose contribution holds NaN is left out of that
+round. Each case is logged in one warning. A rank that missed a round is made equal to the others in the next (``ComparesStates``).
 
 Rules and codecs see a shard as if it were the model. That changes nothing where every value is treated separately, as float codecs
 and most rules do. Exceptions: CO2's penalty and Decoupled DiLoCo's merge use norms, and block-wise codecs use blocks, of a shard.
@@ -33,15 +34,15 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
 from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
 from shoal.optim.exchange.pairing import groups
@@ -156,19 +157,34 @@ class Distributed:
         """The own peer id."""
         return str(self._process.peer)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
-        """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive."""
+    def start(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()
+    ) -> Handle:
+        """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive.
+
+        ``state``: as in ``ComparesStates``, if a round is over everyone. A contribution with NaN or infinity stays at home.
+        """
         if not 0 < weight < float("inf"):
             raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
-        shapes = [tuple(tensor.shape) for tensor in tensors]
         try:
-            encoded = codec.encode(tensors)
+            payload = _encoded(tensors, codec)
         except ValueError:
             self.absent(key)  # so that the others do not wait for this one
             raise
-        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-        what = f"{len(shapes)} tensors of shapes {digest}, {encoded.numel()} bytes of {codec.name}"
-        return self._begin(key, StoreOffer(what, float(weight)), Payload(encoded, shapes, codec))
+        if not all_finite(tensors):
+            logger.warning(
+                "round %d, fragment %d: the own contribution holds NaN or infinity, so the others go on without it: "
+                "lower the learning rate or clip gradients.", key.round, key.fragment,
+            )  # fmt: skip
+            self.absent(key)
+            return NoPartner()
+        parts = 0 < self._size < len(self._peers)
+        return self._begin(key, _offer(payload, weight, () if parts else tuple(state)), payload)
+
+    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
+        """Begin a second exchange between members of the round ``key``, as ``ComparesStates`` wants."""
+        payload = _encoded(tensors, FLOAT32)
+        return self._begin(key, _offer(payload, weight), payload, tuple(sorted(map(int, members))))
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and inform the others, so that they do not wait."""
@@ -178,15 +194,19 @@ class Distributed:
         """End the exchanges in flight without a mean, and inform the others that they need not wait any more."""
         self._closing()
 
-    def _begin(self, key: RoundKey, offer: StoreOffer | None, payload: Payload | None) -> Handle:
+    def _begin(
+        self, key: RoundKey, offer: StoreOffer | None, payload: Payload | None, members: tuple[int, ...] | None = None
+    ) -> Handle:
         if self._broken or not self._closing.alive:
             return NoPartner()
-        expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
-        peers = tuple(sorted(map(int, expected)))
-        # The same key may be used again after a load_state_dict: that is another round.
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
-        name = f"round {key.round}, fragment {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
-        self._uses[key] += 1
+        if members is None:
+            expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
+            peers, what = tuple(sorted(map(int, expected))), "fragment"
+            self._uses[key] += 1  # the same key may be used again after a load_state_dict: that is another round
+        else:
+            peers, what = members, "the state of fragment"
+        name = f"round {key.round}, {what} {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
         round = _Round(key, RoundTicket(name, peers), offer, payload, self._limit * (1 + len(self._pending)))
         self._pending.append(round)
         self._queue.put(round)
@@ -232,6 +252,8 @@ class Distributed:
             else:
                 weights = [offer.weight for offer in offers]
                 mean = self._gloo.mean(ticket, members, weights, round.payload, lambda: consensus.over(ticket))
+                if isinstance(mean, Mean) and round.offer.state:
+                    mean = replace(mean, states=consensus.states(ticket, members))
         finally:
             # The bytes arrive at about the same time everywhere, so a member that votes much later is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
@@ -252,6 +274,16 @@ class Distributed:
             self._consensus.forget(ticket)
             if all(key != other for other, _ in self._old):
                 del self._uses[key]
+
+
+def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:
+    return Payload(codec.encode(tensors), [tuple(tensor.shape) for tensor in tensors], codec)
+
+
+def _offer(payload: Payload, weight: float, state: tuple[float, ...] = ()) -> StoreOffer:
+    digest = hashlib.sha256(repr(payload.shapes).encode()).hexdigest()[:16]
+    what = f"{len(payload.shapes)} tensors of shapes {digest}, {payload.data.numel()} bytes of {payload.codec.name}"
+    return StoreOffer(what, float(weight), state)
 
 
 def _close(rounds: queue.SimpleQueue[_Round | None], pending: deque[_Round], thread: threading.Thread) -> None:

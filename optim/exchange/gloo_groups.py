@@ -63,7 +63,7 @@ class GlooGroups:
         try:
             group = self._group(ticket, members)
             # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and simulation use.
-            if own.plain and (len(members) > 2 or weights[0] == weights[1]):
+            if own.plain and any(weights) and (len(members) > 2 or weights[0] == weights[1]):
                 share = weights[members.index(self._process.peer)] / sum(weights)
                 if not self._sum(group, own.data, share, over):
                     return GIVEN_UP
@@ -114,7 +114,8 @@ class GlooGroups:
         """
         options = AllreduceOptions()
         options.timeout = self._timeout
-        return self._finish(group, group.allreduce([payload.view(torch.float32).mul_(share)], options), over)
+        values = payload.view(torch.float32)
+        return self._finish(group, group.allreduce([values.mul_(share) if share else values.zero_()], options), over)
 
     def _finish(self, group: Gloo, work: Work, over: Callable[[], bool]) -> bool:
         """Wait for the bytes. RuntimeError if gloo failed; return False if the round is over."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -84,6 +84,9 @@ class Simulation(Generic[T]):
         self._peers = {name: _Peer(name) for name in self.peers}
         self._scheduler = threading.Event()
         self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
+        self._states: dict[tuple[RoundKey, str], tuple[float, ...]] = {}
+        self._among: dict[RoundKey, tuple[str, ...]] = {}
+        """The only peers of a key, in place of all."""
         self._fetched: set[tuple[RoundKey, str]] = set()
         self._unpartnered: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
@@ -163,15 +166,16 @@ class Simulation(Generic[T]):
             return (name,)
         deaths = sum(at <= self.now for at in self.faults.kill.values())
         if key not in self._groups or self._groups[key][0] != deaths:
+            among = self._among.get(key)
             available = [
                 p
-                for p in self.peers
+                for p in among or self.peers
                 if self._alive(p)
                 and not (self._peers[p].over and (key, p) not in self._posted)
                 and (key, p) not in self._unpartnered
                 and (key, p) not in self._decided
             ]
-            found = groups(self.seed, key.round, available, self.size)
+            found = [tuple(available)] if among else groups(self.seed, key.round, available, self.size)
             self._groups[key] = (deaths, {p: group for group in found for p in group})
         return self._groups[key][1][name]
 
@@ -189,13 +193,22 @@ class Simulation(Generic[T]):
 
     def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
         """Return the places of the members whose contributions member ``me`` accepts, as bits."""
-        screen, own = self.screens.get(group[me], TRUSTING), self._posted[key, group[me]][2]
+        screen, own = self._screen(group[me], key), self._posted[key, group[me]][2]
         held = 1 << me
         for at, peer in enumerate(group):
             theirs = self._posted[key, peer][2]
             if at != me and all(bool(tensor.isfinite().all()) for tensor in theirs):
                 held |= (screen.problem(key, lambda: own, peer, theirs) is None) << at
         return held
+
+    def _screen(self, peer: str, key: RoundKey) -> UpdateScreen:
+        return TRUSTING if key in self._among else self.screens.get(peer, TRUSTING)
+
+    def _compared(self, group: tuple[str, ...], key: RoundKey) -> dict[str, tuple[float, ...]]:
+        """Return the states of those who take the group's mean, if the group is everyone and each has one."""
+        takers = [peer for peer in group if self._means[key, peer]]
+        states = {peer: self._states.get((key, peer), ()) for peer in takers}
+        return states if self.size >= len(self.peers) and all(states.values()) else {}
 
     def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
         """Delete a round's tensors once the whole group has them: a long run would keep them all."""
@@ -215,9 +228,18 @@ class SimulatedExchange:
         """Let virtual time pass, as computation does."""
         self.simulation._yield(self.peer, self.simulation.now + seconds)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> _SimulatedHandle:
-        """Post the contribution, encoded and decoded by the codec."""
+    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> _SimulatedHandle:
+        """Begin a second exchange between members of the round ``key``, as ``ComparesStates`` wants."""
+        key = replace(key, run=f"{key.run}, states")
+        self.simulation._among[key] = tuple(members)
+        return self.start(key, tensors, weight)
+
+    def start(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()
+    ) -> _SimulatedHandle:
+        """Post the contribution, encoded and decoded by the codec, and the ``state`` of ``ComparesStates``."""
         simulation = self.simulation
+        simulation._states[key, self.peer] = tuple(state)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         arrived = codec.decode(codec.encode(tensors), shapes)
         lost = simulation.faults.drop(self.peer, key)
@@ -258,5 +280,6 @@ class _SimulatedHandle:
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
         simulation._release(group, self.peer, key)
         if contributions:
-            self._mean = simulation.screens.get(self.peer, TRUSTING).mean(self.peer, key.fragment, contributions)
+            mean = simulation._screen(self.peer, key).mean(self.peer, key.fragment, contributions)
+            self._mean = replace(mean, states=simulation._compared(group, key))
         return self._mean

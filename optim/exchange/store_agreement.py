@@ -41,6 +41,8 @@ class StoreOffer:
     what: str
     """Shapes, codec and size, in words."""
     weight: float
+    state: tuple[float, ...] = ()
+    """As in ``ComparesStates``."""
 
 
 @dataclass
@@ -77,7 +79,7 @@ class StoreConsensus:
 
     def arrive(self, ticket: RoundTicket, offer: StoreOffer | None) -> None:
         """Announce this process's offer; None: that it takes no part, so that nobody waits for it."""
-        text = ABSENT if offer is None else json.dumps([offer.what, offer.weight])
+        text = ABSENT if offer is None else json.dumps([offer.what, offer.weight, offer.state])
         self.store.set(self._offer(ticket, self.process.peer, self.process.shard), text)
         self.store.add(f"come/{self.process.peer}", 1)
         self.store.add(f"{ticket.name}/come", 1)
@@ -111,8 +113,13 @@ class StoreConsensus:
 
     def offers(self, ticket: RoundTicket, members: Sequence[int]) -> list[StoreOffer]:
         """Return the offers of the members' processes of the own shard."""
-        texts = [self.store.get(self._offer(ticket, peer, self.process.shard)) for peer in members]
-        return [StoreOffer(str(what), float(weight)) for what, weight in map(json.loads, texts)]
+        return [self._offered(ticket, peer, self.process.shard) for peer in members]
+
+    def states(self, ticket: RoundTicket, members: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return each member's state, that of all its shards in a row; empty if one has none."""
+        shards = range(self.process.shards)
+        found = {peer: [self._offered(ticket, peer, shard).state for shard in shards] for peer in members}
+        return {str(peer): sum(states, ()) for peer, states in found.items()} if all(map(all, found.values())) else {}
 
     def over(self, ticket: RoundTicket) -> bool:
         """Return True if the outcome is decided or this process gives up; before its vote that means no mean."""
@@ -144,6 +151,10 @@ class StoreConsensus:
 
     def _offer(self, ticket: RoundTicket, peer: int, shard: int) -> str:
         return f"{ticket.name}/{peer}/{shard}"
+
+    def _offered(self, ticket: RoundTicket, peer: int, shard: int) -> StoreOffer:
+        what, weight, state = json.loads(self.store.get(self._offer(ticket, peer, shard)))
+        return StoreOffer(str(what), float(weight), tuple(map(float, state)))
 
     def _has_arrived(self, ticket: RoundTicket, peer: int) -> bool:
         return self.store.check([self._offer(ticket, peer, shard) for shard in range(self.process.shards)])

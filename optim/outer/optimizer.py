@@ -19,11 +19,22 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.base import AnnouncesAbsence, Exchange, Handle, KnowsOptimizer, Mean, NoPartner, RoundKey
+from shoal.optim.exchange.base import (
+    AnnouncesAbsence,
+    ComparesStates,
+    Exchange,
+    Handle,
+    KnowsOptimizer,
+    Mean,
+    NoPartner,
+    RoundKey,
+)
 from shoal.optim.outer.buffers import AveragedBuffers
+from shoal.optim.outer.equalise import equalise
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.fsdp import check_whole, local
 from shoal.optim.outer.in_flight import PendingExchange
+from shoal.optim.outer.sketch import sketch
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
 from shoal.optim.rules.base import START, RoundContext, Rule, State, assign
@@ -223,7 +234,12 @@ class OuterOptimizer(OuterState):
         if weight > 0:
             tail_codec = BufferTailCodec(codec, len(tail)) if tail else codec
             sent = 0.0 if listening else weight
-            handle: Handle = self.exchange.start(context.key, [*contribution, *tail], sent, tail_codec)
+            handle: Handle
+            if self.anchored and isinstance(self.exchange, ComparesStates):
+                held = sketch(self.slow_of(fragment))
+                handle = self.exchange.start(context.key, [*contribution, *tail], sent, tail_codec, state=held)
+            else:
+                handle = self.exchange.start(context.key, [*contribution, *tail], sent, tail_codec)
         else:
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
@@ -263,6 +279,8 @@ class OuterOptimizer(OuterState):
         if lag > 0:
             self._detach()
             self._read_fast(part)
+        if mean is not None and mean.states and isinstance(self.exchange, ComparesStates):
+            equalise(self, self.exchange, pending.context.key, mean)
         slow, fast, state = self._of(fragment)
         count, weight = len(pending.contribution), pending.context.weight
         total, members = weight, 1

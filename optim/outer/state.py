@@ -147,6 +147,10 @@ class OuterState(torch.optim.Optimizer):
         """Number of fragments."""
         return len(self._parts)
 
+    def positions(self, fragment: int) -> list[int]:
+        """Return the positions of a fragment's parameters in ``slow`` and in the rule's state."""
+        return self._parts[fragment]
+
     def slow_of(self, fragment: int) -> list[Tensor]:
         """Return the slow weights of a fragment, not copied."""
         return [self.slow[index] for index in self._parts[fragment]]
@@ -214,10 +218,7 @@ class OuterState(torch.optim.Optimizer):
                 if not into_model and not moves and self._params[i].dtype.itemsize < 4:
                     self._rounding[i] = self._rounding_error(i)
                 if moves:
-                    move = slow[i].to(self.slow[i].device) - self.slow[i]
-                    for follows in (self._fast, self.rule_state.get(START, ())):
-                        if follows:
-                            follows[i].add_(move)
+                    self.move(i, slow[i])
                 self.slow[i].copy_(slow[i])
                 for name, tensors in (shared or {}).items():
                     self.rule_state[name][i].copy_(tensors[i])
@@ -235,6 +236,15 @@ class OuterState(torch.optim.Optimizer):
             if START in self.rule_state:
                 assign(self.rule_state[START], self.slow)
         return taken
+
+    @torch.no_grad()
+    def move(self, index: int, slow: Tensor) -> None:
+        """Replace the slow weights of one parameter; its staged fast weights and its start move by as much."""
+        by = slow.to(self.slow[index].device) - self.slow[index]
+        for follows in (self._fast, self.rule_state.get(START, ())):
+            if follows:
+                follows[index].add_(by)
+        self.slow[index].copy_(slow)
 
     def _unsent(self, fragment: int) -> list[Tensor] | None:
         """Return the contribution whose outcome is not known yet, or None."""

@@ -5,10 +5,12 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from shoal import optim
 from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.gloo_groups import GlooGroups
 
@@ -28,9 +30,7 @@ class Warnings(logging.Handler):
 def train(peer, exchange, method, every=3, steps=12):
     """Return the slow weights after each round."""
     generator = torch.Generator().manual_seed(peer)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(7, 3)
-    members = []
+    model, members = linear(), []
     make = {"NoLoCo": NoLoCo, "DiLoCo": DiLoCo}[method]
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     opt = make(inner, exchange, every=every, on_round=lambda info: members.append(list(info.members)))
@@ -46,6 +46,44 @@ def training(method, size):
     found = train(dist.get_rank(), exchange, method)
     exchange.close()
     return found
+
+
+def stalling(method, rounds=8):
+    """Train; the last rank comes to round 2 when the others are through it, and they go on when it has come."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchange, members = Distributed(wait=1.0), []
+    generator, model = torch.Generator().manual_seed(rank), linear()
+    options = {"fragments": [[model.weight], [model.bias]], "lag": 1} if method == "StreamingDiLoCo" else {}
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def note(info):
+        members.append(list(info.members))
+        if info.key.round == 2:  # a round that everybody is through, but with another outcome
+            exchange._consensus.store.set(f"through/{rank}", "-")
+            others = [f"through/{other}" for other in range(world)] if rank < world - 1 else []
+            exchange._consensus.store.wait(others, timedelta(seconds=60))
+
+    opt = getattr(optim, method)(inner, exchange, every=2, on_round=note, **options)
+    start = exchange.start
+
+    def late(key, *arguments, **more):
+        if key.round == 2 and rank == world - 1:
+            exchange._consensus.store.wait([f"through/{other}" for other in range(world - 1)], timedelta(seconds=60))
+        return start(key, *arguments, **more)
+
+    exchange.start = late
+    while len(members) < rounds:
+        opt.zero_grad()
+        model(torch.randn(5, 7, generator=generator)).square().mean().backward()
+        opt.step()
+    exchange.close()
+    held = [opt.slow, *opt.shared.values()]
+    return {"held": [[tensor.tolist() for tensor in tensors] for tensors in held], "members": members}
+
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(7, 3)
 
 
 def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.0, spoil=None):

@@ -37,7 +37,6 @@ def test_training_with_everybody_equals_the_simulation(ranks):
     [
         ({"codecs": ["float32", "float16", "float16"]}, r"bytes of float\d\d and .* bytes of float\d\d; all must be set up alike"),
         ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
-        ({"values": [[float("nan")], [1.0], [1.0]]}, "the mean holds NaN"),
     ],
 )
 def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, reason):
@@ -54,6 +53,26 @@ def test_what_its_codec_refuses_is_an_error_there_and_nobody_waits_for_it(ranks)
     first, *others = ranks(3).call(JOBS, "one_round", values=values, codecs=["int8"] * 3)
     assert "NaN" in first["error"]
     assert [rank["mean"] for rank in others] == [[[2.0], ["1", "2"]]] * 2
+
+
+def test_a_contribution_that_is_no_number_leaves_out_its_rank_alone_with_one_sentence(ranks):
+    first, *others = ranks(3).call(JOBS, "one_round", values=[[float("nan")], [1.0], [3.0]])
+    assert [rank["mean"] for rank in others] == [[[2.0], ["1", "2"]]] * 2
+    assert (first["mean"], first["next"]) == (None, ["0", "1", "2"])
+    (sentence,) = first["logged"]
+    assert "the own contribution holds NaN or infinity, so the others go on without it" in sentence
+    assert not any(rank["logged"] for rank in others)
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "StreamingDiLoCo", "CO2", "SparseLoCo"])
+def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_the_others(ranks, method):
+    """One rank stalls in round 2 until the others have given it up; its progress alone must not last."""
+    found = ranks(4).call(JOBS, "stalling", method=method)
+    stalled = found[3]["members"]
+    assert stalled[2] == []
+    assert found[0]["members"][2] == ["0", "1", "2"]
+    assert all(one["members"][-1] == ["0", "1", "2", "3"] for one in found)
+    assert all(one["held"] == found[0]["held"] for one in found)
 
 
 def test_a_weight_of_nothing_is_refused(ranks):

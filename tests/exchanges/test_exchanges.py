@@ -81,6 +81,25 @@ def test_two_fragments_in_flight_are_two_means(world):
         assert y["values"] == pytest.approx([10.0 * (world.size - 1) / 2, 1.0], rel=1e-6)
 
 
+def test_a_contribution_that_is_no_number_leaves_out_its_peer_alone_and_for_that_round_only(world):
+    last = world.size - 1
+
+    def script(peer):
+        wrong = {"values": [float("nan"), 1.0, 1.0, 1.0]} if peer == last else {}
+        together = [["mark", f"{peer} through"], *[["after", f"{other} through"] for other in range(world.size)]]
+        return [start("0", peer=peer, **wrong), ["result", "0"], *together, start("1", peer=peer, round=1), ["result", "1"]]
+
+    notes = world.play(each(world, script))
+    for peer, (first, second) in enumerate(notes):
+        if peer == last or world.size == 2:
+            assert first is None
+        else:
+            assert whole(first)
+            assert first["members"] == list(range(last))
+        assert whole(second)
+        assert second["members"] == list(range(world.size))
+
+
 def test_a_late_peer_is_waited_for(world):
     def script(peer):
         if peer > 0:

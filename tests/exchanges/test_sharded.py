@@ -36,6 +36,7 @@ def test_a_round_that_failed_for_one_shard_failed_for_all(ranks, kind):
     faults = Faults(drop=lambda peer, key: key.round == 2)
     check(found, Simulation(["0", "1"], faults=faults).run(jobs.reference))
     assert [len(members) for members in found[0]["members"]] == [2, 2, 0, 2, 2]
+    assert all(one["slow"] == found[0]["slow"] for one in found)  # though each peer went on alone in round 2
 
 
 def test_looking_at_the_slow_weights_of_shards_changes_nothing(ranks):

@@ -145,8 +145,8 @@ def test_6_what_happens_to_the_weights_while_it_is_in_flight_does_not_reach_the_
         opt = CO2(inner, exchange, **options)
         start = exchange.start
 
-        def started(key, tensors, weight=1.0, codec=None):
-            handle = start(key, tensors, weight, codec)
+        def started(key, tensors, *arguments, **options):
+            handle = start(key, tensors, *arguments, **options)
             for tensor in tensors:
                 tensor.fill_(float("nan"))
             return handle
