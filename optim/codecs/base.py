@@ -147,8 +147,8 @@ def check_sends_weights(codec: Codec, method: str) -> None:
 class FloatCodec(Stateless):
     """Codec that sends each value as one little-endian float of ``dtype``, tensor after tensor in row-major order.
 
-    float16 overflows above 65,504 and is meant for pseudo-gradients; for whole weights bfloat16 keeps the range of
-    float32 with 8 bits of precision.
+    float16 ends at 65,504 and is meant for pseudo-gradients; for whole weights bfloat16 keeps the range of float32 with 8 bits of
+    precision. A finite value that would become infinite is refused, as it is by the other codecs: the mean of all would be lost.
     """
 
     name: str
@@ -164,14 +164,27 @@ class FloatCodec(Stateless):
         return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy the tensors, rounded to ``dtype``, into one flat buffer."""
+        """Copy the tensors, rounded to ``dtype``, into one flat buffer. ValueError for a finite value too large for ``dtype``."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         flat = buffer(self.nbytes(shapes)).view(self.dtype)
         offset = 0
         for tensor in tensors:
             flat[offset : offset + tensor.numel()].copy_(tensor.detach().reshape(-1))
             offset += tensor.numel()
+        if not all_finite([flat]) and (wide := self._too_large(tensors)) is not None:
+            raise ValueError(
+                f"a value of {wide:.6g} is too large for {self.name}, which ends at {torch.finfo(self.dtype).max:.6g}: choose "
+                "float32 (or bfloat16), lower the learning rate, or clip gradients"
+            )
         return flat.view(torch.uint8)
+
+    def _too_large(self, tensors: Sequence[Tensor]) -> float | None:
+        """Return a finite value that ``dtype`` cannot hold, or None."""
+        for tensor in tensors:
+            over = tensor.isfinite() & tensor.to(self.dtype).isinf()
+            if bool(over.any()):
+                return float(tensor[over][0])
+        return None
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode as float32: views into the payload if that is float32, else fresh copies."""

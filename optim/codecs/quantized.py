@@ -67,7 +67,9 @@ def _largest(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Codec(DenseCodec):
-    """Codec of 127 equal steps to either side of zero up to the block's largest magnitude s; error at most s/254.
+    """Codec of 127 equal steps to either side of zero up to the block's largest magnitude s; error at most s/254 + s/2^22.
+
+    Half a step is s/254; the second term bounds the four float32 roundings, two of the quotient and two of the product.
 
     Precise enough for whole weights too, if the pseudo-gradients of a round are not small compared with s/254.
     """

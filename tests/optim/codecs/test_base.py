@@ -42,6 +42,8 @@ def test_float32_round_trip_is_exact_to_the_bit(tensors):
 @pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16], ids=lambda codec: codec.name)
 @given(tensors=lists())
 def test_half_precision_is_idempotent(codec, tensors):
+    largest = torch.finfo(codec.dtype).max
+    tensors = [torch.where(t.isfinite(), t.clamp(-largest, largest), t) for t in tensors]
     once = codec.encode(tensors)
     assert once.numel() == codec.nbytes(shapes_of(tensors)) == 2 * sum(t.numel() for t in tensors)
     back = codec.decode(once, shapes_of(tensors))
@@ -52,6 +54,52 @@ def test_half_precision_is_idempotent(codec, tensors):
         assert torch.equal(torch.nan_to_num(a, nan=77), torch.nan_to_num(b, nan=77))
     if not any(t.isnan().any() for t in tensors):  # there are many codes for "not a number"
         assert twice.tolist() == once.tolist()
+
+
+LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "float32": float.fromhex("0x1.fffffep127")}
+WIDER = {"float16": torch.float32, "bfloat16": torch.float32, "float32": torch.float64}
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_a_finite_value_never_becomes_infinite(codec):
+    """The range ends half a unit above the largest number, as in IEEE 754. NaN and infinity pass, as ever."""
+    largest, wider = LARGEST[codec.name], WIDER[codec.name]
+    rounded, over = {
+        "float16": (65519.0, 65520.0),
+        "bfloat16": (float.fromhex("0x1.fefffep127"), float.fromhex("0x1.ffp127")),
+        "float32": (float.fromhex("0x1.fffffe8p127"), 1e39),
+    }[codec.name]
+    for value in (largest, rounded):
+        assert codec.decode(codec.encode([torch.tensor([-value, 1.0], dtype=wider)]), [(2,)])[0].tolist() == [-largest, 1.0]
+    for bad in (over, -over):
+        with pytest.raises(ValueError, match=f"is too large for {codec.name}, which ends at .*: choose float32"):
+            codec.encode([torch.ones(3), torch.tensor([math.nan, math.inf, bad], dtype=wider)])
+    passed = codec.decode(codec.encode([torch.tensor([math.inf, math.nan, 2.0], dtype=wider)]), [(3,)])[0].tolist()
+    assert passed[0] == math.inf
+    assert math.isnan(passed[1])
+
+
+@pytest.mark.parametrize("value", [1e5, 1e30, 3.4e38])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "e3m0", "topk2", "sign", "auto:3"])
+def test_no_codec_decodes_an_infinity_that_was_not_given(name, value):
+    refuses = {"float16": 0.0, "int8": 3.5e38, "sign": 3.4e38 / 2}.get(name, 3.395e38)
+    if value > max(refuses, 65504.0):
+        with pytest.raises(ValueError, match="too large"):
+            codec_named(name).encode([torch.full((70,), value)])
+    else:
+        (back,) = codec_named(name).decode(codec_named(name).encode([torch.full((70,), value)]), [(70,)])
+        assert back.isfinite().all()
+
+
+def test_error_feedback_is_as_before_when_its_codec_refuses():
+    codec = codec_named("float16+ef")
+    codec.encode([torch.tensor([0.1, 1.0])])
+    codec.accepted()
+    before = codec.state_dict()["error"][0].clone()
+    with pytest.raises(ValueError, match="too large for float16"):
+        codec.encode([torch.tensor([1e6, 1.0])])
+    assert torch.equal(codec.state_dict()["error"][0], before)
+    assert not codec.pending
 
 
 @pytest.mark.parametrize(("codec", "digits"), [(FLOAT16, 11), (BFLOAT16, 8)], ids=["float16", "bfloat16"])
@@ -66,6 +114,7 @@ def test_half_precision_rounds_to_nearest(codec, digits, tensors):
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @given(tensors=lists(), change=st.integers(-9, 9).filter(bool))
 def test_a_payload_of_the_wrong_size_is_refused(codec, tensors, change):
+    tensors = [t.clamp(-60000, 60000) for t in tensors]
     payload = codec.encode(tensors)
     size = max(0, payload.numel() + change)
     if size == payload.numel():
