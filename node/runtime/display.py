@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
 from rich.text import Text
 
 from shoal.node.metrics.log import RoundRecord
@@ -87,26 +86,34 @@ class LineDisplay:
         """Do nothing."""
 
 
+class _ProgressAndRound(Progress):
+    """A progress bar, and the newest round below it, in as many lines as it needs."""
+
+    newest = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield both."""
+        yield from super().get_renderables()
+        yield Text(self.newest)  # Text: the partner's name is a stranger's, and no rich markup
+
+
 class LiveDisplay:
-    """A progress bar on the last line with the newest round beside it; messages scroll above."""
+    """A progress bar and the newest round on the last lines; messages scroll above."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}"),
+        self._progress = _ProgressAndRound(
+            TextColumn("step {task.completed:.0f}{task.fields[of]}"),
             BarColumn(bar_width=16),
             TimeRemainingColumn(),
             TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
-            # A ratio takes the space that the others leave, so a narrow terminal cuts this column alone.
-            # No markup, because the partner's name comes from a stranger.
-            TextColumn("{task.fields[round]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=console,
-            expand=True,
         )
         self._task: TaskID | None = None
 
     def start(self, total_steps: int) -> None:
         """Show the bar."""
-        self._task = self._progress.add_task("", total=total_steps or None, loss="-", speed="-", round="")
+        of = f" of {total_steps}" if total_steps else ""
+        self._task = self._progress.add_task("", total=total_steps or None, loss="-", speed="-", of=of)
         self._progress.start()
 
     def update(self, step: int, loss: float, steps_per_s: float) -> None:
@@ -116,13 +123,12 @@ class LiveDisplay:
             self._progress.update(self._task, completed=step, loss=_number(loss, ".3f"), speed=speed)
 
     def round(self, info: RoundRecord) -> None:
-        """Show the round beside the bar."""
-        if self._task is not None:
-            self._progress.update(self._task, round=describe(info))
+        """Show the round below the bar."""
+        self._progress.newest = describe(info)
 
     def message(self, text: str) -> None:
-        """Print ``text`` above the bar."""
-        self._progress.console.print(Text(clean(text)))  # Text: a stranger's name is no rich markup
+        """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""
+        self._progress.console.print(Text(clean(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
 
     def close(self) -> None:
         """Stop the bar."""

@@ -32,7 +32,7 @@ from shoal.node.runtime.join import (
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.parts import NodeParts
 from shoal.node.runtime.refusal_log import RefusalLog
-from shoal.node.runtime.result import RESULT, Result, write_json
+from shoal.node.runtime.result import RESULT, Result, summary, write_json
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.signals import ShutdownSignals
 from shoal.node.task import Shard
@@ -261,6 +261,8 @@ class NodeRun:
             result.wall_s = trainer.run(
                 stop=lambda: self.shutdown.requested, on_progress=self._on_progress, after_step=self._after_step
             )
+            if self.shutdown.requested:
+                self.display.message("stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved")
         finally:
             p.member.leave(self._loss, self._speed)
         result.interrupted = self.shutdown.requested
@@ -286,6 +288,8 @@ class NodeRun:
             write_json(self.folder / RESULT, asdict(result))
         except OSError as error:
             self.display.message(f"Cannot write {str(self.folder / RESULT)!r} ({error.strerror}): free some space.")
+        for line in summary(result, self.folder, self._loss):
+            self.display.message(line)
         return result
 
     def _wait_for_peers(self) -> None:

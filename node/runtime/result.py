@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,21 @@ class Result:
     """The report of ``RolloutSharing``, where the task is reinforcement learning."""
     verify: dict[str, Any] | None = None
     """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
+
+
+def summary(result: Result, folder: Path, training_loss: float | None) -> list[str]:
+    """Return sentences about the end of a run for people: what came of it, where it is, and how to go on."""
+
+    def shown(loss: float | None) -> str:
+        return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else "unknown"
+
+    done = f"{result.steps} steps and {result.rounds} rounds, {result.exchanges} of them with others"
+    if result.interrupted:
+        end = f"stopped after {done}: training loss {shown(training_loss)}"
+    else:
+        end = f"finished after {done}: held-out loss {shown(result.loss_last)}, {shown(result.loss_first)} at first"
+    resume = "the same command with --resume" + ("" if result.interrupted else " and more --steps") + " goes on from there"
+    return [end, f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}; {resume}"]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

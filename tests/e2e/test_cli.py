@@ -212,6 +212,12 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     first = json.loads(line)
     assert first["interrupted"]
     assert first["steps"] >= 10
+    *_, stopping, end, where = node.said().splitlines()
+    assert stopping.startswith("stopping: ")
+    assert end.startswith(
+        f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of them with others: training loss "
+    )
+    assert where.endswith(f" are in {str(shoal.home / 'n')!r}; the same command with --resume goes on from there")
     assert shoal.left() == []
     (saved,) = (shoal.home / "n").glob("step-*")
     assert saved.name == f"step-{first['steps']:08d}"
@@ -221,6 +227,10 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     resumed = shoal.start(*again, "--resume", "--hooks", hooks(shoal), "--steps", str(first["steps"] + 7), "--json")
     result = resumed.json()
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
+    assert (
+        f"rounds, 0 of them with others: held-out loss {result['loss_last']:.4f}, {result['loss_first']:.4f} at first"
+        in resumed.said()
+    )
     assert result["loss_first"] < first["loss_first"]
 
     newest = max((shoal.home / "n").glob("step-*")) / "tensors.safetensors"

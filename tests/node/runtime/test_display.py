@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shoal.node.exit_codes import MEANING, ExitCode, epilogue
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import MetricsError
 from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, make_display
+from shoal.node.runtime.result import Result, summary
 
 
 def info(**changes):
@@ -135,6 +137,45 @@ def test_live_display_does_not_obey_a_name(total):
     assert "[red]eve[/red]?[2J?" in shown
     assert "[bold]joined[/nonsense]?]0;title?" in shown
     assert "\x1b[2J" not in shown
+
+
+def test_the_live_display_shows_the_total_and_the_whole_round_on_a_usual_terminal():
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=80))
+    display.start(2000)
+    display.update(1234, 2.0, 50.0)
+    display.round(info(round=123, partner="a-machine-in-the-lab"))
+    display.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "step 1234 of 2000 " in shown
+    assert "loss 2.000, 50.0 steps/s" in shown
+    assert "round 123 with a-machine-in-the-lab: loss 2.5000" in shown
+    assert "wait 0.25 s" in shown.replace("\n", " ")
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_link_is_in_one_line_whatever_the_width(begun):
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=40))
+    if begun:
+        display.start(0)
+    link = "shoal://" + "a" * 52 + "?peer=/ip4/127.0.0.1/tcp/4001/p2p/" + "1" * 52 + "&peer=" + "x" * 200
+    display.message(f"the swarm is up: {link}")
+    display.close()
+    assert f"the swarm is up: {link}\n" in stream.getvalue()
+
+
+def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
+    made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, steps=50, rounds=5, exchanges=4, loss_first=4.0, loss_last=2.5)
+    done, where = summary(made, Path("runs/a"), 2.25)
+    assert done == "finished after 50 steps and 5 rounds, 4 of them with others: held-out loss 2.5000, 4.0000 at first"
+    assert where.startswith("checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with --resume and more")
+    made.interrupted, made.loss_last = True, None
+    done, where = summary(made, Path("runs/a"), 2.25)
+    assert done == "stopped after 50 steps and 5 rounds, 4 of them with others: training loss 2.2500"
+    assert where.endswith("the same command with --resume goes on from there")
+    assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
 
 
 def test_no_terminal_means_lines():
