@@ -268,7 +268,8 @@ def held_out(settings: Settings, folder: Path, peers: Sequence[int]) -> dict[int
             trainer = Trainer(task, settings.outer, settings.train)
             trainer.connect(Alone(), state["swarm"], Shard(*state["trainer"]["shard"]))
             trainer.resume(state["trainer"])
-            found[peer] = trainer.evaluate()
+            if (loss := trainer.evaluate()) is not None:
+                found[peer] = loss
         except ShoalError:
             continue
     return found

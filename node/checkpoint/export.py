@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.node.checkpoint.store import sync
 from shoal.node.checkpoint.tensor_file import kind, write_tensors
+from shoal.node.json_output import finite
 from shoal.node.tasks.gpt import GPT
 from shoal.swarm.errors import ShoalError
 
@@ -77,7 +78,7 @@ def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequenc
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write()
-        (aside / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (aside / ABOUT).write_text(json.dumps(finite(about), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         (aside / README).write_text(_readme(about, how), encoding="utf-8")
         # The weights last: a reader that finds them finds the rest.
         names = sorted((path.name for path in aside.iterdir() if path.is_file()), key=lambda name: name.endswith(".safetensors"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from shoal.node.chaos.actor_options import LIES
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -68,5 +68,5 @@ def chaos(
     named = {"outer.method": method, "outer.codec": codec, "outer.robust": robust}
     outer = {**dict(map(assignment, assigned)), **{key: value for key, value in named.items() if value is not None}}
     report = run_chaos(outer=outer, verbose=verbose, **options)
-    click.echo(json.dumps(report) if as_json else summary(report))
+    click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.SWARM_FAILED if report["troubles"] else ExitCode.OK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from shoal.node.cli.options import (
     task_option,
 )
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -50,10 +50,10 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
 
         del own["hooks"], own["every"]
         report = rl_demo.run_demo(verbose=verbose, more={**outer, **rl}, **own)
-        click.echo(json.dumps(report) if as_json else rl_demo.summary(report))
+        click.echo(dumps(report) if as_json else rl_demo.summary(report))
         return int(ExitCode.OK)
     from shoal.node.demo.demo import run_demo, summary
 
     report = run_demo(verbose=verbose, outer=outer, **own)
-    click.echo(json.dumps(report) if as_json else summary(report))
+    click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict
 
 import click
 
 from shoal.node.doctor.checkup import CheckOutcome, Outcome
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 _COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
@@ -39,7 +39,7 @@ def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbos
     failed = sum(finding.outcome == "failed" for finding in findings)
     checks = [{name: value for name, value in asdict(finding).items() if name != "trace"} for finding in findings]
     if as_json:
-        click.echo(json.dumps({"ok": not failed, "exit_code": int(code), "checks": checks}))
+        click.echo(dumps({"ok": not failed, "exit_code": int(code), "checks": checks}))
     else:
         click.echo(f"{failed} of {len(findings)} checks failed" if failed else "nothing is in the way")
     return int(code)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 
 _path_option = click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -47,7 +47,7 @@ def _default_identity() -> Path:
 
 def _print_identity(found: Any, as_json: bool) -> int:
     if as_json:
-        click.echo(json.dumps({"peer": found.peer_id, "path": str(found.path)}))
+        click.echo(dumps({"peer": found.peer_id, "path": str(found.path)}))
     else:
         click.echo(f"{found.peer_id}\n{found.path}")
     return int(ExitCode.OK)

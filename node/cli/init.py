@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from shoal.node.commands.init import TEMPLATES, scaffold
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 
 
 @click.command(short_help="Make a folder with a task of your own.")
@@ -22,7 +22,7 @@ def init(folder: Path, template: str, as_json: bool) -> int:
     """
     files = scaffold(folder, template)
     if as_json:
-        click.echo(json.dumps({"folder": str(folder), "template": template, "files": files}))
+        click.echo(dumps({"folder": str(folder), "template": template, "files": files}))
     else:
         click.echo(f"{folder}: {', '.join(files)}\ntry it: cd {folder}, then {TEMPLATES[template]}")
     return int(ExitCode.OK)

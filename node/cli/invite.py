@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -38,5 +38,5 @@ def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | No
     if peer is not None and uses != 1:
         raise AdmissionError("--peer and --uses do not go together: an invitation for one peer is for one use.")
     made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
-    click.echo(json.dumps(made) if as_json else made["link"])
+    click.echo(dumps(made) if as_json else made["link"])
     return int(ExitCode.OK)

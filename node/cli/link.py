@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from shoal.node.cli.options import json_option
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 
 
 @click.command(short_help="Print a link to the swarm of a node here.")
@@ -24,5 +24,5 @@ def link(folder: Path | None, as_json: bool) -> int:
     found = current_link(folder)
     for note in found["notes"]:
         click.echo(note, err=True)
-    click.echo(json.dumps(found) if as_json else found["link"])
+    click.echo(dumps(found) if as_json else found["link"])
     return int(ExitCode.OK)

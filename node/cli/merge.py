@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 
 
 @click.command(short_help="Average checkpoints into one file of weights.")
@@ -28,5 +28,5 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
     shares = None if weights is None else parse_weights(weights)
     report = average(checkpoints, out, weights=shares, slow=slow, force=force)
     text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
-    click.echo(json.dumps(report) if as_json else text)
+    click.echo(dumps(report) if as_json else text)
     return int(ExitCode.OK)

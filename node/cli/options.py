@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ option_option = click.option(
 RL_OPTIONS = ("env", "policy", "local", "external", "group", "loss", "share_only", "learn_only")
 OUTER_OPTIONS = ("method", "length", "codec", "finish", "robust", "verify", "audit_rate", "assigned")
 METRICS_OPTIONS = ("metrics", "tensorboard", "wandb")
+
+
+def waiting(what: str) -> None:
+    """Say on stderr what takes some seconds now, to a person who waits at a terminal."""
+    if sys.stderr.isatty():
+        click.echo(f"{what} ...", err=True)
 
 
 def task_option(default: str | None) -> Decorator:

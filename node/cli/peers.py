@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from shoal.node.cli.options import json_option, verbose_option
+from shoal.node.cli.options import json_option, verbose_option, waiting
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -23,6 +22,7 @@ def peers(link: str, as_json: bool, verbose: bool) -> int:
     log_to_stderr(verbose)
     from shoal.node.verify.peers import read_peers, summary
 
+    waiting("asking the swarm's peers")
     report = read_peers(parsed)
-    click.echo(json.dumps(report) if as_json else summary(report))
+    click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)

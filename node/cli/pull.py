@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from shoal.node.cli.options import waiting
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -31,6 +32,7 @@ def pull(link: str, out: Path, hooks: str | None, max_bytes: int, force: bool, a
     from shoal.node.commands.pull import pull as take
     from shoal.node.commands.pull import summary
 
+    waiting("asking the swarm's peers for their newest weights")
     report = take(parsed, out, hooks=hooks, max_bytes=max_bytes, force=force)
-    click.echo(json.dumps(report) if as_json else summary(report))
+    click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 
 
 @click.command(short_help="Simulate a swarm on a virtual clock.")
@@ -63,7 +63,7 @@ def sim(
     given = {key: value for key, value in named.items() if value is not None}
     found = run_sim(file, overrides={**dict(map(assignment, assigned)), **given}, **options)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(dumps(found))
     else:
         Console(width=None).print(summary(found))
     return int(ExitCode.OK)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from shoal.node.cli.options import waiting
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -39,7 +40,9 @@ def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) 
     if parsed is not None:
         from shoal.node.commands.status import read_status, table
 
+        waiting("asking the swarm's peers")
         report = {**read_status(parsed), **report}
-        lines.insert(0, table(report))
-    click.echo(json.dumps(report) if as_json else "\n".join(lines))
+        if not as_json:
+            lines.insert(0, table(report))
+    click.echo(dumps(report) if as_json else "\n".join(lines))
     return int(ExitCode.OK)

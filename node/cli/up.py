@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from shoal.node.cli.options import (
     set_option,
 )
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
@@ -83,7 +83,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     if as_json:
         from dataclasses import asdict
 
-        click.echo(json.dumps(asdict(result)))
+        click.echo(dumps(asdict(result)))
     if result.not_saved is not None:
         from shoal.node.checkpoint.store import CheckpointError
 

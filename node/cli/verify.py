@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
 
 SIDES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is given
@@ -55,7 +55,7 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
     stored = store.load(store.find(claim, folders))
     finding = inspection.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
     report = inspection.report(stored, finding)
-    click.echo(json.dumps(report) if as_json else inspection.summary(report))
+    click.echo(dumps(report) if as_json else inspection.summary(report))
     return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
 
 
@@ -97,7 +97,7 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
     text = f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} pairs of dtypes"
-    click.echo(json.dumps(report) if as_json else text)
+    click.echo(dumps(report) if as_json else text)
     return int(ExitCode.OK)
 
 
@@ -124,5 +124,5 @@ def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
         report = odds_report(verifiers, **shares)
     except ValueError as error:
         raise click.UsageError(f"{str(error)[:1].upper()}{str(error)[1:]}.") from error
-    click.echo(json.dumps(report) if as_json else odds_table(report))
+    click.echo(dumps(report) if as_json else odds_table(report))
     return int(ExitCode.OK)

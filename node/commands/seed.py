@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import click
 
 from shoal.node.config.settings import default_identity_path
+from shoal.node.json_output import dumps
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.identity import Identity
 from shoal.swarm.seed.server import Seed
@@ -29,7 +29,7 @@ def run_seed(
         usable = tuple(address for address in addresses if address_problem(address) is None)
         if usable not in printed:  # a restarted daemon has the same ones
             printed.add(usable)
-            shown = json.dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}) if as_json else "\n".join(usable)
+            shown = dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}) if as_json else "\n".join(usable)
             click.echo(shown)
 
     with key.lock():

@@ -323,8 +323,9 @@ def _flat(path: Path) -> torch.Tensor:
 def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: float) -> dict[str, Any]:
     """Return the report that ``shoal demo --json`` prints last: means over peers except for counts."""
 
-    def mean(key: str) -> float:
-        return sum(float(result[key]) for result in results) / len(results)
+    def mean(key: str) -> float | None:
+        values = [result[key] for result in results]
+        return None if None in values else sum(map(float, values)) / len(values)
 
     return {
         "peers": len(results),
@@ -349,13 +350,17 @@ def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: f
 
 def summary(report: dict[str, Any]) -> str:
     """Return the report in words."""
-    gain = 100 * (1 - report["loss_last"] / report["loss_local"])
+    first, together, alone = (report[key] for key in ("loss_first", "loss_last", "loss_local"))
+    said = "not known, because evaluate() returned no finite number"
+    if None not in (first, together, alone):
+        gain = 100 * (1 - together / alone) if alone else 0.0
+        said = f"{first:.3f} at first, {together:.3f} together, {alone:.3f} alone with the same steps: "
+        said += f"{abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together"
     most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
         f"{report['seconds']:.0f} s\n"
-        f"held-out loss: {report['loss_first']:.3f} at first, {report['loss_last']:.3f} together, "
-        f"{report['loss_local']:.3f} alone with the same steps: {abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together\n"
+        f"held-out loss: {said}\n"
         f"{report['exchanges']} pairs exchanged, {report['pairs_none']} rounds of a node without a partner, "
         f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
+from shoal.node.json_output import dumps, finite
 from shoal.node.metrics.sink import MetricsError, Sinks
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
@@ -42,17 +41,6 @@ class RoundRecord:
     """Contributions that were refused since the last round because they were too far away."""
 
 
-def _plain(value: Value) -> Value:
-    """Return ``value`` with null for NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(inner) for inner in value]
-    return value
-
-
 class Metrics:
     """Writer of events to a file; each line has left the process when the call returns, so a kill loses none.
 
@@ -80,10 +68,10 @@ class Metrics:
 
     def write(self, event: str, **fields: Value) -> None:
         """Append one line: ``event``, ``time`` (Unix seconds) and the fields."""
-        now, plain = time.time(), {name: _plain(value) for name, value in fields.items()}
+        now, plain = time.time(), {name: finite(value) for name, value in fields.items()}
         if self._sinks is not None:
             self._sinks.event(event, now, plain)
-        line = json.dumps({"event": event, "time": now, **plain}, allow_nan=False) + "\n"
+        line = dumps({"event": event, "time": now, **plain}) + "\n"
         try:
             self._append((b"\n" if self._in_mid_line else b"") + line.encode())
         except OSError as error:
@@ -106,7 +94,7 @@ class Metrics:
     def live(self, event: str, **fields: Value) -> None:
         """Pass an event to the sinks alone."""
         if self._sinks is not None:
-            self._sinks.event(event, time.time(), {name: _plain(value) for name, value in fields.items()})
+            self._sinks.event(event, time.time(), {name: finite(value) for name, value in fields.items()})
 
     def round(self, info: RoundRecord) -> None:
         """Append one round."""

@@ -275,7 +275,7 @@ class NodeRun:
             self.display.message(result.not_saved)
         if not result.interrupted:
             result.loss_last = trainer.evaluate()
-            result.task = trainer.task.extra_results(result.loss_last)
+            result.task = {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
             if self.baseline:
                 result.loss_local = self._train_alone()
                 result.interrupted = self.shutdown.requested

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from shoal.node.json_output import dumps
 
 RESULT = "result.json"
 
@@ -73,5 +74,5 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write ``value`` as JSON; the file is replaced as a whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
+    temporary.write_text(dumps(value), encoding="utf-8")
     os.replace(temporary, path)

@@ -5,6 +5,7 @@ It does not use the network: with ``Alone`` it is plain local training, the base
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
+
+log = logging.getLogger(__name__)
 
 REPORT_S = 0.5  # seconds between two reports of progress
 
@@ -114,10 +117,17 @@ class Trainer:
         """Return the seconds spent waiting for others so far, as the network's exchanges count them."""
         return float(getattr(self.opt.exchange, "waited", 0.0))
 
-    def evaluate(self) -> float:
-        """Return the held-out loss, nats, of the model as it is, or of the slow weights with methods of ``Method.slow``."""
+    def evaluate(self) -> float | None:
+        """Return the held-out loss, nats, of the model as it is, or of the slow weights with methods of ``Method.slow``.
+
+        None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
+        """
         with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext():
-            return float(self.task.evaluate(self.model))
+            loss = float(self.task.evaluate(self.model))
+        if math.isfinite(loss):
+            return loss
+        log.warning("The held-out loss is %s at step %d and counts as unknown: check the task's evaluate().", loss, self.opt.steps)
+        return None
 
     def run(
         self,

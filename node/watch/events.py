@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from shoal.node.json_output import dumps
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.fields import PeerId, Reason, SwarmId
@@ -85,7 +85,7 @@ _any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="eve
 
 def line_of(event: Event) -> str:
     """Encode ``event`` as one line of JSON, without the line's end."""
-    return json.dumps(event.model_dump(mode="json"), allow_nan=False)
+    return dumps(event.model_dump(mode="json"))
 
 
 def event_of(line: str, where: str = "the recording") -> Event:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from shoal.node.json_output import dumps
 from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource, WatchError
 from shoal.node.watch.swarm_view import SwarmView
@@ -110,7 +110,7 @@ class Page:
         if self._live:
             self.view.tick(time.time())
         ended = self._source.ended.is_set() and self._inbox.empty()
-        text = json.dumps(picture(self.view, ended=ended), allow_nan=False)
+        text = dumps(picture(self.view, ended=ended))
         if text == self._text:
             return False
         async with self._fresh:

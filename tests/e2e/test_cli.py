@@ -305,3 +305,20 @@ def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, even
     os.kill(demo.popen.pid, signal.SIGKILL)
     demo.wait()
     eventually(lambda: not shoal.left(), 5, "the end of everything")
+
+
+def test_a_node_whose_evaluations_are_not_finite_trains_to_its_end_and_reports_json(shoal):
+    task = shoal.home / "blind.py"
+    task.write_text(
+        "import torch\nfrom shoal import Task\nclass Blind(Task):\n    def model(self): return torch.nn.Linear(4, 1)\n"
+        "    def batches(self, shard):\n        while True: yield torch.ones(2, 4)\n"
+        "    def loss(self, model, batch): return model(batch).square().mean()\n"
+        "    def evaluate(self, model): return float('nan')\n    def extra_results(self, loss): return {'twice': 2 * loss}\n"
+    )
+    own = ["--name", "b", "--folder", "b", "--identity", "b.key", "--listen", "/ip4/127.0.0.1/tcp/0", "--task", f"{task}:Blind"]
+    few = ["--steps", "6", "--every", "3", "--set", "train.eval_every=2", "--set", "outer.wait_s=1"]
+    node = shoal.start("up", *own, *few, "--json")
+    result = node.json()
+    assert (result["steps"], result["loss_first"], result["loss_last"], result["task"]) == (6, None, None, {})
+    assert "The held-out loss is nan at step 0 and counts as unknown: check the task's evaluate()." in node.said()
+    assert [event["loss"] for event in shoal.metrics("b") if event["event"] == "evaluation"] == [None] * 3
