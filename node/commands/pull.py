@@ -31,6 +31,7 @@ from shoal.node.tasks.loader import HookError, load_task
 from shoal.optim import method_named
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.buffers import float_buffers
+from shoal.optim.outer.fragments import trained
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest, parameters_digest, shapes_differ
@@ -152,8 +153,7 @@ def _model(settings: Settings) -> BuiltModel:
     torch.manual_seed(settings.train.seed)
     model = task.model()
     inner = task.inner_optimizer(_trained(model))
-    ordered = [parameter for group in inner.param_groups for parameter in group["params"]]
-    return BuiltModel(model, ordered, getattr(task, "tokenizer", None))
+    return BuiltModel(model, trained(inner), getattr(task, "tokenizer", None))
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -213,5 +213,5 @@ def is_newer(state: State, opt: OuterOptimizer) -> bool:
     if any(theirs < own for theirs, own in zip(state.applied, opt.applied, strict=True)):
         return False
     return not all(
-        torch.allclose(theirs, own.cpu(), rtol=1e-3, atol=1e-5) for theirs, own in zip(state.slow, opt.slow, strict=True)
+        torch.allclose(theirs, own.cpu().float(), rtol=1e-3, atol=1e-5) for theirs, own in zip(state.slow, opt.slow, strict=True)
     )

@@ -208,7 +208,7 @@ class Trainer:
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        return [names.get(id(parameter), []) for group in self.opt.param_groups for parameter in group["params"]]
+        return [names.get(id(parameter), []) for parameter in self.opt.parameters]
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. TrainingError if it belongs to another model or shard; nothing is changed then."""

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.codecs.base import FLOAT32, Codec, Shape
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.pairing import common, groups
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
@@ -87,6 +87,8 @@ class Simulation(Generic[T]):
         self._states: dict[tuple[RoundKey, str], tuple[float, ...]] = {}
         self._among: dict[RoundKey, tuple[str, ...]] = {}
         """The only peers of a key, in place of all."""
+        self._first: dict[RoundKey, tuple[str, list[Shape]]] = {}
+        """The first peer of each round, and the shapes that it sent."""
         self._fetched: set[tuple[RoundKey, str]] = set()
         self._unpartnered: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
@@ -241,6 +243,12 @@ class SimulatedExchange:
         simulation = self.simulation
         simulation._states[key, self.peer] = tuple(state)
         shapes = [tuple(tensor.shape) for tensor in tensors]
+        other, theirs = simulation._first.setdefault(key, (self.peer, shapes))
+        if theirs != shapes:
+            raise ValueError(
+                f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where peer {other} sends {len(theirs)} "
+                "or other shapes: all must have the same model, fragments, buffers and method"
+            )
         arrived = codec.decode(codec.encode(tensors), shapes)
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)

@@ -16,7 +16,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.outer.fragments import layers, positions, strided
+from shoal.optim.outer.fragments import even, layers, positions, strided, trained
 from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
 from shoal.optim.outer.weighting import Weight, by_rate, equal
 from shoal.optim.rules.base import Rule
@@ -159,12 +159,12 @@ def StreamingDiLoCo(
     """Make Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
 
     ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
-    or lists of parameters.
+    or lists of parameters. Without ``model`` (on all peers) that number of lists of about equally many values, whatever the layer.
     Each fragment has its own momentum. Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
     lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
     After a failed exchange the fast weights are kept (torchft discards the round).
     """
-    parts = _cut(fragments, options)
+    parts = _cut(fragments, inner, options)
     warn_if_unstable(lr, momentum, 0, nesterov=True)
     schedule = Streaming(every, len(parts) if parts else 1, lag)
     return _outer(inner, exchange, DiLoCoRule(lr, momentum, mix=mix), schedule, options, parts)
@@ -187,8 +187,8 @@ def DecoupledDiLoCo(
     Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``: parameters merged by a plain mean
     (embeddings). lr and momentum are those of reimplementations; the paper's outer lr was not available to us.
     """
-    parts = _cut(fragments, options)
-    parameters: list[Tensor] = [p for group in inner.param_groups for p in group["params"]]
+    parts = _cut(fragments, inner, options)
+    parameters = trained(inner)
     marked = {id(parameter) for parameter in plain}
     places = frozenset(
         (number, position)
@@ -268,12 +268,15 @@ def SPARTA(
     return _outer(inner, exchange, SpartaRule(part), Every(every), options, weights_sent_by="SPARTA")
 
 
-def _cut(fragments: int | Sequence[Sequence[Tensor]], options: Options) -> Sequence[Sequence[Tensor]] | None:
+def _cut(
+    fragments: int | Sequence[Sequence[Tensor]], inner: torch.optim.Optimizer, options: Options
+) -> Sequence[Sequence[Tensor]] | None:
     if not isinstance(fragments, int):
         return fragments
     if fragments == 1:
         return None
     model = options.get("model")
     if model is None:
-        raise ValueError(f"to cut {fragments} fragments by layer, hand in model=, or lists of parameters as fragments=")
-    return strided(model, min(fragments, len(layers(model))))
+        parameters = trained(inner)
+        return even(parameters, min(fragments, len(parameters)))
+    return strided(model, min(fragments, len(layers(model, max(fragments, 1)))))

@@ -55,7 +55,7 @@ def equalise(opt: OuterState, exchange: ComparesStates, key: RoundKey, mean: Mea
     if not right:
         return
     held = [opt.slow, *opt.shared.values()]
-    mine = [tensors[index] for tensors in held for index in part]
+    mine = [tensors[index].float() for tensors in held for index in part]
     outcome = exchange.among(key, mean.states, mine, float(exchange.peer in right)).result()
     if outcome is None:
         return

@@ -4,38 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
-
-def layer_of(name: str) -> str:
-    """Return the layer of a parameter's name: the name up to its first number ("blocks.3"), else its first part ("embedding")."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return parts[0]
+_Named = tuple[list[str], int, Tensor]
+"""A parameter: the parts of its name, the number of those that name its layer, and itself."""
 
 
-def layers(model: nn.Module) -> list[list[Tensor]]:
-    """Return the model's parameters, frozen ones too, by layer, in the order of the model."""
-    found: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        found.setdefault(layer_of(name), []).append(parameter)
-    return list(found.values())
+def trained(inner: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the optimizer's parameters that require a gradient, in its order: those that are averaged."""
+    return [parameter for group in inner.param_groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def layers(model: nn.Module, fragments: int = 1) -> list[list[Tensor]]:
+    """Return the model's parameters that require a gradient by layer, in the order of the model.
+
+    A layer is what has the same name up to its first number ("blocks.3"), or without one the same first part ("embedding"). One
+    that is more than a fragment's even share, and a container of numbered modules itself, counts as those. Modules that only wrap
+    another do not count, so that a compiled model, or one in DistributedDataParallel, has the layers of the plain one.
+    """
+    found: dict[tuple[str, ...], list[_Named]] = {}
+    for name, parameter in _unwrapped(model).named_parameters():
+        if parameter.requires_grad:
+            path = name.split(".")
+            end = next((index + 1 for index, part in enumerate(path) if part.isdigit()), 1)
+            found.setdefault(tuple(path[:end]), []).append((path, end, parameter))
+    most = sum(_values(layer) for layer in found.values()) / fragments
+    return [[parameter for _, _, parameter in part] for layer in found.values() for part in _split(layer, most)]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the innermost module that has all parameters of ``model``."""
+    while next(model.parameters(recurse=False), None) is None:
+        inside = [child for child in model.children() if next(child.parameters(), None) is not None]
+        if len(inside) != 1:
+            break
+        model = inside[0]
+    return model
+
+
+def _values(layer: Sequence[_Named]) -> int:
+    return sum(parameter.numel() for _, _, parameter in layer)
+
+
+def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
+    """Return a layer of more than ``most`` values as the numbered modules in it, if it consists of such, again and again."""
+    if _values(layer) <= most or not any(part.isdigit() for path, end, _ in layer for part in path[end : end + 1]):
+        return [layer]
+    found: dict[tuple[str, ...], list[_Named]] = {}
+    for path, end, parameter in layer:
+        deeper = end + 1 if path[end : end + 1] and path[end].isdigit() else end
+        found.setdefault(tuple(path[:deeper]), []).append((path, deeper, parameter))
+    return [part for inner in found.values() for part in _split(inner, most)]
 
 
 def strided(model: nn.Module, fragments: int) -> list[list[Tensor]]:
-    """Return the model's parameters in ``fragments`` lists: layer l, in the order of the model, goes into list l mod fragments.
+    """Return the model's parameters in ``fragments`` lists: layer l, in the order of ``layers``, goes into list l mod fragments.
 
-    A module without a numbered layer (embedding, head) counts as one layer. A tied parameter belongs to its first name.
-    ValueError if there are fewer layers than fragments.
+    A tied parameter belongs to its first name. ValueError if there are fewer layers than fragments.
     """
-    found = layers(model)
+    found = layers(model, max(fragments, 1))
     if not 1 <= fragments <= len(found):
         raise ValueError(f"fragments must be between 1 and the number of layers, {len(found)}, got {fragments}")
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
     for number, parameters in enumerate(found):
         parts[number % fragments] += parameters
+    return parts
+
+
+def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
+    """Return the parameters in ``fragments`` lists of about equally many values: the largest first, each into the least full."""
+    parts: list[list[Tensor]] = [[] for _ in range(fragments)]
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+        min(parts, key=lambda part: (sum(other.numel() for other in part), len(part))).append(parameter)
     return parts
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Codec
-from shoal.optim.exchange.base import RoundKey
-from shoal.optim.outer.state import OuterState, check_shapes
-from shoal.optim.rules.base import START, RoundContext, State, kind_of, same_memory
+from shoal.optim.outer.state import OuterState
+from shoal.optim.outer.state_checks import check_shapes
+from shoal.optim.rules.base import START, State, kind_of, same_memory
 
 NAMES = {
     "momentum": "the outer momentum",
@@ -54,6 +52,7 @@ def migrate_state(
     Raises:
         ValueError: the shapes are those of another model; nothing is changed then.
     """
+    saved = opt._without_frozen(dict(saved))
     check_shapes("the saved outer state 'slow'", saved["slow"], opt.slow)
     dropped: list[str] = []
     state: dict[str, Any] = {
@@ -125,7 +124,7 @@ def _codecs(opt: OuterState, saved: Mapping[str, Any], dropped: list[str]) -> li
     names = sorted({str(memory.get("codec")) for memory in memories})
     if len(memories) != opt.fragments:
         why = f"there are {opt.fragments} fragments now, not {len(memories)}"
-    elif not all(_loads(opt.codec, memory, _sent(opt, fragment)) for fragment, memory in enumerate(memories)):
+    elif not all(_loads(opt, fragment, memory) for fragment, memory in enumerate(memories)):
         why = f"the codec is {opt.codec.name} now" if names != [opt.codec.name] else "other tensors are sent now"
     else:
         return memories
@@ -134,26 +133,16 @@ def _codecs(opt: OuterState, saved: Mapping[str, Any], dropped: list[str]) -> li
     return []
 
 
-def _loads(codec: Codec, memory: dict[str, Any], sent: Sequence[torch.Size]) -> bool:
-    """Return True if this codec can load that state and go on with tensors of the shapes ``sent``."""
+def _loads(opt: OuterState, fragment: int, memory: dict[str, Any]) -> bool:
+    """Return True if the fragment's codec can load that state and go on with the tensors that are sent now."""
     try:
-        codec.fresh().load_state_dict(memory)
+        opt._loaded_codec(fragment, memory)
     except (ValueError, KeyError, TypeError):
         return False
-    error = memory.get("error")
-    return error is None or [tensor.shape for tensor in error] == list(sent)
+    return True
 
 
 def _holds(memory: Mapping[str, Any]) -> bool:
     """Return True if dropping this state of a codec loses information."""
     error = memory.get("error")
     return bool(memory.get("choice")) or any(bool(tensor.any()) for tensor in error or [])
-
-
-@torch.no_grad()
-def _sent(opt: OuterState, fragment: int) -> list[torch.Size]:
-    """Return the shapes of the rule's contribution for a fragment, by a trial call."""
-    slow = [tensor.clone() for tensor in opt.slow_of(fragment)]
-    state = opt.rule.initial(slow)
-    context = RoundContext(RoundKey("", 0, fragment))
-    return [tensor.shape for tensor in opt.rule.contribution(slow, [tensor.clone() for tensor in slow], state, context)]

@@ -2,8 +2,8 @@
 
 It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate schedulers and ``GradScaler`` act on it as on
 any optimizer. When the schedule says so, it hands a contribution to the exchange, applies the outer rule to the slow weights
-(float32, on the CPU by default) and copies the fast weights back into the model. If no peer answers, the rule is applied to the
-own contribution alone: local progress is never lost.
+(float32, or float64 if a parameter is; on the CPU by default) and copies the fast weights back into the model. If no peer answers,
+the rule is applied to the own contribution alone: local progress is never lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.optim.exchange.base import (
 )
 from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise
-from shoal.optim.outer.fragments import positions
+from shoal.optim.outer.fragments import positions, trained
 from shoal.optim.outer.fsdp import check_whole, local
 from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.sketch import sketch
@@ -58,6 +58,9 @@ class RoundInfo:
 class OuterOptimizer(OuterState):
     """Outer optimizer around ``inner``, to be used in its place in the training loop.
 
+    The parameters that require a gradient when it is made are averaged (with LoRA the adapters). A frozen one is neither kept nor
+    sent; one that is frozen later stays in, because all peers must send the same tensors.
+
     Args:
         inner: any optimizer; its state is local, never exchanged or reset.
         exchange: averages contributions with other peers.
@@ -65,7 +68,7 @@ class OuterOptimizer(OuterState):
         schedule: when to send and apply.
         codec: how contributions become bytes. One with state (error feedback) is copied for each fragment.
         run: name of the run; peers of different runs never average.
-        slow_device: where the slow weights and the rule's state live, in float32.
+        slow_device: where the slow weights and the rule's state live.
         on_round: called with a ``RoundInfo`` after each applied exchange.
         fragments: the parameters of each fragment; None: one fragment with all of them.
         weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps since the fragment was last
@@ -76,7 +79,8 @@ class OuterOptimizer(OuterState):
         model: the module, needed for its buffers and for sharded parameters (FSDP2); each process then has its part of all state.
 
     Raises:
-        ValueError: no parameter, not floating point, not in exactly one fragment, buffers or shards without a model.
+        ValueError: no parameter that requires a gradient, not floating point, not in exactly one fragment, buffers or shards
+            without a model.
     """
 
     def __init__(
@@ -101,10 +105,13 @@ class OuterOptimizer(OuterState):
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
         self._share_with_inner()
-        self._params: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        self._params = trained(inner)
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         wrong = [p.dtype for p in self._params if not p.is_floating_point()]
         if wrong or not self._params:
-            raise ValueError(f"the outer optimizer averages floating-point parameters, got {wrong or 'none'}")
+            raise ValueError(
+                f"the outer optimizer averages floating-point parameters that require a gradient, got {wrong or 'none'}"
+            )
         everything = list(range(len(self._params)))
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
@@ -116,8 +123,9 @@ class OuterOptimizer(OuterState):
         # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
         pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
         parts = [local(p) for p in self._params]
-        self._fast = [torch.empty(p.shape, dtype=torch.float32, device=device, pin_memory=pin) for p in parts]
-        self.slow = [torch.empty(p.shape, dtype=torch.float32, device=device).copy_(p.detach()) for p in parts]
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+        self._fast = [torch.empty(p.shape, dtype=dtype, device=device, pin_memory=pin) for p in parts]
+        self.slow = [torch.empty(p.shape, dtype=dtype, device=device).copy_(p.detach()) for p in parts]
         self._rounding: dict[int, Tensor] = {}
         """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
@@ -134,10 +142,17 @@ class OuterOptimizer(OuterState):
         self.applied = [-1] * len(self._parts)
         """The last round that was applied to each fragment; -1: none yet."""
         self._in_flight: dict[int, list[PendingExchange]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._averaged = False
+        """True within ``averaged``."""
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
         if isinstance(exchange, KnowsOptimizer):
             exchange.attach(self)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The averaged parameters, in the order of ``slow``."""
+        return list(self._params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError once the optimizer is made: the slow weights of the new parameters would be missing."""
@@ -150,7 +165,17 @@ class OuterOptimizer(OuterState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one inner step, then do what the schedule asks for (it may wait for a partner, within the exchange's limits)."""
+        """Take one inner step, then do what the schedule asks for (it may wait for a partner, within the exchange's limits).
+
+        ValueError if a parameter that was frozen when this was made requires a gradient now, RuntimeError within ``averaged``; no
+        step is taken then.
+        """
+        self._check_not_averaged("step")
+        if any(p.requires_grad for p in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen when the outer optimizer was made is trained now, and would never be averaged: on all "
+                "peers, finish() and make a new one after unfreezing"
+            )
         loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
         for _ in self.after_inner():
             pass  # the next iteration waits for the exchange
@@ -161,6 +186,7 @@ class OuterOptimizer(OuterState):
 
         For callers that cannot block, such as a simulator with one thread for all peers: it lets the exchange end, then goes on.
         """
+        self._check_not_averaged("step")
         self.steps += 1
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
@@ -197,7 +223,7 @@ class OuterOptimizer(OuterState):
             param = local(self._params[index])
             self._fast[index].copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
         self._synchronize()
-        # A bfloat16 model cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
+        # A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
         # would drift back to the model's coarse grid even when nothing is learnt.
         for index in part:
             if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
@@ -234,12 +260,13 @@ class OuterOptimizer(OuterState):
         if weight > 0:
             tail_codec = BufferTailCodec(codec, len(tail)) if tail else codec
             sent = 0.0 if listening else weight
+            payload = [*(tensor.float() for tensor in contribution), *tail]
             handle: Handle
             if self.anchored and isinstance(self.exchange, ComparesStates):
                 held = sketch(self.slow_of(fragment))
-                handle = self.exchange.start(context.key, [*contribution, *tail], sent, tail_codec, state=held)
+                handle = self.exchange.start(context.key, payload, sent, tail_codec, state=held)
             else:
-                handle = self.exchange.start(context.key, [*contribution, *tail], sent, tail_codec)
+                handle = self.exchange.start(context.key, payload, sent, tail_codec)
         else:
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
@@ -289,7 +316,7 @@ class OuterOptimizer(OuterState):
             if pending.listening and members < len(mean.members):  # if all weights are 0, all count
                 weight = 0.0
         context = RoundContext(pending.context.key, weight, total, members, lag, pending.contribution)
-        tensors = pending.contribution if mean is None else [t.to(self.slow[0].device) for t in mean.tensors[:count]]
+        tensors = pending.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
         self.rule.apply(slow, fast, tensors, state, context)
         self._restart(part)
         if mean is not None and fragment == 0:
@@ -305,31 +332,40 @@ class OuterOptimizer(OuterState):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the slow weights into the model within the block; afterwards the fast ones are restored bit by bit."""
+        """Put the slow weights into the model within the block; afterwards the fast ones are restored bit by bit.
+
+        Steps, ``finish`` and ``adopt`` within it raise RuntimeError: what they did to the model would be lost.
+        """
         everything = range(len(self._params))
         with torch.no_grad():
             kept = [local(param).detach().clone() for param in self._params]
         self._write(everything, self.slow)
+        outside, self._averaged = self._averaged, True
         try:
             yield
         finally:
+            self._averaged = outside
             self._write(everything, kept)
 
     @torch.no_grad()
     def finish(self, *, average: bool = False) -> None:
         """Apply the exchanges in flight (waiting within the exchange's limits). Call it once after the last step.
 
-        ``average``: then take the plain mean of the slow weights (and the averaged buffers) over the group once more, as float32,
-        also into the model. Gossip leaves the peers with different weights; this makes the group equal. All peers must do it.
+        ``average``: then send the steps since each fragment's last round in one more, and take the plain mean of the slow weights
+        (and the averaged buffers) over the group, as float32, also into the model. Gossip leaves the peers with different weights;
+        this makes the group equal. All peers must do it, after the same number of steps.
         """
-        for fragment, exchanges in self._in_flight.items():
-            for pending in list(exchanges):
-                self._apply(fragment, pending)
+        self._check_not_averaged("finish")
+        self._apply_in_flight()
         if not average:
             return
+        for fragment, (steps, _) in enumerate(list(self._sent_at)):
+            if steps < self.steps:
+                self._send(fragment)
+        self._apply_in_flight()
         key = RoundKey(self.run, self.round, len(self._parts))
         self.round += 1
-        mean = self.exchange.start(key, [*self.slow, *self._buffers.now()], 1.0, FLOAT32).result()
+        mean = self.exchange.start(key, [*(t.float() for t in self.slow), *self._buffers.now()], 1.0, FLOAT32).result()
         if mean is not None:
             assign([*self.slow, *self._buffers.now()], mean.tensors)
         assign(self._fast, self.slow)
@@ -337,3 +373,15 @@ class OuterOptimizer(OuterState):
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
         self._report(key, mean, 0)
+
+    def _apply_in_flight(self) -> None:
+        for fragment, exchanges in self._in_flight.items():
+            for pending in list(exchanges):
+                self._apply(fragment, pending)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raise TypeError: a copy would share the exchange, and so this peer's place in the run."""
+        raise TypeError(
+            "an outer optimizer cannot be copied or pickled: make another around the copied model's inner optimizer, with an "
+            "exchange of its own, and load this one's state_dict()"
+        )

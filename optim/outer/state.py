@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy as shallow
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.state import codec_state
+from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.fsdp import local, reshard
 from shoal.optim.outer.in_flight import PendingExchange
-from shoal.optim.rules.base import START, Anchored, Rule, State, assign, kind_of, same_memory
+from shoal.optim.outer.state_checks import check_keys, check_shapes, settings_changed, settings_of
+from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
 from shoal.optim.schedule.round_length import RoundLength
 from shoal.optim.schedule.schedule import Schedule
 
@@ -41,10 +45,15 @@ class OuterState(torch.optim.Optimizer):
     _sent_at: list[tuple[int, int]]
     _in_flight: dict[int, list[PendingExchange]]
     _model: nn.Module | None
+    _averaged: bool
 
     def _read_fast(self, part: Sequence[int]) -> None:
         """Copy the model's weights and their rounding errors into the staging buffers."""
         raise NotImplementedError
+
+    def _check_not_averaged(self, what: str) -> None:
+        if self._averaged:
+            raise RuntimeError(f"{what}() within averaged() would be lost: the block ends with the weights that it began with")
 
     def _share_with_inner(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -82,6 +91,14 @@ class OuterState(torch.optim.Optimizer):
         A resumed run is bit-identical if nothing was in flight (always so when means are applied at once). ``copy=False``: slow
         weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at once.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._saved(copy)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def _saved(self, copy: bool) -> dict[str, Any]:
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
         for fragment, exchanges in self._in_flight.items() if START in rule else ():
@@ -102,45 +119,99 @@ class OuterState(torch.optim.Optimizer):
             "sent_at": [list(pair) for pair in self._sent_at],
             "applied": list(self.applied),
             "kind": kind_of(self.rule),
+            "settings": settings_of(self.rule),
             "schedule": repr(self.schedule),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned (restoring the model's own weights is up to the caller).
 
+        The inner optimizer's settings are restored, as torch does. The outer ones (rule, schedule) stay those of the constructor,
+        because all peers must have the same; a warning names the first that was another when the state was saved.
+
         Raises:
-            ValueError: shapes differ from this model's, or another method saved it (``migrate_state`` takes what fits); nothing is
-                changed then.
+            ValueError: shapes differ from this model's, or another method, codec or number of fragments saved it (``migrate_state``
+                takes what fits); nothing is changed then.
         """
-        rule_state = self.rule.initial(self.slow)
-        check_shapes("the saved outer state 'slow'", state_dict["slow"], self.slow)
-        for name, tensors in state_dict["rule"].items():
-            if name not in rule_state:
-                raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
-            check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
-        was, now = state_dict.get("kind"), kind_of(self.rule)
-        if state_dict["rule"] and was is not None and not same_memory(was, now):
-            raise ValueError(f"the saved outer state is of {was}, not of {now}: resume with the same method")
-        sent_at = [(int(steps), int(tokens)) for steps, tokens in state_dict.get("sent_at", self._sent_at)]
-        if len(sent_at) != len(self._parts):
-            raise ValueError(f"the saved outer state has {len(sent_at)} fragments, this optimizer {len(self._parts)}")
-        self.inner.load_state_dict(state_dict["inner"])
+        state = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state = before(self, state) or state
+        state = self._without_frozen(check_keys(state))
+        rule_state, codecs = self._checked_rule(state), self._loaded_codecs(state)
+        counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
+        position, length = int(state.get("position", counts["steps"])), state.get("length", {})
+        shallow(self.length).load_state_dict(length, counts["tokens"])
+        self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
         self._share_with_inner()
-        for codec, memory in zip(self._codecs, state_dict.get("codecs", ()), strict=False):
-            codec.load_state_dict(memory)
-        in_place(self.slow, state_dict["slow"])
-        device = self.slow[0].device
-        self._rounding = {int(i): t.to(device, torch.float32, copy=True) for i, t in state_dict.get("rounding", {}).items()}
+        self.length.load_state_dict(length, counts["tokens"])
+        self._codecs, self.codec = codecs, codecs[0]
+        in_place(self.slow, state["slow"])
+        self._rounding = {int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()}
         self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
-        for name, tensors in state_dict["rule"].items():
+        for name, tensors in state["rule"].items():
             in_place(rule_state[name], tensors)
         for fragment in range(len(self._parts)):
             self._drop(fragment)
-        self.steps, self.round = int(state_dict["steps"]), int(state_dict["round"])
-        self.applied = [int(round) for round in state_dict.get("applied", self.applied)]
-        self.tokens, self._sent_at = int(state_dict.get("tokens", 0)), sent_at
-        self.position = int(state_dict.get("position", self.steps))
-        self.length.load_state_dict(state_dict.get("length", {}), self.tokens)
+        self.steps, self.round, self.tokens, self.position = counts["steps"], counts["round"], counts["tokens"], position
+        self.applied = [int(round) for round in state.get("applied", self.applied)]
+        self._sent_at = [(int(steps), int(tokens)) for steps, tokens in state.get("sent_at", self._sent_at)]
+        changed = settings_changed(state, self.rule, self.schedule)
+        if changed is not None:
+            warnings.warn(f"{changed}: outer settings stay those of the constructor", stacklevel=2)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state without that of frozen parameters, which older versions kept."""
+        every, own = [p for group in self.param_groups for p in group["params"]], {id(p) for p in self._params}
+        if len(state["slow"]) != len(every) or len(own) == len(every):
+            return state
+        kept = [index for index, parameter in enumerate(every) if id(parameter) in own]
+        old = state.get("rounding", {})
+        return state | {
+            "slow": [state["slow"][index] for index in kept],
+            "rounding": {place: old[index] for place, index in enumerate(kept) if index in old},
+            "rule": {name: [tensors[index] for index in kept] for name, tensors in state["rule"].items()},
+        }
+
+    def _checked_rule(self, state: Mapping[str, Any]) -> State:
+        """Return the rule's initial state. ValueError unless what was saved fits it, and the fragments."""
+        rule_state = self.rule.initial(self.slow)
+        check_shapes("the saved outer state 'slow'", state["slow"], self.slow)
+        for name, tensors in state["rule"].items():
+            if name not in rule_state:
+                raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
+            check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
+        for index, tensor in state.get("rounding", {}).items():
+            check_shapes("the saved outer state 'rounding'", [tensor], self.slow[int(index) : int(index) + 1])
+        was, now = state.get("kind"), kind_of(self.rule)
+        if state["rule"] and was is not None and not same_memory(was, now):
+            raise ValueError(f"the saved outer state is of {was}, not of {now}: resume with the same method")
+        for name in ("sent_at", "applied", "codecs"):
+            if state.get(name) and len(state[name]) != len(self._parts):
+                raise ValueError(f"the saved outer state has {len(state[name])} fragments, this optimizer {len(self._parts)}")
+        return rule_state
+
+    def _loaded_codecs(self, state: Mapping[str, Any]) -> list[Codec]:
+        """Return the fragments' codecs with the saved memory. ValueError for another codec's, or one of other tensors."""
+        saved = state.get("codecs")
+        return [self._loaded_codec(fragment, memory) for fragment, memory in enumerate(saved)] if saved else self._codecs
+
+    def _loaded_codec(self, fragment: int, memory: dict[str, Any]) -> Codec:
+        codec = self._codecs[fragment].fresh()
+        codec.load_state_dict(memory)
+        error = memory.get("error")
+        if error is not None and [tensor.shape for tensor in error] != self._sent_shapes(fragment):
+            raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
+        return codec
+
+    @torch.no_grad()
+    def _sent_shapes(self, fragment: int) -> list[torch.Size]:
+        """Return the shapes of the rule's contribution for a fragment, by a trial call."""
+        slow = [tensor.clone() for tensor in self.slow_of(fragment)]
+        context = RoundContext(RoundKey("", 0, fragment))
+        sent = self.rule.contribution(slow, [tensor.clone() for tensor in slow], self.rule.initial(slow), context)
+        return [tensor.shape for tensor in sent]
 
     @property
     def fragments(self) -> int:
@@ -199,7 +270,9 @@ class OuterState(torch.optim.Optimizer):
 
         Raises:
             ValueError: names or shapes do not fit; nothing is changed then.
+            RuntimeError: within ``averaged``.
         """
+        self._check_not_averaged("adopt")
         check_shapes("the given list of slow weights", slow, self.slow)
         for name, tensors in (shared or {}).items():
             if name not in self.shared:
@@ -215,7 +288,7 @@ class OuterState(torch.optim.Optimizer):
                 self._read_fast(self._parts[fragment])
             for i in self._parts[fragment]:
                 # The model goes on from its weights, so their rounding errors stay the same.
-                if not into_model and not moves and self._params[i].dtype.itemsize < 4:
+                if not into_model and not moves and self._params[i].dtype.itemsize < self.slow[i].dtype.itemsize:
                     self._rounding[i] = self._rounding_error(i)
                 if moves:
                     self.move(i, slow[i])
@@ -260,15 +333,6 @@ class OuterState(torch.optim.Optimizer):
 
 def _copied(tensor: Tensor, copy: bool) -> Tensor:
     return tensor.clone() if copy else tensor
-
-
-def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
-    """Raise ValueError, naming the first difference, unless the shapes are equal."""
-    if len(theirs) != len(mine):
-        raise ValueError(f"{what} has {len(theirs)} tensors, this model has {len(mine)}")
-    for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
-        if their.shape != own.shape:
-            raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
 
 
 @torch.no_grad()

@@ -48,7 +48,7 @@ class RoundContext:
 
 
 class Rule(Protocol):
-    """Mathematics of one method, for the parameters of one fragment. All tensors are float32 and on one device."""
+    """Mathematics of one method, for the parameters of one fragment. All tensors are float32, or all float64, on one device."""
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return the state before the first round, for all parameters."""

@@ -124,8 +124,7 @@ class Session:
         """Become a member; called while ``opt`` is made."""
         if self._opt is not None or self._closed:
             raise SessionError("A session has one optimizer, and this one had its own: begin another session for the next.")
-        params = [p for group in opt.param_groups for p in group["params"]]
-        if [id(p) for p in params] != [id(p) for p in self._params]:
+        if [id(p) for p in opt.parameters] != [id(p) for p in self._params]:
             raise SessionError(
                 "The optimizer has other parameters than the session, or in another order: on all peers, hand in "
                 'state=[p for group in inner.param_groups for p in group["params"]].'

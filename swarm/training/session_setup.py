@@ -44,16 +44,16 @@ class SessionError(ShoalError):
 
 
 def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors to average: a module's that require a gradient (with LoRA its adapters), or those given.
+    """Return the tensors to average: those of a module, or of the given, that require a gradient (with LoRA the adapters).
 
     SessionError if there are none, or if one is no floating-point tensor.
     """
-    wanted = (p for p in state.parameters() if p.requires_grad) if isinstance(state, nn.Module) else state
-    params: list[Tensor] = list(wanted)
+    given = list(state.parameters() if isinstance(state, nn.Module) else state)
+    params: list[Tensor] = [p for p in given if not isinstance(p, Tensor) or p.requires_grad]
     if not params or not all(isinstance(p, Tensor) and p.is_floating_point() for p in params):
         raise SessionError(
-            "The state must be a module with parameters that require a gradient, or a list of floating-point parameters: "
-            "hand in the model that is trained."
+            "The state must be a module or a list of floating-point parameters, some of which require a gradient: hand in the "
+            "model that is trained."
         )
     return params
 

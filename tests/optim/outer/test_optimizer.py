@@ -1,12 +1,13 @@
 """The outer optimizer as an ordinary optimizer: schedulers, GradScaler, closures, hooks, kinds of models, what a round does."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.optim import Alone, Apply, Every, LocalSGD, Mean, NoLoCo, NoLoCoRule, OuterOptimizer, Send, Simulation
+from shoal.optim import CO2, Alone, Apply, DiLoCo, Every, LocalSGD, Mean, NoLoCo, NoLoCoRule, OuterOptimizer, Send, Simulation
 
 
 class Partner:
@@ -255,3 +256,107 @@ def test_parameters_that_come_later_are_refused() -> None:
     opt = NoLoCo(torch.optim.SGD([first], lr=0.1), Alone(), every=1)
     with pytest.raises(ValueError, match="before wrapping"):
         opt.add_param_group({"params": [later]})
+
+
+def test_state_dict_hooks_fire_as_on_any_optimizer():
+    net = model()
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1)
+    calls = []
+    opt.register_state_dict_pre_hook(lambda given: calls.append(("before saving", given is opt)))
+    opt.register_state_dict_post_hook(lambda given, state: state | {"mine": 1})
+    train(net, opt, 1)
+    state = opt.state_dict()
+    assert state["mine"] == 1
+    fresh = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1)
+    fresh.register_load_state_dict_pre_hook(lambda given, state: state | {"round": 7})
+    fresh.register_load_state_dict_post_hook(lambda given: calls.append(("after loading", given.round)))
+    fresh.load_state_dict(state)
+    assert calls == [("before saving", True), ("after loading", 7)]
+    assert state["round"] == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_in_a_sentence(copied):
+    opt = NoLoCo(torch.optim.SGD(model().parameters(), lr=0.1), Alone())
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: make another .* load this one's state_dict\(\)"):
+        copied(opt)
+
+
+@pytest.mark.parametrize("what", ["step", "after_inner", "finish", "adopt"])
+def test_what_the_end_of_averaged_would_undo_is_refused_within_it(what):
+    net = model()
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=10)
+    train(net, opt, 3)
+    calls = {
+        "step": opt.step,
+        "after_inner": lambda: list(opt.after_inner()),
+        "finish": opt.finish,
+        "adopt": lambda: opt.adopt(opt.slow, round=3, into_model=True),
+    }
+    with opt.averaged():
+        with opt.averaged():
+            pass
+        shown = weights(net)
+        with pytest.raises(RuntimeError, match=r"\(\) within averaged\(\) would be lost"):
+            calls[what]()
+        assert same(weights(net), shown)
+        assert (opt.steps, opt.round) == (3, 0)
+    calls[what]()
+
+
+def test_finish_counts_the_steps_since_the_last_round():
+    def after(steps, opt_steps, exchange=None, **options):
+        net = model()
+        opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange or Alone(), every=50, lr=1.0, momentum=0.0, **options)
+        train(net, opt, steps)
+        opt.finish(average=True)
+        assert opt.round == opt_steps
+        return net, opt
+
+    plain = model()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 70)
+    net, opt = after(70, 3)  # a round after step 50, one of 20 steps, the mean
+    for found, expected in zip(weights(net), weights(plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert same(weights(net), opt.slow)
+    whole, _ = after(50, 2)  # nothing came after the last round: no further one
+    train(at_end := model(), torch.optim.SGD(at_end.parameters(), lr=0.1), 50)
+    for found, expected in zip(weights(whole), weights(at_end), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+    def peer(exchange):
+        net = model()
+        opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=50, lr=1.0, momentum=0.0)
+        train(net, opt, 70, first=1000 * ord(exchange.peer))
+        before = weights(net)
+        opt.finish(average=True)
+        return before, weights(net)
+
+    ends = Simulation(["a", "b"]).run(peer)
+    assert same(ends["a"][1], ends["b"][1])
+    for a, b, found in zip(ends["a"][0], ends["b"][0], ends["a"][1], strict=True):
+        torch.testing.assert_close(found, (a + b) / 2, rtol=0, atol=1e-6)
+
+
+def test_after_finish_a_contribution_is_measured_from_where_the_weights_are():
+    class Drifting(Partner):
+        """Partner whose weights are other ones in the plain mean."""
+
+        def start(self, key, tensors, weight=1.0, codec=None):
+            self.theirs = [tensor + 2.0 for tensor in tensors] if key.fragment == 1 else None
+            return super().start(key, tensors, weight, codec)
+
+    net = model()
+    opt = CO2(torch.optim.SGD(net.parameters(), lr=0.1), partner := Drifting(None), every=2)
+    train(net, opt, 4)
+    opt.finish(average=True)
+    begin = weights(net)
+    assert same(begin, opt.slow)
+    train(net, opt, 2, first=4)
+    alone = model()
+    with torch.no_grad():
+        for own, start in zip(alone.parameters(), begin, strict=True):
+            own.copy_(start)
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 2, first=4)
+    for sent, start, end in zip(partner.sent[-1], begin, weights(alone), strict=True):
+        torch.testing.assert_close(sent, start - end, rtol=0, atol=1e-6)

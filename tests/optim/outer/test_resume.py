@@ -2,12 +2,14 @@
 
 import copy
 import io
+import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.optim import Alone, NoLoCo, Simulation
+from shoal.optim import Alone, DiLoCo, Mean, NoLoCo, Simulation, SparseLoCo, Tokens, codec_named
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 3, 9
 
@@ -129,6 +131,115 @@ def test_other_shapes_change_nothing_and_the_difference_is_named():
     with pytest.raises(ValueError, match="parameter group"):
         run.opt.load_state_dict(state)
     assert equal(everything(run), before)
+
+
+class Echo(Alone):
+    """Exchange whose mean is the own contribution as the codec sends it, so that the codec keeps a residual."""
+
+    def start(self, key, tensors, weight=1.0, codec=None):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        mean = Mean(codec.decode(codec.encode(tensors), shapes), 1.0, ("a",))
+        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+
+
+def sparse(steps, codec="topk2+ef:0.95", inputs=300, make=SparseLoCo, **options):
+    torch.manual_seed(0)
+    net = nn.Linear(inputs, 2)
+    inner = torch.optim.AdamW(net.parameters(), lr=0.05)
+    opt = make(inner, Echo(), every=2, codec=codec_named(codec), length=Tokens(6), **options)
+    for _ in range(steps):
+        opt.zero_grad()
+        net(torch.ones(1, inputs)).square().sum().backward()
+        opt.count(3)
+        opt.step()
+    return opt
+
+
+def all_of(opt):
+    """Return copies of all that loading may change, the codec's residual included."""
+    return copy.deepcopy([opt.state_dict(), opt.length.state_dict(), [codec.state_dict() for codec in opt._codecs]])
+
+
+def put(name, value):
+    def change(state):
+        state[name] = value
+
+    return change
+
+
+def without(name):
+    def change(state):
+        del state[name]
+
+    return change
+
+
+SPOILT = {
+    **{f"no {name}": (without(name), f"no '{name}', so it is not an outer optimizer's") for name in
+       ("inner", "slow", "rule", "steps", "round")},
+    "another codec": (lambda state: state["codecs"][0].update(codec="e3m0+ef"), "of the codec e3m0"),
+    "a memory less": (put("codecs", [{}, {}]), "has 2 fragments, this optimizer 1"),
+    "a residual of another shape": (lambda state: state["codecs"][0].update(error=[torch.zeros(3)]), "of other tensors than"),
+    "a residual that is not finite": (lambda state: state["codecs"][0]["error"][0].fill_(math.nan), "NaN or infinity"),
+    "two sent": (put("sent_at", [[0, 0], [0, 0]]), "has 2 fragments"),
+    "two applied": (put("applied", [0, 0]), "has 2 fragments"),
+    "rounding of nothing": (put("rounding", {9: torch.zeros(2)}), "'rounding' has 1 tensors, this model has 0"),
+    "rounding of another shape": (put("rounding", {0: torch.zeros(9)}), r"'rounding' has shape \(9,\)"),
+    "steps that are none": (put("steps", "many"), "invalid literal"),
+    "tokens that are none": (put("tokens", "many"), "invalid literal"),
+    "a length that is none": (put("length", {"began": "then"}), "invalid literal"),
+    "another method": (put("rule", {"offset": []}), "has 'offset', which this method does not use"),
+    "groups": (lambda state: state["inner"]["param_groups"].append({"params": []}), "parameter group"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), SPOILT.values(), ids=SPOILT)
+def test_a_state_that_does_not_fit_in_any_of_its_parts_changes_nothing(spoil, sentence):
+    opt, state = sparse(4), sparse(9).state_dict()
+    before = all_of(opt)
+    spoil(state)
+    with pytest.raises(ValueError, match=sentence):
+        opt.load_state_dict(state)
+    assert equal(all_of(opt), before)
+
+
+def test_the_state_of_a_codec_with_memory_changes_nothing_in_one_without_and_the_other_way_round():
+    for own, other in (("topk2+ef:0.95", "float32"), ("float32", "topk2+ef:0.95")):
+        opt, state = sparse(4, own), sparse(9, other).state_dict()
+        before = all_of(opt)
+        with pytest.raises(ValueError, match="codec"):
+            opt.load_state_dict(state)
+        assert equal(all_of(opt), before)
+
+
+def test_the_codec_goes_on_with_the_residual_that_was_saved():
+    opt = sparse(0)
+    opt.load_state_dict(sparse(9).state_dict())
+    saved = sparse(9)._codecs[0].error
+    assert any(tensor.any() for tensor in saved)
+    assert equal(opt.codec.error, saved)
+
+
+def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_them():
+    saved = sparse(9, "float32", make=partial(DiLoCo, lr=0.3)).state_dict()
+    opt = sparse(0, "float32", make=DiLoCo, lr=0.9)
+    sentence = r"had lr 0\.3, this optimizer has lr 0\.9: outer settings stay those of the constructor"
+    with pytest.warns(UserWarning, match=sentence):
+        opt.load_state_dict(saved)
+    assert (opt.steps, opt.rule.lr) == (9, 0.9)
+    short = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=5, lr=0.3)
+    other = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=50, lr=0.9)
+    with pytest.warns(UserWarning, match=r"had lr 0.3, Every\(every=5\), this optimizer has lr 0.9, Every\(every=50\)"):
+        other.load_state_dict(short.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_same_settings_and_a_state_of_before_they_were_saved_cause_no_warning():
+    state = sparse(9).state_dict()
+    sparse(0).load_state_dict(state)
+    for name in ("settings", "schedule", "kind"):
+        del state[name]
+    sparse(0).load_state_dict(state)
 
 
 def test_a_joiner_adopts_slow_weights_and_round_or_nothing():

@@ -186,8 +186,8 @@ def test_fragments_are_strided_by_layer_and_hold_every_parameter_once():
     layers = [list(dict.fromkeys(".".join(n.split(".")[: 2 if "blocks" in n else 1]) for n in part)) for part in parts]
     assert layers == [["embed", "blocks.2", "norm"], ["blocks.0", "blocks.3"], ["blocks.1", "blocks.4"]]
     assert Counter(name for part in parts for name in part) == Counter(names.values())
-    with pytest.raises(ValueError, match="between 1 and the number of layers, 7, got 8"):
-        strided(model, 8)
+    with pytest.raises(ValueError, match="between 1 and the number of layers, 12, got 13"):
+        strided(model, 13)
 
 
 def test_every_parameter_must_be_in_exactly_one_fragment():
@@ -197,8 +197,6 @@ def test_every_parameter_must_be_in_exactly_one_fragment():
                            ([[a, b], []], "fragment 1 has no parameter")]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             StreamingDiLoCo(inner, Alone(), fragments=parts)
-    with pytest.raises(ValueError, match="hand in model="):
-        StreamingDiLoCo(inner, Alone(), fragments=2)
     with pytest.raises(ValueError, match="lag must be at least 0 and below every"):
         StreamingDiLoCo(inner, Alone(), fragments=1, every=5, lag=5)
 

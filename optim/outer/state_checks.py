@@ -1,0 +1,45 @@
+"""Checks of saved outer state before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from shoal.optim.rules.base import Rule
+from shoal.optim.schedule.schedule import Schedule
+
+
+def check_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state. ValueError, naming the first, if something is missing that every version saved."""
+    for name in ("inner", "slow", "rule", "steps", "round"):
+        if name not in state:
+            raise ValueError(f"the saved state has no {name!r}, so it is not an outer optimizer's: load it into the inner one")
+    return state
+
+
+def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
+    """Raise ValueError, naming the first difference, unless the shapes are equal."""
+    if len(theirs) != len(mine):
+        raise ValueError(f"{what} has {len(theirs)} tensors, this model has {len(mine)}")
+    for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
+        if their.shape != own.shape:
+            raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
+
+
+def settings_of(rule: Rule) -> dict[str, Any]:
+    """Return the rule's numbers and switches by name."""
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
+    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
+
+
+def settings_changed(state: Mapping[str, Any], rule: Rule, schedule: Schedule) -> str | None:
+    """Return a clause on the settings that were others when ``state`` was saved, or None. (Older states have the schedule only.)"""
+    was, now = dict(state.get("settings", {})), settings_of(rule)
+    names = [name for name in now if name in was and was[name] != now[name]]
+    before, after = ([f"{name} {values[name]}" for name in names] for values in (was, now))
+    if state.get("schedule", repr(schedule)) != repr(schedule):
+        before, after = [*before, state["schedule"]], [*after, repr(schedule)]
+    return f"the saved outer state had {', '.join(before)}, this optimizer has {', '.join(after)}" if before else None
