@@ -283,6 +283,12 @@ class Daemon:
         """Return the ids of all connected peers."""
         return tuple(dict.fromkeys(b58encode(peer.id[:MAX_ID]) for peer in (await self._ask("LIST_PEERS")).peers))
 
+    async def is_local(self, peer_id: str) -> bool:
+        """Return whether every connection to a peer stays on this machine. Raises one of `DAEMON_GONE`."""
+        found = [peer.addrs for peer in (await self._ask("LIST_PEERS")).peers if peer.id == peer_bytes(peer_id)]
+        addresses = [address for addresses in found for address in addresses]
+        return bool(addresses) and all(is_loopback(text) and "p2p-circuit" not in text for text in map(to_text, addresses))
+
     async def where(self, peer_id: str) -> tuple[str, ...]:
         """Return the full multiaddrs that a connected peer gave as its own; none if it gave none yet.
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE
 from shoal.swarm.p2p.listen import check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
-from shoal.swarm.p2p.rate_limit import BandwidthLimiter
+from shoal.swarm.p2p.rate_limit import PING, BandwidthLimiter, Echo, Pacer
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 
@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
+PING_PROTOCOL = "/ipfs/ping/1.0.0"
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
 
@@ -55,7 +56,7 @@ class Host:
         self, peer_id: str, supervisor: DaemonSupervisor, resource_manager: ResourceManager, upload: BandwidthLimiter | None
     ) -> None:
         self.peer_id = peer_id
-        self.traffic = TrafficMeter(upload)
+        self.traffic = TrafficMeter(upload, Pacer(self._echo))
         self.resource_manager = resource_manager
         self.introduce: Introduce | None = None
         """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
@@ -288,6 +289,19 @@ class Host:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
         except asyncio.TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
+
+    @contextlib.asynccontextmanager
+    async def _echo(self, peer_id: str) -> AsyncIterator[Echo | None]:
+        """Ping a peer for the pacer, by libp2p's own protocol, which its daemon answers; yield None if it is on this machine."""
+        daemon = self._supervisor.running()
+        if await daemon.is_local(peer_id):
+            yield None
+            return
+        reader, writer = await daemon.open(peer_id, PING_PROTOCOL)
+        try:
+            yield Echo(writer.write, lambda: reader.readexactly(PING))
+        finally:
+            writer.close()
 
     async def connect(self, address: str, timeout: float) -> None:
         """Connect to the peer of a full multiaddr, unless connected. Raises NetworkError, whose text begins with the address."""

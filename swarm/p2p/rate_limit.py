@@ -1,17 +1,44 @@
-"""Accounts of traffic: token buckets that limit each sender, the upload budget of this node, and counters of events."""
+"""Accounts of traffic: token buckets that limit each sender, the upload budget, pacing of bulk to each peer, counters of events."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MINUTE, HOUR = 60.0, 3600.0
 CHUNK_S = 0.1  # seconds of the upload budget that are sent at once
 BURST_S = 0.25  # seconds of it that may be saved up
+
+# Pacing: bulk may delay small messages to the same peer by about `DELAY_S` and the time that `SURPLUS` bytes take.
+DELAY_S = 0.05
+SURPLUS = 16 << 10
+FIRST, LEAST, MOST = 32 << 10, 16 << 10, 256 << 20  # bytes on their way: at first, at least, at most
+GRAIN = 8 << 10  # bytes between two pings, at least
+PING = 32  # bytes of a ping, which the peer's daemon sends back
+PINGS = 16  # in a window of bytes, at most
+PONG_S = 2.0  # seconds without an answer after which as few bytes go out as possible
+EMPTY_S = 60.0  # seconds after which the delay of the empty link is measured again, for which bulk pauses
+PACED = 256  # peers whose pace is remembered
+UNPACED = float(1 << 62)  # bytes: a window that holds nothing back
+
+log = logging.getLogger(__name__)
+
+
+class Echo(NamedTuple):
+    """The ends of a stream to a peer that sends back what it gets, `PING` bytes at a time."""
+
+    write: Callable[[bytes], None]
+    read: Callable[[], Awaitable[bytes]]
+    """Returns the next answer; one that is cancelled loses nothing. Raises OSError or EOFError at the end."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +152,172 @@ class BandwidthLimiter:
         now = self._clock()
         self._left = min(self._left + (now - self._since) * self._rate, self._rate * BURST_S)
         self._since = now
+
+
+@dataclass
+class _Ping:
+    data: bytes
+    began: float
+    ahead: int
+    """Bytes of bulk that were sent before it."""
+    empty: bool
+    """True if all of them have arrived."""
+
+
+class Pace:
+    """The bytes of bulk that may be on their way to one peer, by the delay that they cause. On one loop only.
+
+    Bulk and small messages share a connection, and a slow uplink holds seconds of bytes. So pings travel between pieces of bulk,
+    and no more than ``window`` bytes are sent beyond the last one that was answered. The window follows FAST TCP (Wei, Jin, Low and
+    Hegde, 2006), once in a round trip: window = window * least / delay + surplus, whose fixed point keeps ``surplus`` bytes in
+    queues. That is what leaves in `DELAY_S`, so that a fast link is filled, and `SURPLUS`, so that two that share a link come to
+    the same rate. The window doubles until there is a first sign of a queue.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.window = float(FIRST)
+        self.users = 0
+        self.task: asyncio.Future[None] | None = None
+        self._clock = clock
+        self._echo: Echo | None = None
+        self._sent = self._answered = self._pinged = self._turn = 0  # bytes: in all, before pings, at the last change of the window
+        self._pings: deque[_Ping] = deque()
+        self._delay = float("inf")  # the shortest since the last change: the others may have waited for a processor
+        self._least, self._measured = float("inf"), float("-inf")  # seconds of a ping on an empty link, and when that was known
+        self._holding, self._doubling, self._full = False, True, False
+        self._moved, self._flying = asyncio.Event(), asyncio.Event()
+
+    async def room(self, most: int) -> int:
+        """Wait until bytes may be sent; return how many, at most ``most``, and count them as sent. Those before were written."""
+        grain = max(self.window / PINGS, GRAIN)
+        if self._sent - self._pinged >= grain and not self._holding:
+            self._ping()
+        while self._holding or self._sent - self._answered >= self.window:
+            self._full = True
+            if not self._pings and not self._holding:
+                self._ping()
+            self._moved.clear()
+            await self._moved.wait()
+        size = min(most, int(grain))
+        self._sent += size
+        return size
+
+    async def measure(self, echo: Echo) -> None:
+        """Send pings by ``echo`` and take in the answers, for ever. Raises OSError or EOFError when it ends."""
+        self._echo = echo
+        self._pings.clear()
+        if self.window > MOST:
+            self.window, self._doubling = float(FIRST), True
+        while True:
+            self._hold(self._holding or self._clock() - self._measured > EMPTY_S)
+            if self._holding and not self._pings:
+                self._ping()
+            if not self._pings:
+                self._flying.clear()
+                await self._flying.wait()
+            try:
+                data = await asyncio.wait_for(echo.read(), PONG_S)
+            except asyncio.TimeoutError:  # a few bytes go out all the same, because the peer may only be busy
+                self.window, self._answered, self._doubling = float(LEAST), self._sent, False
+                self._measured = max(self._measured, self._clock() - EMPTY_S / 2)
+                self._hold(False)
+                continue
+            ping = self._pings.popleft()
+            if data != ping.data:
+                raise EOFError("the peer answers pings wrongly")
+            self._answer(ping, self._clock() - ping.began)
+
+    def stop(self) -> None:
+        """End measuring: what was sent will have arrived before there is more to send."""
+        self._echo, self._answered = None, self._sent
+        self._hold(False)
+
+    def free(self) -> None:
+        """Pace no more: the peer cannot be pinged, or is on this machine."""
+        self.window = UNPACED
+        self.stop()
+
+    def hold(self) -> None:
+        """Let bulk wait until the empty link was measured, unless that was done lately or bulk was not paced before."""
+        self._hold(self.window <= MOST and self._clock() - self._measured > EMPTY_S)
+
+    def _hold(self, holding: bool) -> None:
+        self._holding = holding
+        self._moved.set()
+
+    def _ping(self) -> None:
+        if self._echo is None:
+            return
+        ping = _Ping(os.urandom(PING), self._clock(), self._sent, self._sent == self._answered)
+        self._pings.append(ping)
+        self._pinged = self._sent
+        self._echo.write(ping.data)
+        self._flying.set()
+
+    def _answer(self, ping: _Ping, delay: float) -> None:
+        self._answered = max(self._answered, ping.ahead)
+        if ping.empty and self._holding:
+            self._least, self._measured = delay, self._clock()
+            self._hold(False)
+        self._least = min(self._least, delay)
+        self._delay = min(self._delay, delay)
+        if ping.ahead > self._turn:  # the last change has shown its effect
+            self._turn = self._sent
+            self._adapt(self._delay)
+            self._delay = float("inf")
+        self._moved.set()
+
+    def _adapt(self, delay: float) -> None:
+        """Change the window by the ``delay`` of the last pings."""
+        window, queue, delay = self.window, delay - self._least, max(delay, 1e-6)
+        self._doubling = self._doubling and queue < DELAY_S
+        surplus = SURPLUS + window / delay * DELAY_S
+        aim = 2 * window if self._doubling else (window + window * self._least / delay + surplus) / 2
+        if queue < DELAY_S:
+            aim = max(aim, 1.125 * window)
+        if aim < window or self._full:  # one that was not filled says nothing of a larger one
+            self.window = min(max(aim, window / 2, LEAST), 2 * window, float(MOST))
+        self._full = False
+
+
+class Pacer:
+    """The paces of the peers to which one host sends bulk. ``echo`` pings a peer; it yields None for one that is not paced."""
+
+    def __init__(
+        self, echo: Callable[[str], AbstractAsyncContextManager[Echo | None]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._echo, self._clock = echo, clock
+        self._paces: OrderedDict[str, Pace] = OrderedDict()
+
+    @contextlib.contextmanager
+    def to(self, peer: str) -> Iterator[Pace]:
+        """Yield the pace of bulk to ``peer``, which is measured until the end of the block. On the loop."""
+        pace = self._paces.setdefault(peer, Pace(self._clock))
+        self._paces.move_to_end(peer)
+        pace.users += 1
+        if pace.task is None:
+            pace.hold()
+            pace.task = asyncio.ensure_future(self._measure(peer, pace))
+        try:
+            yield pace
+        finally:
+            pace.users -= 1
+            if not pace.users:
+                pace.task.cancel()
+                pace.task = None
+                pace.stop()
+                idle = [name for name, known in self._paces.items() if not known.users]
+                for name in idle[: max(len(self._paces) - PACED, 0)]:
+                    del self._paces[name]
+
+    async def _measure(self, peer: str, pace: Pace) -> None:
+        try:
+            async with self._echo(peer) as echo:
+                if echo is not None:
+                    await pace.measure(echo)
+        except Exception as error:  # bulk that waits for its pace must go on
+            log.debug("bulk to a peer is not paced: %r", error)
+        pace.free()
 
 
 class Counters:

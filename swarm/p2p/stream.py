@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.rate_limit import BandwidthLimiter
+from shoal.swarm.p2p.rate_limit import LEAST, BandwidthLimiter, Pace, Pacer
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
 _HEAD = 4  # bytes of the length before each small message
@@ -23,15 +24,20 @@ _T = TypeVar("_T")
 class TrafficMeter:
     """Counts of the bytes on one host's streams, payload and framing; written by its loop, readable from any thread.
 
-    ``upload``: the budget that sends have to keep to.
+    ``upload``: the budget that sends have to keep to. ``pacer``: the pace of bulk to each peer.
     """
 
-    __slots__ = ("received", "sent", "upload")
+    __slots__ = ("pacer", "received", "sent", "upload")
 
-    def __init__(self, upload: BandwidthLimiter | None = None) -> None:
+    def __init__(self, upload: BandwidthLimiter | None = None, pacer: Pacer | None = None) -> None:
         self.sent = 0
         self.received = 0
         self.upload = upload
+        self.pacer = pacer
+
+    def pace(self, peer_id: str, nbytes: int) -> AbstractContextManager[Pace | None]:
+        """Return the pace at which ``nbytes`` bytes go to a peer; None if they may go at once."""
+        return nullcontext() if self.pacer is None or nbytes <= LEAST else self.pacer.to(peer_id)
 
 
 def short(peer_id: str) -> str:
@@ -60,11 +66,19 @@ class Stream:
 
     async def send(self, data: bytes, timeout: float) -> None:
         """Send one message, at most 4 GiB; returns when the socket took nearly all of it. ``timeout`` in seconds."""
-        if self._writer.transport.is_closing():
-            raise self._ended()
-        self._writer.write(len(data).to_bytes(_HEAD, "big") + data)
-        self._count(_HEAD + len(data))
-        await self._within(self._writer.drain(), timeout, "did not take a message")
+        await self._within(self._send(len(data).to_bytes(_HEAD, "big") + data), timeout, "did not take a message")
+
+    async def _send(self, data: bytes) -> None:
+        start = 0
+        with self._traffic.pace(self.peer_id, len(data)) as pace:
+            while start < len(data):
+                size = len(data) if pace is None else await pace.room(len(data) - start)
+                if self._writer.transport.is_closing():
+                    raise EOFError
+                self._writer.write(data[start : start + size])
+                self._count(min(size, len(data) - start))
+                start += size
+                await self._writer.drain()
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that were handed to the socket. Small messages never wait for the upload budget, but use it up."""
@@ -120,7 +134,7 @@ class Stream:
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
         bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
-        sender = loop.create_task(bulk.send(outgoing.cast("B")))
+        sender = loop.create_task(self._send_bulk(bulk, outgoing.cast("B")))
         whole = False
         try:
             await self._watch(bulk, sender, chunk_timeout, deadline)
@@ -137,6 +151,10 @@ class Stream:
             finally:
                 if not whole:
                     self.abort()
+
+    async def _send_bulk(self, bulk: _Bulk, outgoing: memoryview) -> None:
+        with self._traffic.pace(self.peer_id, len(outgoing)) as pace:
+            await bulk.send(outgoing, pace)
 
     async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], chunk_timeout: float, deadline: float) -> None:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
@@ -231,18 +249,21 @@ class _Bulk(asyncio.BufferedProtocol):
         """Return the bytes received plus those that the socket took."""
         return self._received + self._sent - int(self._transport.get_write_buffer_size())
 
-    async def send(self, outgoing: memoryview) -> None:
-        """Write everything, and wait until the transport holds no reference to it."""
+    async def send(self, outgoing: memoryview, pace: Pace | None) -> None:
+        """Write everything at ``pace``, and wait until the transport holds no reference to it."""
         self._transport.set_write_buffer_limits(high=2 * CHUNK)
         upload, start = self._traffic.upload, 0
         while start < len(outgoing):
             await self._can_write()
             # In small chunks under a budget: the other side gives up when nothing arrives for some seconds.
-            size = CHUNK if upload is None else min(CHUNK, upload.chunk)
-            chunk = outgoing[start : start + size]
+            size = min(CHUNK if upload is None else min(CHUNK, upload.chunk), len(outgoing) - start)
             if upload is not None:
                 await upload.wait()
+            if pace is not None:
+                size = await pace.room(size)
+            if upload is not None or pace is not None:
                 await self._can_write()
+            chunk = outgoing[start : start + size]
             self._transport.write(chunk)
             start += len(chunk)
             self._sent += len(chunk)

@@ -1,0 +1,174 @@
+"""Pacing of bulk, over links of virtual time: a slow one is filled without a queue, a fast one is not slowed down."""
+
+import asyncio
+import contextlib
+import statistics
+
+import pytest
+
+from shoal.swarm.p2p import rate_limit
+from shoal.swarm.p2p.rate_limit import FIRST, LEAST, Echo, Pacer
+from shoal.swarm.sim.clock import VirtualLoop
+
+MBIT, MB = 125_000, 1_000_000
+
+
+class Line:
+    """One direction of a link, ``rate`` bytes a second with a queue without end, ``delay`` seconds long."""
+
+    def __init__(self, loop, rate, delay):
+        self.loop, self.rate, self.delay, self.free = loop, rate, delay, 0.0
+
+    def wait(self):
+        return max(self.free - self.loop.time(), 0.0)
+
+    def push(self, nbytes, then=lambda: None):
+        self.free = max(self.free, self.loop.time()) + nbytes / self.rate
+        self.loop.call_at(self.free + self.delay, then)
+
+
+class Net:
+    """What one node sees: its uplink, the way back, and bulk to peers that answer pings."""
+
+    def __init__(self, loop, up, delay, down=1000.0, peer="answers"):
+        self.loop, self.peer = loop, peer
+        self.up, self.down = Line(loop, up * MBIT, delay / 2), Line(loop, down * MBIT, delay / 2)
+        self.pacer = Pacer(self.echo, loop.time)
+
+    @contextlib.asynccontextmanager
+    async def echo(self, peer):
+        if self.peer == "is here":
+            yield None
+            return
+        if self.peer == "refuses":
+            raise OSError
+        answers = asyncio.Queue()
+
+        def back(data):
+            if self.peer == "lies":
+                data = bytes(len(data))
+            if self.peer != "is silent":
+                self.down.push(100, lambda: answers.put_nowait(data))
+
+        yield Echo(lambda data: self.up.push(100, lambda: back(data)), answers.get)
+
+    async def send(self, nbytes, peer="b"):
+        """Return the instant at which all has arrived."""
+        arrived = self.loop.create_future()
+        with self.pacer.to(peer) as pace:
+            while nbytes:
+                size = await pace.room(min(nbytes, MB))
+                nbytes -= size
+                self.up.push(size, lambda left=nbytes: left or arrived.set_result(self.loop.time()))
+        return await arrived
+
+    async def watch(self, waits):
+        while True:
+            waits.append((self.loop.time(), self.up.wait()))
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def loop():
+    made = VirtualLoop(busy=100_000)
+    yield made
+    made.close()
+
+
+def run(loop, net, *transfers):
+    """Return the instants at which the transfers ended, and (instant, seconds that a small message would wait) until then."""
+    waits = []
+
+    async def work():
+        watching = asyncio.ensure_future(net.watch(waits))
+        try:
+            return await asyncio.gather(*transfers)
+        finally:
+            watching.cancel()
+
+    return loop.run_until_complete(work()), waits
+
+
+@pytest.mark.parametrize(("mbit", "delay"), [(0.5, 0.05), (1, 0.001), (1, 0.05), (1, 0.6), (5, 0.03), (20, 0.1)])
+def test_a_slow_uplink_is_used_and_small_messages_hardly_wait(loop, mbit, delay):
+    net = Net(loop, mbit, delay)
+    nbytes = round(mbit * MBIT * 60)
+    (end,), waits = run(loop, net, net.send(nbytes))
+    assert end < 60 / 0.85
+    assert max(wait for _, wait in waits) < 1.2
+    late = [wait for at, wait in waits if at > 5]
+    assert max(late) < 1.0
+    assert statistics.mean(late) < 0.1 + 1.2 * rate_limit.SURPLUS / (mbit * MBIT)
+
+
+@pytest.mark.parametrize(("mbit", "delay", "most"), [(1000, 0.0003, 1.2), (1000, 0.02, 1.9), (100, 0.1, 1.6), (100, 0.4, 2.3)])
+def test_a_fast_link_stays_fast(loop, mbit, delay, most):
+    net = Net(loop, mbit, delay, down=mbit)
+    (end,), _ = run(loop, net, net.send(40 * MB))
+    assert end < 40 * MB / (mbit * MBIT) * most
+
+
+def test_a_link_that_becomes_slow_is_not_flooded(loop):
+    net = Net(loop, 10, 0.05)
+
+    async def worsen():
+        await asyncio.sleep(10)
+        net.up.rate = MBIT
+
+    _, waits = run(loop, net, net.send(18 * MB), worsen())
+    assert max(wait for at, wait in waits if at > 15) < 0.5
+
+
+def test_two_peers_share_an_uplink(loop):
+    net = Net(loop, 2, 0.05)
+    (first, second), waits = run(loop, net, net.send(5 * MB, "b"), net.send(5 * MB, "c"))
+    assert min(first, second) > 10 * MB / (2 * MBIT) * 0.7
+    assert max(wait for at, wait in waits if at > 5) < 0.6
+
+
+def test_both_ways_at_once(loop):
+    """The pings of each wait in the other's queue too."""
+    one, two = Net(loop, 1, 0.05), Net(loop, 1, 0.05)
+    one.down, two.down = two.up, one.up
+    ends, waits = run(loop, one, one.send(3 * MB), two.send(3 * MB))
+    assert max(ends) < 3 * MB / MBIT / 0.75
+    assert max(wait for at, wait in waits if at > 5) < 0.5
+
+
+@pytest.mark.parametrize("peer", ["refuses", "lies", "is here"])
+def test_without_pings_nothing_is_held_back(loop, peer):
+    net = Net(loop, 1000, 0.01, peer=peer)
+    (end,), _ = run(loop, net, net.send(40 * MB))
+    assert end < 0.4
+
+
+def test_a_silent_peer_gets_a_trickle(loop):
+    net = Net(loop, 1000, 0.01, peer="is silent")
+    (end,), _ = run(loop, net, net.send(FIRST + 4 * LEAST))
+    assert rate_limit.PONG_S < end < 30
+
+
+def test_what_was_learnt_is_kept_and_the_empty_link_is_measured_anew(loop):
+    net = Net(loop, 1, 0.05)
+
+    async def later():
+        for _ in range(3):
+            await net.send(MB)
+            await asyncio.sleep(rate_limit.EMPTY_S)
+            net.up.delay += 0.2  # another way through the network: no queue
+
+    _, waits = run(loop, net, later())
+    assert max(wait for at, wait in waits if at > 5) < 0.8
+    assert loop.time() < 3 * (MB / MBIT / 0.8 + rate_limit.EMPTY_S)
+
+
+def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
+    monkeypatch.setattr(rate_limit, "PACED", 3)
+    net = Net(loop, 1000, 0.001)
+
+    async def all_in_turn():
+        for number in range(9):
+            await net.send(MB, str(number))
+
+    run(loop, net, all_in_turn())
+    assert list(net.pacer._paces) == ["6", "7", "8"]
