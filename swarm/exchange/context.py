@@ -51,6 +51,12 @@ class ExchangeTimeouts:
     exchange: float = 120.0
     """How long one transfer or reduction may take."""
 
+    def probe(self, left: float) -> float:
+        """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a third, because two that sleep
+        must not use up a round. No constant: a round trip or two must fit, also over a satellite.
+        """
+        return min(self.chunk, left / 3)
+
     @property
     def limit(self) -> float:
         """The longest possible round: forming the pair or group, one transfer, its commit."""

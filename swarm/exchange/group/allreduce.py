@@ -190,11 +190,13 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
                 raise AllreduceException("a member stopped, or its link broke")
             return whole.result()
         finally:
-            await _stop(whole, failing)
-            for stream in self._calls:  # of abandoned generators: the garbage collector may be slow
-                stream.abort()
-            if self._future.done() and not self._future.cancelled():
-                self._future.exception()
+            try:
+                await _stop(whole, failing)
+            finally:  # also if this is cancelled once more meanwhile, as in a process that slept
+                for stream in self._calls:  # of abandoned generators: the garbage collector may be slow
+                    stream.abort()
+                if self._future.done() and not self._future.cancelled():
+                    self._future.exception()
 
     async def _whole(self) -> Tensor:
         outputs = [tensor async for tensor in self.run()]
@@ -225,9 +227,9 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         except (NetworkError, MessageError) as error:
             yield self._broken(name, error)
         finally:
-            await _stop(sending)
             stream.close()
             self._calls.pop(stream, None)
+            await _stop(sending)
 
     async def serve(self, stream: Stream) -> None:
         """Serve the other end of ``averages``."""
@@ -302,8 +304,11 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
 
 async def _stop(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
+        task.add_done_callback(_retrieve)
         task.cancel()
     await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not report it
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # so that asyncio does not report it

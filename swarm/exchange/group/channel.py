@@ -62,10 +62,9 @@ class HeartbeatChannel:
                             return message
         finally:
             if reading is not None:
+                reading.add_done_callback(lambda read: None if read.cancelled() else read.exception())  # retrieved, for asyncio
                 reading.cancel()
                 await asyncio.wait({reading})  # only one may read from a stream
-                if not reading.cancelled():
-                    reading.exception()  # retrieved, so that asyncio does not report it
 
     def close(self) -> None:
         """Send what is buffered, then close the channel."""

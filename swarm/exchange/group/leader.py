@@ -5,7 +5,8 @@ training has come to that round does not matter, because its own contribution jo
 
 The group of a round is formed as soon as all members in view are ready; or ``quorum`` of them are, and ``grace`` seconds have
 passed since; or the patience of one of them is over, and at least two are there. A later peer gets the leader's next round as an
-answer. A peer that is missing after a moment is probed: one that is gone, or sleeps, does not answer, and is not waited for.
+answer. A peer that is missing after a moment is probed: one that is gone, or sleeps, does not answer, and is not waited for. Nor is
+one whose record states a later round: it went on alone, and would be waited for in each round anew while it waits in the next.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LEADER_PROTOCOL = "/shoal/group/1"
 MAX_PENDING = 64  # rounds for which members are collected at once
 MAX_WAITING = 256  # members waiting here, over all rounds
 LOOK_S = 0.25  # seconds between two looks at the members
-PROBE_S = 1.0  # seconds after which missing members are probed, and in which they have to answer
+PROBE_S = 1.0  # seconds after which missing members are probed
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class PendingGroup:
 
     members: dict[str, MemberState] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    probed: set[str] = field(default_factory=set)
+    """Missing members that answered a probe: who was on its way would have come before."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class GroupLeader:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
         enough_since: float | None = None
-        probing = asyncio.ensure_future(self._probe_missing(pending))
+        probing = asyncio.ensure_future(self._probe_missing(key[0], pending))
         try:
             while pending.members:
                 for peer in self._view.barred(pending.members):  # barred since it came
@@ -215,7 +218,7 @@ class GroupLeader:
                     break
                 now = loop.time()
                 here = set(pending.members)
-                view = self._view.expected()
+                view = self._awaited(key[0], pending)
                 if len(here) < max(self._rules.quorum or len(view), 2):
                     enough_since = None
                 elif enough_since is None:
@@ -251,20 +254,27 @@ class GroupLeader:
             )
             self._start(verdict.run())
 
-    async def _probe_missing(self, pending: PendingGroup) -> None:
-        """Probe, once, the members for which the group would wait."""
-        await asyncio.sleep(PROBE_S)
-        missing = sorted(self._view.expected() - set(pending.members) - {self._context.me})[:MAX_GROUP]
-        await asyncio.gather(*(self._probe(peer) for peer in missing))
-        pending.changed.set()
+    def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
+        """Return the peers for which the group waits: those that may be in this round just now until they answer a probe only."""
+        return self._view.expected(round) | self._view.expected(round, self._rounds.fragments) - pending.probed
 
-    async def _probe(self, peer: str) -> None:
+    async def _probe_missing(self, round: int, pending: PendingGroup) -> None:
+        """Probe, once, the members for which the group would wait, and look up how far they are."""
+        await asyncio.sleep(PROBE_S)
+        missing = sorted(self._awaited(round, pending) - set(pending.members) - {self._context.me})[:MAX_GROUP]
+        if missing:
+            self._context.look()
+        await asyncio.gather(*(self._probe(peer, pending) for peer in missing))
+
+    async def _probe(self, peer: str, pending: PendingGroup) -> None:
         try:
-            addresses = self._view.addresses(peer)
-            (await self._context.host.open(peer, LEADER_PROTOCOL, addresses=addresses, timeout=PROBE_S)).close()
+            addresses, seconds = self._view.addresses(peer), self._timeouts.probe(self._timeouts.wait)
+            (await self._context.host.open(peer, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)).close()
+            pending.probed.add(peer)
         except NetworkError as error:
             log.info("a missing peer is not waited for: %s", error)
             self._view.mark_absent([peer])
+        pending.changed.set()
 
 
 def partition_into_groups(seed: int, round: int, peers: Iterable[str], largest: int) -> list[tuple[str, ...]]:

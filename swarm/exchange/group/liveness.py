@@ -22,10 +22,15 @@ class LivenessView:
         """Return all peers in view, this node included."""
         return {peer for peer, member in self.members().items() if member.model == self._context.model} | {self._context.me}
 
-    def expected(self) -> set[str]:
-        """Return the peers for which a round waits. An absent one has to renew its record first, and the dead never do."""
+    def expected(self, round: int, slack: int = 0) -> set[str]:
+        """Return the peers for which ``round`` waits. An absent one has to renew its record first, and the dead never do.
+
+        One whose record states a round more than ``slack`` beyond this one has begun this round, and perhaps later ones, before: it
+        is on its way, or waits elsewhere, or will never come.
+        """
         self._absent = self._unrenewed(self._absent)
-        return self.here() - self._absent.keys()
+        rounds = {peer: member.round for peer, member in self.members().items()}
+        return {peer for peer in self.here() - self._absent.keys() if rounds.get(peer, 0) <= round + slack}
 
     def order(self, seed: int, round: int) -> list[str]:
         """Return the leaders of a round, best first. Silent ones come last: each would cost a part of everybody's patience

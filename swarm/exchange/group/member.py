@@ -39,8 +39,6 @@ from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
 TRIED = 8  # leaders tried in one round
-PROBE_S = 2.0  # seconds for a leader to say that it is there
-PROBE_PART = 1 / 3  # of the patience that is left, if that is less: two sleeping leaders must not use up a round
 LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
 
 log = logging.getLogger(__name__)
@@ -128,7 +126,7 @@ class GroupMember:
         ready = ready_message(pending.attempt.contribution, self._context.swarm, self._context.model, patience)
         sealed = seal(ready, self._context.identity)
         self._leader.expect(ready)
-        probe = loop.time() + max(min(patience * PROBE_PART, PROBE_S), 0.01)
+        probe = loop.time() + max(self._timeouts.probe(patience), 0.01)
         try:
             stream = await self._open(leader, addresses, probe - loop.time())
         except NetworkError as error:
@@ -164,7 +162,7 @@ class GroupMember:
                 if before is not None:
                     self._view.mark_absent(set(before.members) - set(group.members))
                 elif group.alone:
-                    for late in self._view.expected() - set(group.members):
+                    for late in self._view.expected(ready.round) - set(group.members):
                         pending.attempt.failed(late, "timeout")
                     self._view.mark_absent(self._view.here() - set(group.members))
                 again = await self._reduce(channel, group, pending.attempt, until)
@@ -241,10 +239,10 @@ class GroupMember:
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:
+            self._streams.end(reduction)
             for task in (reducing, listening):
                 task.cancel()
             await asyncio.wait({reducing, listening})
-            self._streams.end(reduction)
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])

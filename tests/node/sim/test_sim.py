@@ -48,6 +48,14 @@ def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
     assert report["loss_own"] == pytest.approx(report["loss_last"], rel=1e-4)
 
 
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_peers_meet_over_a_satellite(method):
+    """A round trip of a second: what is alive answers later than on the ground."""
+    report = small(net="480:2", minutes=2.0, overrides={"outer.every": 50, "outer.method": method}, uneven=0.0)
+    assert report["exchanges"] > 20
+    assert report["alone"] < 0.1
+
+
 def test_pairs_send_their_weights_and_little_else():
     report = small(peers=6, uneven=0.0)
     assert report["alone"] == 0

@@ -26,7 +26,8 @@ def test_seeds(seeds, first):
 FOUND = {
     10197: "a leader's deadline lay less than a nanosecond ahead, and virtual time stood still",
     10995: "the leader of a group, itself in no group, slept when its decision was on its way",
-    11207: "the same, by another fault",
+    11060: "four waited in each round for the fifth, which waited a round ahead of them for the four",
+    11207: "a leader in no group again, by another fault",
     11999: "a member slept in an all-reduce, and woke to an exception that nobody retrieves",
 }
 """Seeds that failed once, and how."""

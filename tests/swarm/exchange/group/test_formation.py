@@ -10,7 +10,6 @@ from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
-from shoal.swarm.exchange.group import member as group_join
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 
@@ -160,9 +159,34 @@ def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
     assert school.values([*handles, late.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
 
 
-def test_a_leader_that_does_not_answer_is_passed_over(school, monkeypatch):
-    monkeypatch.setattr(group_join, "PROBE_S", 0.3)
-    leader, *others = school.ranked(school.peers(4, wait=20.0, quorum=3, grace=0.0))
+def test_who_is_rounds_ahead_is_not_waited_for_at_all(school, monkeypatch):
+    """It waits in a later round, for the others: they would wait for it in each of theirs until their patience is over."""
+    monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
+    *others, ahead = school.ranked(school.peers(4, wait=500.0))
+    for peer in others:
+        peer.rounds = {ahead.id: 2}
+    handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
+    assert [handle.result(60.0).weight for handle in handles] == [3.0] * 3
+
+
+def test_who_began_this_round_and_is_on_its_way_is_waited_for_until_it_was_probed(school, monkeypatch):
+    monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
+    *others, third = school.ranked(school.peers(3, wait=500.0))
+    for peer in others:
+        peer.rounds = {third.id: 1}
+    handles = [peer.start(0, 1.0) for peer in others]
+    school.until(lambda: others[0].waiting() == 2)
+    assert school.values([*handles, third.start(0, 4.0)]) == [2.0] * 3
+    monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
+    round = next(round for round in range(1, 100) if school.ranked([*others, third], round)[0] is others[0])
+    for peer in others:
+        peer.rounds = {third.id: round + 1}
+    assert [handle.result(60.0).weight for handle in [peer.start(round, 1.0) for peer in others]] == [2.0] * 2
+    assert others[0].looked  # for how far it is
+
+
+def test_a_leader_that_does_not_answer_is_passed_over(school):
+    leader, *others = school.ranked(school.peers(4, wait=6.0, quorum=3, grace=0.0))
 
     async def stopped(stream):
         await stream.drained(60)
@@ -184,12 +208,12 @@ def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
     *others, victim = school.ranked(school.peers(4, wait=30.0))
     for peer in others:
         peer.exchange._groups._view.mark_absent([victim.id])
-        assert victim.id not in peer.exchange._groups._view.expected()
+        assert victim.id not in peer.exchange._groups._view.expected(0)
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert school.values(handles) == [pytest.approx(1.0)] * 3
     for peer in others:
         peer.issued[victim.id] = 2.0
-        assert victim.id in peer.exchange._groups._view.expected()
+        assert victim.id in peer.exchange._groups._view.expected(0)
 
 
 def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school):
