@@ -338,10 +338,14 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     values = _read(path) if path is not None else {}
     _merge(values, overrides or {})
     task, outer = values.get("task"), values.setdefault("outer", {})
-    if isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict):
-        outer.setdefault("method", "none")  # rollouts are shared then, weights only if a setting says so
+    implied = isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict) and "method" not in outer
+    if implied:
+        outer["method"] = "none"  # rollouts are shared then, weights only if a setting says so
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
+        if implied:
+            settings.outer.model_fields_set.discard("method")  # the user did not ask for it
+        return settings
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 

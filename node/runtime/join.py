@@ -12,6 +12,7 @@ from shoal.node.config.rl import RLSettings, env_label
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
 from shoal.node.rl import rollout_sharing
+from shoal.node.runtime.fixed_settings import check_not_fixed
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.training.resources import shares
@@ -116,6 +117,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     Raises:
         DataError: the swarm names a path as its data.
         HookError: the swarm trains a task that this node must be given with --task, or was given another one.
+        ConfigError: this node was given other values of settings that the manifest fixes.
     """
     hooks = settings.task.hooks
     if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
@@ -129,6 +131,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
             f"The swarm trains {manifest.task!r}, and a link carries no code: get its files from whoever runs the swarm, then name "
             "your copy with --task."
         )
+    check_not_fixed(settings, manifest)
     options = dict(manifest.task_options)
     if hooks == agreement.TEXT:
         options = agreement.taken(options, settings.task.options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.node.config.settings import load
+from shoal.node.config.settings import ConfigError, load
 from shoal.node.runtime.join import choose_shard, new_manifest, own_data, swarm_settings, task_label
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError
@@ -38,7 +38,7 @@ def test_the_folder_of_a_task_is_nobody_elses_affair():
 
 def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
     theirs = manifest(**{"outer.every": 7, "train.steps": 100, "task.options": {"width": 32}, "swarm.name": "whales"})
-    mine = load(None, {"outer.every": 3, "node.data": "here", "node.name": "me"})
+    mine = load(None, {"node.data": "here", "node.name": "me"})
     settings = swarm_settings(mine, theirs)
     assert (settings.outer.every, settings.train.steps, settings.train.seed) == (7, 100, 5)
     assert (settings.swarm.name, settings.swarm.shards, settings.task.options) == ("whales", 4, {"width": 32})
@@ -46,6 +46,47 @@ def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
     assert own_data(load(None, {})) == {}
     shorter = swarm_settings(load(None, {"train.steps": 9}), theirs)
     assert shorter.train.steps == 9
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted", "had"),
+    [
+        ("outer.lr", 0.5, "outer.lr=0.7"),
+        ("outer.method", "diloco", "outer.method='noloco'"),
+        ("outer.every", 3, "outer.every=7"),
+        ("outer.codec", "int8", "outer.codec='float32'"),
+        ("swarm.name", "x", "swarm.name='whales'"),
+        ("swarm.start_when", 9, "swarm.start_when=1"),
+        ("swarm.invite_only", True, "swarm.invite_only=False"),
+        ("train.seed", 6, "train.seed=5"),
+        ("train.eval_every", 6, "train.eval_every=0"),
+        ("verify.audit_rate", 0.5, "verify.audit_rate=0.1"),
+        ("task.options.width", 64, "task.options.width=32"),
+        ("task.options.layers", 2, "no task.options.layers"),
+    ],
+)
+def test_what_the_manifest_fixes_is_refused_and_named_unless_it_is_the_same(key, wanted, had):
+    theirs = manifest(**{"outer.every": 7, "task.options": {"width": 32}, "swarm.name": "whales"})
+    with pytest.raises(ConfigError) as caught:
+        swarm_settings(load(None, {key: wanted, "train.steps": 3}), theirs)
+    assert str(caught.value).startswith(f"The swarm has {had}, and this node was given {key}={wanted!r}: leave that out")
+    table, _, name = key.rpartition(".")
+    if not had.startswith("no "):
+        had_value = getattr(theirs if table == "swarm" else getattr(theirs, table.split(".")[0]), name, None)
+        same = 32 if table == "task.options" else had_value
+        assert swarm_settings(load(None, {key: same}), theirs)
+
+
+def test_several_are_named_at_once():
+    with pytest.raises(ConfigError, match=r"given outer\.lr=0\.5, swarm\.name='x': leave"):
+        swarm_settings(load(None, {"outer.lr": 0.5, "swarm.name": "x"}), manifest())
+
+
+def test_the_task_rl_asks_for_no_method():
+    theirs = manifest(**{"task.hooks": "rl", "outer.method": "noloco"})
+    assert swarm_settings(load(None, {"task.hooks": "rl"}), theirs).outer.method == "noloco"
+    with pytest.raises(ConfigError, match=r"outer\.method='none'"):
+        swarm_settings(load(None, {"task.hooks": "rl", "outer.method": "none"}), theirs)
 
 
 @pytest.mark.parametrize(
