@@ -28,6 +28,7 @@ from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.join import task_label
 from shoal.node.runtime.node_run import METRICS
 from shoal.node.runtime.result import RESULT
+from shoal.node.runtime.signals import handle_all
 from shoal.node.runtime.slow_weights import ROUNDS
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.errors import ShoalError
@@ -56,11 +57,12 @@ class Nodes:
         self._stopped = False
 
     def __enter__(self) -> Nodes:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._interrupt)
+        handle_all(self._interrupt)
         return self
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped and number == signal.SIGHUP:  # a closed terminal sends several
+            return
         if self._stopped:  # the second signal: end at once
             self.kill()
             os._exit(ExitCode.INTERRUPTED)

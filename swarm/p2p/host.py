@@ -30,12 +30,13 @@ from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE
-from shoal.swarm.p2p.listen import check_free, obtain_ports
+from shoal.swarm.p2p.listen import check_announced, check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
 from shoal.swarm.p2p.rate_limit import PING, BandwidthLimiter, Echo, Pacer
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
+from shoal.swarm.wire.fields import MAX_ADDRESS
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Host:
         with contextlib.ExitStack() as lock:
             lock.enter_context(identity.lock())
             check_free(listen)
+            check_announced(announce, identity.peer_id)
             if announce:  # the daemon reports only the announced addresses, never the port it obtained
                 listen = obtain_ports(listen)
             held = lock.pop_all()
@@ -148,8 +150,11 @@ class Host:
         return self._supervisor.restarts
 
     def addresses(self) -> tuple[str, ...]:
-        """Return full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first."""
-        return self._supervisor.addresses
+        """Return full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first.
+
+        One that no message can hold, as by a relay with a very long name, is left out.
+        """
+        return tuple(address for address in self._supervisor.addresses if len(address) <= MAX_ADDRESS)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine on the host's loop and wait for its result, at most ``timeout`` seconds.

@@ -7,7 +7,9 @@ import re
 import socket
 from collections.abc import Sequence
 
+from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import StartupError
+from shoal.swarm.wire.fields import MAX_ADDRESS
 
 
 def check_free(listen: Sequence[str]) -> None:
@@ -33,6 +35,17 @@ def check_free(listen: Sequence[str]) -> None:
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
             raise StartupError(f"cannot listen on {address}: {_bind_problem(error)}.") from error
+
+
+def check_announced(announce: Sequence[str], peer_id: str) -> None:
+    """Raise StartupError for the first of the addresses to announce that no record or link could hold, with the id behind it."""
+    for address in announce:
+        full = f"{address}/p2p/{peer_id}"
+        problem = address_problem(full)
+        if len(full) > MAX_ADDRESS:
+            problem = f"it has {len(address)} characters, at most {MAX_ADDRESS - len(full) + len(address)} are allowed"
+        if problem:
+            raise StartupError(f"cannot announce {address[:80]}: {problem}; write it like /ip4/203.0.113.5/tcp/4001.")
 
 
 def _bind_problem(error: OSError) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
-from shoal.swarm.p2p.listen import check_free, fixed_ports, obtain_ports
+from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obtain_ports
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.seed.registry import SeedRegistry
@@ -55,6 +55,7 @@ class Seed:
     async def run(self) -> None:
         """Serve until cancelled; a daemon that ends is started again. Raises StartupError if it does not start the first time."""
         check_free(self._listen)
+        check_announced(self._announce, self._identity.peer_id)
         if self._announce:
             self._listen = obtain_ports(self._listen)
         daemon: Daemon | None = await self._launch()

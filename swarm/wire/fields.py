@@ -75,7 +75,9 @@ SwarmId = Annotated[str, Field(pattern=r"^[a-z2-7]{52}$")]
 PeerId = Annotated[str, Field(max_length=64), AfterValidator(_peer_id)]
 Label = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
 ShortLabel = Annotated[str, Field(min_length=1, max_length=16), AfterValidator(_printable)]
-Address = Annotated[str, Field(max_length=256, pattern=r"^/[\x21-\x7e]+$")]
+MAX_ADDRESS = 256
+"""Characters of an address in a message."""
+Address = Annotated[str, Field(max_length=MAX_ADDRESS, pattern=r"^/[\x21-\x7e]+$")]
 Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]

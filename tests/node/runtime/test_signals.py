@@ -1,5 +1,6 @@
 """Ctrl-C before, during and after; in processes of their own, since signals are the whole process's."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,10 +15,15 @@ signals = ShutdownSignals()
 signals.install()
 if sys.argv[1] == "parent":
     end_with_parent(int(sys.argv[2]), 0.05)
-if sys.argv[1] == "orderly":
-    signals.orderly(lambda: print("asked", flush=True))
+asked = threading.Event()
+if sys.argv[1] in ("orderly", "terminal"):
+    signals.orderly(lambda: (print("asked", flush=True), asked.set()))
 try:
     print("ready", flush=True)  # within: the signal may come as soon as this is read
+    if sys.argv[1] == "terminal":
+        asked.wait(20)
+        print("the end", file=sys.stderr, flush=True)
+        print("written", flush=True)
     threading.Event().wait(20)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -25,8 +31,8 @@ except KeyboardInterrupt:
 """
 
 
-def child(*arguments):
-    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+def child(*arguments, **how):
+    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True, **how)
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -41,6 +47,39 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(number):
     process.send_signal(number)
     assert process.wait(5) == 130
     assert time.monotonic() - began < 1
+    process.stdout.close()
+
+
+def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
+    process = child("orderly")
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "asked\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
+    assert process.stdout.read() == ""
+    process.stdout.close()
+
+    spared = child("orderly", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    spared.send_signal(signal.SIGHUP)
+    spared.send_signal(signal.SIGTERM)
+    assert spared.stdout.readline() == "asked\n"
+    spared.send_signal(signal.SIGTERM)
+    assert spared.wait(20) == 130
+    spared.stdout.close()
+
+
+def test_after_a_hang_up_nothing_is_written_to_the_terminal():
+    master, slave = os.openpty()
+    process = child("terminal", stderr=slave)
+    os.close(slave)
+    os.close(master)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "asked\n"
+    assert process.stdout.readline() == "written\n"  # to a terminal that is gone: OSError
+    process.kill()
+    process.wait()
     process.stdout.close()
 
 

@@ -10,11 +10,12 @@ from collections import Counter
 import psutil
 import pytest
 
-from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import host as host_module
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER
+from shoal.swarm.seed.server import Seed
 
 ECHO = "/test/echo/1"
 MB = 1 << 20
@@ -311,6 +312,30 @@ def test_what_is_remembered_is_bounded(two):
     known = Counter(address.rpartition("/p2p/")[2] for address in a._supervisor.known.addresses())
     assert len(known) <= 64
     assert max(known.values()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("announced", "says"),
+    [
+        (f"/dns4/{'.'.join(['a' * 50] * 5)}/tcp/4001", "it has 269 characters, at most 199 are allowed"),
+        ("/ip4/203.0.113.7/tcp/99999", "its port is not a number"),
+        ("/ip4/203.0.113.7/tcp/4001/ws", "it does not end with /p2p/"),
+    ],
+)
+def test_an_address_that_no_record_could_hold_is_not_announced(announced, says):
+    with pytest.raises(StartupError, match=f"^cannot announce /.*{says}"):
+        start(announce=[announced])
+    seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], announce=[announced])
+    with pytest.raises(StartupError, match=f"^cannot announce /.*{says}"):
+        asyncio.run(seed.run())
+
+
+def test_an_address_by_a_relay_with_a_long_name_is_left_out(monkeypatch):
+    with start() as a:
+        (own, *_) = a.addresses()
+        long = f"/dns4/{'.'.join(['a' * 50] * 3)}/tcp/4001/p2p/{a.peer_id}/p2p-circuit/p2p/{a.peer_id}"
+        monkeypatch.setattr(a._supervisor, "addresses", (long, own))
+        assert a.addresses() == (own,)
 
 
 def test_announced_addresses_replace_the_own():
