@@ -78,7 +78,16 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
         found = load_calibration(path)
     except CalibrationError as error:
         raise VerifyError(f"The calibration {error}.") from None
-    wanted = [Pair(name, policy_name, prover, "float32") for prover in provers for name in (ACTIVATIONS.name, SAMPLING.name)]
+    wanted = {
+        Pair(fingerprint.name, policy_name, prover, "float32"): fingerprint.features
+        for prover in provers
+        for fingerprint in (ACTIVATIONS, SAMPLING)
+    }
+    if any(pair in found.pairs and found.pairs[pair].features != features for pair, features in wanted.items()):
+        raise VerifyError(
+            f"The calibration '{path}' was made by a version of shoal that measured other things: make another with "
+            "`shoal verify calibrate`, or leave node.calibration out."
+        )
     if any(pair not in found.pairs for pair in wanted):
         raise VerifyError(
             f"The calibration '{path}' says nothing about {policy_name!r} in {' and '.join(provers)}: make another with "

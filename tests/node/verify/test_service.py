@@ -12,7 +12,9 @@ from shoal.node.verify.completions.material import Agreed
 from shoal.node.verify.completions.store import load, newest
 from shoal.node.verify.service import Verification
 from shoal.swarm.errors import MessageError
+from shoal.verification.calibration.file import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
+from shoal.verification.fingerprints import Evidence
 from tests.e2e.cheat import quantised
 from tests.node.verify.board import ROUND_S, Board, Node, run, task_of, toy_signature
 
@@ -172,6 +174,18 @@ def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration)
     calibrate(task.policy, task.env, Agreed(1.0, 8, 8), other, policy_name="hf:other", claims=20)
     with pytest.raises(VerifyError, match="says nothing about 'tiny' in float32: make another with `shoal verify calibrate`"):
         Node(Board(), "ann", tmp_path, other)
+
+
+def test_a_calibration_of_what_is_measured_no_more_ends_the_start(tmp_path, calibration):
+    """Every check would be an abstention, which costs reputation without a word."""
+    found = load_calibration(calibration)
+    for pair, honest in found.pairs.items():
+        fewer = [Evidence(claim.features[:2], tuple(row[:2] for row in claim.values), claim.sizes) for claim in honest.claims]
+        found.add(pair, fewer)
+    older = tmp_path / "older"
+    save_calibration(found, older)
+    with pytest.raises(VerifyError, match="measured other things: make another with `shoal verify calibrate`"):
+        Node(Board(), "ann", tmp_path, older)
 
 
 def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch):

@@ -1,5 +1,6 @@
 """Seeded sampling: the noise is one function, the draws are of the softmax, and other drawing shows."""
 
+import dataclasses
 import math
 
 import pytest
@@ -60,7 +61,7 @@ def test_draws_are_of_the_softmax():
 @given(seed=st.binary(max_size=64), temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]), first=st.integers(0, 1 << 40))
 def test_honest_drawing_has_no_distance(seed, temperature, first):
     output = drawn(seed, temperature, rows=5, first=first)
-    assert CHECK.compare(CHECK.make(output), output).values == ((0.0, 0.0),)
+    assert CHECK.compare(CHECK.make(output), output).values == ((0.0, 0.0, 0.0),)
 
 
 def test_margin_closed_form():
@@ -77,12 +78,23 @@ def test_margin_closed_form():
 
 def test_other_logits_other_seed_and_no_seed_show():
     cheap = drawn(source=1)
-    shares, distance = CHECK.compare(CHECK.make(cheap), cheap).means()
+    shares, distance, _ = CHECK.compare(CHECK.make(cheap), cheap).means()
     assert shares > 0.5
     assert distance > 1
     free = torch.multinomial(torch.softmax(logits(40), 1), 1, generator=torch.Generator().manual_seed(0)).flatten()
     own_choice = Drawn(free, logits(40), b"s")
     assert CHECK.compare(CHECK.make(own_choice), own_choice).means()[1] > 1
+
+
+def test_one_token_of_many_moves_the_largest_distance_and_hardly_the_others():
+    output = drawn(rows=320)
+    other = output.tokens.clone()
+    other[200] = (other[200] + 1) % output.logits.shape[1]
+    changed = dataclasses.replace(output, tokens=other)
+    most = float(margins(changed).max())
+    shares, distance, largest = CHECK.compare(CHECK.make(changed), changed).means()
+    assert largest == most > 0
+    assert (shares, distance) == pytest.approx((1 / 320, most / 320))
 
 
 def test_windows_and_their_sizes():

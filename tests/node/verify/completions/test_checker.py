@@ -12,30 +12,13 @@ from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyEr
 from shoal.node.verify.audit.finding import MOST_EVIDENCE, Finding
 from shoal.node.verify.audit.snapshot import digest, snapshot
 from shoal.node.verify.completions.examination import ACTIVATIONS, read
-from shoal.node.verify.completions.material import Agreed, decode, encode, output_hash, seed_of
+from shoal.node.verify.completions.material import Agreed, decode, seed_of
 from shoal.node.verify.completions.prover import claim_of, fingerprint, make_claim, policy_label
 from shoal.verification.calibration.calibration import Calibration
+from tests.node.verify.completions.attacks import restated, rounded
 from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
 
 SIDES = [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
-
-
-def rounded(bits):
-    top = 2 ** (bits - 1) - 1
-    return lambda weight: torch.round(weight / (scale := weight.abs().amax(1, keepdim=True) / top)) * scale
-
-
-def restated(world, proven, rows=None, finish=None, **fields):
-    """A claim about other material than was proved, with hashes that fit it."""
-    told = decode(proven.material)
-    rows = told.rows() if rows is None else rows
-    from shoal.swarm.topics.rollout import pack_tokens
-
-    tokens = tuple(pack_tokens(row) for row in rows)
-    material = encode(told.model_copy(update={"tokens": tokens, "finish": tuple(finish or told.finish), **fields}))
-    claim = world.claim(proven)
-    said = {"output": output_hash(rows), "tokens": sum(map(len, rows)), "fingerprint": fingerprint(material)}
-    return claim.model_copy(update=said), material
 
 
 def refused(world, claim, material, checker=None, snapshot=None):
