@@ -1,6 +1,7 @@
 """Codecs by their names.
 
-    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2, sign, auto:BITS
+    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2, topk2-senders, sign,
+                            auto:BITS
 
 ``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
 ``auto:2`` spends 2 bits a value, more on some tensors than on others. The ``name`` of a codec is its one canonical spelling.
@@ -15,14 +16,17 @@ from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.e3m0 import E3M0Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.quantized import Int8Codec, SignCodec
+from shoal.optim.codecs.senders import TopK2SendersCodec
 from shoal.optim.codecs.topk import TopK2Codec
 
 INT8, E3M0, SIGN, TOPK2 = Int8Codec(), E3M0Codec(), SignCodec(), TopK2Codec()
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, E3M0, TOPK2, SIGN)}
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, E3M0, TOPK2, TopK2SendersCodec(), SIGN)
+}
 _SHORT: dict[str, Codec] = {"fp32": FLOAT32, "fp16": FLOAT16, "bf16": BFLOAT16}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_NAME = re.compile(rf"(?P<base>[a-z0-9]+)(?::(?P<bits>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?", re.ASCII)
+_NAME = re.compile(rf"(?P<base>[a-z0-9-]+)(?::(?P<bits>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?", re.ASCII)
 
 
 def codec_named(name: str) -> Codec:

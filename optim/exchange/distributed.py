@@ -20,7 +20,8 @@ torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. A ra
 round. Each case is logged in one warning. A rank that missed a round is made equal to the others in the next (``ComparesStates``).
 
 Rules and codecs see a shard as if it were the model. That changes nothing where every value is treated separately, as float codecs
-and most rules do. Exceptions: CO2's penalty and Decoupled DiLoCo's merge use norms, and block-wise codecs use blocks, of a shard.
+and most rules do. Exceptions: CO2's penalty, Decoupled DiLoCo's merge and topk2-senders use norms of a shard, and block-wise codecs
+its blocks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Prefi
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape, check_finite
 from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.optim.exchange.averaging import mean_of
+from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.robust import TRUSTING
 from shoal.optim.exchange.store_agreement import Pause, ProcessCoordinates, RoundTicket
 
 CONNECT_S = 10.0
@@ -73,7 +75,7 @@ class GlooGroups:
                 if not payloads:
                     return GIVEN_UP
                 parts = [self._decoded(own, payload) for payload in payloads]
-                mean = weighted_mean(list(zip(peers, weights, parts, strict=True)))
+                mean = mean_of(TRUSTING, own.codec, str(self._process.peer), 0, list(zip(peers, weights, parts, strict=True)))
             check_finite(mean.tensors, "the mean")
         except ValueError as error:
             return str(error)

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
+from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.pairing import common, groups
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
@@ -85,6 +86,7 @@ class Simulation(Generic[T]):
         self._scheduler = threading.Event()
         self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
         self._states: dict[tuple[RoundKey, str], tuple[float, ...]] = {}
+        self._codecs: dict[tuple[RoundKey, str], Codec] = {}
         self._among: dict[RoundKey, tuple[str, ...]] = {}
         """The only peers of a key, in place of all."""
         self._first: dict[RoundKey, tuple[str, list[Shape]]] = {}
@@ -241,7 +243,7 @@ class SimulatedExchange:
     ) -> _SimulatedHandle:
         """Post the contribution, encoded and decoded by the codec, and the ``state`` of ``ComparesStates``."""
         simulation = self.simulation
-        simulation._states[key, self.peer] = tuple(state)
+        simulation._states[key, self.peer], simulation._codecs[key, self.peer] = tuple(state), codec
         shapes = [tuple(tensor.shape) for tensor in tensors]
         other, theirs = simulation._first.setdefault(key, (self.peer, shapes))
         if theirs != shapes:
@@ -288,6 +290,7 @@ class _SimulatedHandle:
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
         simulation._release(group, self.peer, key)
         if contributions:
-            mean = simulation._screen(self.peer, key).mean(self.peer, key.fragment, contributions)
+            screen, codec = simulation._screen(self.peer, key), simulation._codecs[key, self.peer]
+            mean = mean_of(screen, codec, self.peer, key.fragment, contributions)
             self._mean = replace(mean, states=simulation._compared(group, key))
         return self._mean

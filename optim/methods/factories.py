@@ -255,7 +255,8 @@ def SparseLoCo(
     """Make SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds back errors.
 
     There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's authors has both.)
-    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round.
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round. Its mean divides by the
+    number of peers; that of the authors' production code, ``codec_named("topk2-senders+ef:0.95")``, by those that sent an index.
     """
     options["codec"] = SPARSE.fresh() if codec is None else codec
     return DiLoCo(inner, exchange, every=every, lr=lr, momentum=0.0, **options)

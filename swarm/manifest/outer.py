@@ -105,7 +105,7 @@ class OuterSettings(BaseModel):
         default=None,
         max_length=64,
         description="Number format on the wire: float32, float16, bfloat16, int8, and for methods that send pseudo-gradients e3m0, "
-        "topk2, sign or auto:BITS, each also with +ef or +ef:BETA (error feedback).",
+        "topk2, topk2-senders, sign or auto:BITS, each also with +ef or +ef:BETA (error feedback).",
     )
     finish: Literal["none", "average"] = Field(
         default="none",
@@ -173,6 +173,10 @@ class OuterSettings(BaseModel):
             raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
         if self.robust != "none" and self.weights not in (None, "equal"):
             raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
+        if self.robust != "none" and "-senders" in (self.codec or ""):
+            raise ValueError(
+                f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave out robust, or take topk2"
+            )
         return self
 
     @property

@@ -55,6 +55,21 @@ def test_the_codec_rounds_what_all_sides_have_of_a_peer(world):
     assert all(note == notes[0] for note in notes)
 
 
+def test_a_codec_that_averages_by_sender_does_so_everywhere(world):
+    """Each peer sends index 0 and one of its own: 2 of 128 values. The largest is shortened to the median, the lower of two."""
+    largest = [8.0, 16.0, 4.0]
+
+    def script(peer):
+        values = [largest[peer]] + [0.001] * 127
+        values[1 + peer] = largest[peer] / 4
+        return [["start", "x", {"values": values, "codec": "topk2-senders+ef:0.95"}], ["result", "x"]]
+
+    notes = world.play(each(world, script))
+    expected = {2: [(8 + 8) / 2, 2.0, 2.0], 3: [(8 + 8 + 4) / 3, 2.0, 2.0, 1.0]}[world.size]
+    assert notes[0][0]["values"] == pytest.approx(expected + [0.0] * (128 - len(expected)), rel=1e-6)
+    assert all(note == notes[0] for note in notes)
+
+
 def test_the_result_is_the_same_however_often_it_is_asked_for(world):
     notes = world.play(each(world, lambda peer: [start(peer=peer), *[["result", "x"]] * 2, ["done", "x"], ["result", "x", 0.0]]))
     for first, second, done, third in notes:

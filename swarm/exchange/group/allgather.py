@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shoal.optim.codecs.base import buffer
+from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
@@ -43,7 +44,8 @@ class Gathered:
         payload.
         """
         contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
-        return self.attempt.screen.mean(self.me, self.attempt.key.fragment, contributions)
+        attempt = self.attempt
+        return mean_of(attempt.screen, attempt.contribution.codec, self.me, attempt.key.fragment, contributions)
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
         mine = self.attempt.contribution

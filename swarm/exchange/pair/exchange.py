@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.attempt import ExchangeAttempt
@@ -59,4 +60,4 @@ class PairExchange(ExchangeBase):
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
         """Compute the mean. Both sides do so from the same bytes in the same order."""
         contributions = [(self._context.me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.tensors)]
-        return self._screen.mean(self._context.me, mine.key.fragment, contributions)
+        return mean_of(self._screen, mine.codec, self._context.me, mine.key.fragment, contributions)

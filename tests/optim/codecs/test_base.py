@@ -152,7 +152,7 @@ def test_codecs_are_found_by_name():
     assert [codec_named(codec.name) for codec in CODECS] == CODECS
     assert [codec_named(name) for name in ("fp32", "fp16", "bf16")] == CODECS
     assert [codec_named(codec.name) for codec in (INT8, E3M0, SIGN, TOPK2)] == [INT8, E3M0, SIGN, TOPK2]
-    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef"):
+    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef", "topk2-senders+ef:0.95"):
         assert codec_named(name).name == name
         assert codec_named(name) is not codec_named(name)  # each has a state of its own
         assert re.fullmatch(r"[a-z0-9_.:,=+-]{1,64}", name)  # what a message between peers admits

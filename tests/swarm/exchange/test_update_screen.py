@@ -270,6 +270,10 @@ def test_settings():
         ({"outer.robust": "centered-clip"}, "'noloco' cannot be robust by centered-clip"),
         ({"outer.robust": "clipped-gossip", "outer.method": "diloco"}, "'diloco' cannot be robust by clipped-gossip"),
         ({"outer.robust": "clipped-gossip", "outer.weights": "tokens"}, "counts every peer the same"),
+        (
+            {"outer.robust": "centered-clip", "outer.method": "sparseloco", "outer.codec": "topk2-senders+ef"},
+            "has a mean of its own, clipped to the median norm",
+        ),
         ({"outer.suspect": 0.5}, "above 1, or 0"),
         ({"outer.radius": 0.0}, "outer.radius=0.0"),
     ],

@@ -1,0 +1,47 @@
+"""The mean of the contributions that a round counts: the update screen's, or that which the codec wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.senders import by_sender
+from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.optim.exchange.robust import Contributions, UpdateScreen
+
+
+def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contributions: Contributions) -> Mean:
+    """Return the mean of a committed exchange, of the same bits for all members without a screen; may be computed in place.
+
+    A codec that averages by sender takes the place of the screen's mean, and needs all decoded contributions at once.
+    """
+    if not by_sender(codec, 1 << 30):
+        return screen.mean(me, fragment, contributions)
+    held = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
+    count = by_sender(codec, len(held[0][2]))
+    rest = weighted_mean([(peer, weight, tensors[count:]) for peer, weight, tensors in held])
+    counted = [(weight, tensors) for _, weight, tensors in held if weight] or [(1.0, tensors) for _, _, tensors in held]
+    weights = [weight for weight, _ in counted]
+    means = [sender_mean(weights, [tensors[place] for _, tensors in counted]) for place in range(count)]
+    return replace(rest, tensors=[*means, *rest.tensors])
+
+
+def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
+    """Return the mean that the production code of SparseLoCo's authors takes (tplr-ai/templar, compress.py), of one tensor.
+
+        f_k = min(1, median of all norms / ||x_k||);   mean[i] = sum_k w_k f_k x_k[i] / sum of w_k over the k that sent index i
+
+    The median is torch's (the lower of two). Sent is what is not 0; what nobody sent is 0. Their code has no weights (w = 1). The
+    paper (2508.15706) divides by the number of peers in place of that of the senders, so a step is up to that many times smaller.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
+    factors = (norms.median() / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
+    total, share = torch.zeros_like(tensors[0]), torch.zeros_like(tensors[0])
+    for weight, factor, tensor in zip(weights, factors.tolist(), tensors, strict=True):
+        total.add_(tensor, alpha=weight * factor)
+        share.add_(tensor != 0, alpha=weight)
+    return total.div_(share.masked_fill_(share == 0, 1.0))
