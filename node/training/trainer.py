@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shoal.node.task import Batches, Shard, Task, tokens_in
+from shoal.node.training import random_state
 from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.errors import ShoalError
@@ -197,8 +198,7 @@ class Trainer:
             "optimizer": self.opt.state_dict(copy=False),
             "parameters": self._names(),
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
-            "rng": torch.get_rng_state(),
-            "rng_device": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            **random_state.saved(self.device),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
             "data": self._batches.state_dict() if isinstance(self._batches, Batches) else None,
         }
@@ -251,9 +251,7 @@ class Trainer:
         """Continue after ``step`` batches of this shard, with the random numbers of ``state``."""
         place = self.find_place(state) if step else None
         self._batches = self.task.batches_from(self.shard, step) if place is None else place
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda" and state.get("rng_device") is not None:
-            torch.cuda.set_rng_state(state["rng_device"], self.device)
+        random_state.restore(state, self.device)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

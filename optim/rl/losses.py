@@ -14,6 +14,7 @@ Not to be confused with Soft Adaptive Policy Optimization (2511.20347), which ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,14 +23,14 @@ from torch import Tensor
 
 LOW, HIGH = 0.2, 0.28
 """The ratio of new to old policy is clipped to [1 - LOW, 1 + HIGH] (SAPO; the asymmetry is DAPO's, 2503.14476, section 3.1)."""
-EPSILON = 1e-8
-"""Added to the standard deviation of a group's rewards."""
+EPSILON = 1e-4
+"""Added to the standard deviation of a group's rewards, as in trl: rewards that differ by rounding alone then give no advantage."""
 MAX_LOG = 20.0
 """Logarithms of ratios are clamped to +-MAX_LOG, so that no ratio overflows: e^20 is far beyond every clip and cap."""
 
 
 def group_advantages(rewards: Tensor, group: Tensor) -> Tensor:
-    """Return each completion's advantage over its group: (reward - mean) / (standard deviation + 1e-8).
+    """Return each completion's advantage over its group: (reward - mean) / (standard deviation + 1e-4).
 
     ``rewards``: float (B,); ``group``: int64 (B,), any numbers, equal within a group; groups may differ in size. The result is (B,)
     of the rewards' dtype, computed in float64. The standard deviation is the population's (GRPO, 2402.03300, section 4.1; some
@@ -46,7 +47,7 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     count = zeros.index_add(0, place, torch.ones_like(values))
     deviation = values - (zeros.index_add(0, place, values) / count)[place]
     std = (zeros.index_add(0, place, deviation.square()) / count).sqrt()
-    # Not by std > 0: the mean of eight times 0.1 is not 0.1, and divided by 1e-8 that difference would become an advantage.
+    # Not by std > 0: the mean of eight times 0.1 is not 0.1, and equal rewards are to give exactly 0.
     least = zeros.scatter_reduce(0, place, values, "amin", include_self=False)
     most = zeros.scatter_reduce(0, place, values, "amax", include_self=False)
     advantages = torch.where((least < most)[place], deviation / (std[place] + EPSILON), 0.0)
@@ -57,7 +58,8 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 class Completions:
     """Completions of an update as a loss needs them: B of them, padded to T tokens, on either side.
 
-    ValueError if shapes do not fit or a number that no gradient flows through is not finite where the mask is set.
+    ValueError if shapes do not fit or where the mask is set a number is not finite (in ``new`` -inf is allowed: a token that the
+    policy excludes by now).
     """
 
     new: Tensor
@@ -82,6 +84,8 @@ class Completions:
                 raise ValueError(f"{name} must have the shape of new, {tuple(shape)}, got {tuple(tensor.shape)}")
         if self.advantages.shape != shape[:1]:
             raise ValueError(f"advantages must be one number per completion, ({shape[0]},), got {tuple(self.advantages.shape)}")
+        if not bool((self.new.detach() < math.inf).logical_or(~self.mask).all()):
+            raise ValueError("new holds NaN or infinity: the policy that is updated has diverged, so lower its learning rate")
         for name, tensor in {**given, "advantages": self.advantages[:, None]}.items():
             if not bool((tensor.isfinite() | ~self.mask).all()):
                 raise ValueError(f"{name} holds a number that is not finite: leave that completion out")

@@ -258,7 +258,7 @@ def create(
     """Create a swarm and return its first session; others join by its ``link``.
 
     Args:
-        state: the model to average: a module, of which the parameters that require a gradient count, or a list of parameters.
+        state: the model to average: a module or a list of parameters, of which those that require a gradient count.
         name: of the swarm, for people.
         node: this node's name, for people.
         start_when: peers that must be there before training begins.

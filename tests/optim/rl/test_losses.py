@@ -113,15 +113,25 @@ def test_advantages_have_mean_0_and_spread_1_in_each_group_wherever_its_members_
         close(own, group_advantages(alone, torch.zeros(len(rewards), dtype=torch.int64)), atol=1e-9)
         assert own.sum().item() == pytest.approx(0, abs=1e-9)
         if min(rewards) < max(rewards):
-            assert own.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+            spread = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
+            assert own.std(correction=0).item() == pytest.approx(spread / (spread + 1e-4), abs=1e-9)
         else:
             assert own.tolist() == [0.0] * len(rewards)
 
 
 def test_advantages_in_closed_form():
     found = group_advantages(torch.tensor([1.0, 0, 0, 0, 2, 2]), torch.tensor([5, 5, 5, 5, 3, 3]))
-    close(found, torch.tensor([3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5), 0, 0]), atol=1e-6)
+    spread = 3**0.5 / 4
+    close(found, torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0]) / (spread + 1e-4), atol=1e-6)
     assert found.dtype == torch.float32
+
+
+def test_rewards_that_differ_by_their_last_bit_give_no_advantage_to_speak_of():
+    third = torch.tensor(1 / 3, dtype=torch.float32)
+    rewards = torch.stack([third, third, torch.nextafter(third, torch.tensor(1.0)), third])
+    found = group_advantages(rewards, torch.zeros(4, dtype=torch.int64))
+    assert found.any()
+    assert found.abs().max().item() < 1e-3
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8 + 0.1, -0.7])
@@ -286,6 +296,17 @@ def test_wild_log_probabilities_give_finite_numbers(name, size):
 
 
 @EVERY
+def test_a_token_that_the_policy_excludes_by_now_gives_a_finite_loss_and_no_gradient(name):
+    new = torch.tensor([[-math.inf, -1.0]])
+    value, slope = loss_and_slope(
+        Completions(new, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.ones(1)), LOSSES[name]
+    )
+    assert math.isfinite(value)
+    assert slope[0, 0] == 0
+    assert slope[0, 1] != 0
+
+
+@EVERY
 def test_half_precision_is_computed_in_single(name):
     batch = random_batch(3)
     half = Completions(*(part.detach().bfloat16() for part in (batch.new, batch.old)), batch.mask, batch.advantages.float())
@@ -339,6 +360,9 @@ def test_what_does_not_fit_is_refused():
     for bad in (math.nan, -math.inf):
         with pytest.raises(ValueError, match="behaviour holds a number that is not finite"):
             Completions(rows, rows, flags, row, rows + bad)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="new holds NaN or infinity: the policy that is updated has diverged"):
+            Completions(rows + bad, rows, flags, row)
     with pytest.raises(ValueError, match="reward is not finite"):
         group_advantages(torch.tensor([1.0, math.inf]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="equally long"):

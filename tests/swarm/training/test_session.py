@@ -192,7 +192,7 @@ def test_record_and_status_carry_its_self_report_and_its_sketch():
     assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [
         (round, 1, (), 1.5) for round in range(ROUNDS)
     ]
-    assert (watched.state, watched.loss, watched.faults) == ("training", 1.5, (("alone", ROUNDS),))
+    assert (watched.state, watched.loss, watched.faults) == ("training", 1.5, (("no-partner", ROUNDS),))
 
 
 def test_a_swarm_by_invitation_only_admits_peers_with_one(tmp_path):
@@ -217,12 +217,12 @@ def test_another_model_does_not_get_in(alone):
         shoal.join(session.link, state=torch.nn.Linear(3, 1), network=HERE)
 
 
-def test_what_is_averaged_is_what_requires_a_gradient_or_the_list_as_given():
+def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
     module = model(0)
     module[0].requires_grad_(False)
     assert [tuple(p.shape) for p in parameters_of(module)] == [(1, 8), (1,)]
-    assert parameters_of(iter([module[0].weight])) == [module[0].weight]
-    for wrong in (module[1], [], [torch.zeros(3, dtype=torch.int64)], ["x"]):
+    assert parameters_of(reversed([*module.parameters()])) == [module[2].bias, module[2].weight]
+    for wrong in (module[1], [], [module[0].weight], [torch.zeros(3, dtype=torch.int64)], ["x"]):
         with pytest.raises(SessionError, match="hand in the model that is trained"):
             parameters_of(wrong)
 
