@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal.node.doctor.checkup import Check, Note, Tell
 from shoal.node.exit_codes import ExitCode
+from shoal.node.memory import free_memory
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.p2p.listen import check_free
 
@@ -69,17 +70,6 @@ def device(tell: Tell) -> str:
         free, total = found.cuda.mem_get_info(chosen)
         return f"{chosen}, {found.cuda.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     return f"{chosen}, {os.cpu_count() or 1} processors"
-
-
-def free_memory() -> tuple[float, float]:
-    """Return the bytes of main memory available now, and in all; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        values = {line.split(":")[0]: 1024.0 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
-        return values["MemAvailable"], values["MemTotal"]
-    except (OSError, ValueError, KeyError):
-        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        return total, total
 
 
 def memory(tell: Tell) -> str:

@@ -7,9 +7,10 @@ from collections import Counter
 from functools import partial
 
 from shoal.node.doctor.checkup import Check, Note, Skip, Tell, many
-from shoal.node.doctor.machine_checks import GB, free_memory
+from shoal.node.doctor.machine_checks import GB
 from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
+from shoal.node.memory import free_memory
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.wire.state import StateRequest

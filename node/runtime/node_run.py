@@ -141,17 +141,20 @@ class NodeRun:
         return settings, trainer, create(settings, identity, sealed)
 
     def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
-        trainer = Trainer(
+        on_device, method = settings.node.slow_on_device, settings.outer.method
+        slow_here = not on_device or device.type == "cpu"
+        return Trainer(
             make_task(settings),
             settings.outer,
             settings.train,
             device=device,
-            slow_on_device=settings.node.slow_on_device,
+            slow_on_device=on_device,
+            on_model=lambda params: resources.check(
+                settings.node.ram, params, self.display.message, method=method, slow_here=slow_here
+            ),
             on_round=self._on_round,
             speeds=self._speeds,
         )
-        resources.check(settings.node.ram, trainer)
-        return trainer
 
     def _speeds(self) -> list[float]:
         """Return the inner steps a second that each member announces."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from shoal.node.training.trainer import Trainer
+from shoal.node.memory import free_memory
 from shoal.swarm.errors import ShoalError
 
 GB = 10**9
@@ -32,32 +32,42 @@ def held() -> int:
         return most if sys.platform == "darwin" else most * 1024
 
 
-def check(gigabytes: float, trainer: Trainer) -> None:
-    """Raise MemoryBudgetError, with the sum in one sentence, if training needs more main memory than ``gigabytes``; 0: no bound.
+def check(
+    gigabytes: float,
+    parameters: Sequence[Tensor],
+    log: Callable[[str], None] = lambda text: None,
+    *,
+    method: str = "noloco",
+    slow_here: bool = True,
+) -> None:
+    """Raise MemoryBudgetError, with the sum in one sentence, if training needs more main memory than ``gigabytes``.
 
-    Call it once the trainer is made, so that the model and the outer optimizer's state exist.
+    Without such a bound (0), ``log`` is called with a sentence if it needs more than there is. Call it when the model exists, and
+    the optimizers' state does not. ``parameters``: those that are trained; ``slow_here``: the slow weights are in main memory.
     """
-    if not gigabytes:
-        return
-    model = sum(_bytes([parameter.data]) for parameter in trainer.params)
-    here = sum(_bytes([parameter.data]) for parameter in trainer.params if parameter.device.type == "cpu")
-    slow = _bytes(trainer.opt.slow)
-    outer = slow + sum(map(_bytes, trainer.opt.rule_state.values()))
-    queues = sum(shares(gigabytes))
+    model = sum(_bytes([parameter.data]) for parameter in parameters)
+    here = sum(_bytes([parameter.data]) for parameter in parameters if parameter.device.type == "cpu")
+    slow = 4 * sum(parameter.numel() for parameter in parameters)
+    outer = slow * (1 if method == "none" else 2)  # with the momentum that most methods have
     parts = {
         "it holds": held(),
         "gradients": here,
         "inner optimizer": _INNER * here,
+        "outer optimizer": outer if slow_here else 0,
         "the copy for checkpoints": model + _INNER * model + outer,
         "exchange": _EXCHANGE * slow,
-        "queues": queues,
+        "queues": sum(shares(gigabytes)),
     }
     total = sum(parts.values())
-    if total > gigabytes * GB:
-        listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items())
-        raise MemoryBudgetError(
-            f"This node will need about {total / GB:.2f} GB of memory ({listed}) and --ram allows {gigabytes:g}: allow more, or "
-            "train a smaller model."
+    listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items())
+    need = f"This node will need about {total / GB:.2f} GB of memory ({listed})"
+    if gigabytes and total > gigabytes * GB:
+        raise MemoryBudgetError(f"{need} and --ram allows {gigabytes:g}: allow more, or train a smaller model.")
+    there = parts["it holds"] + free_memory()[0]
+    if not gigabytes and total > there:
+        log(
+            f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end other programs, or train a "
+            "smaller model; with --ram it would not begin"
         )
 
 

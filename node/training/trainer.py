@@ -71,6 +71,7 @@ class Trainer:
         outer, train: the swarm's settings.
         device: the model's.
         slow_on_device: keep the slow weights there too.
+        on_model: called with the parameters to train before there are optimizers, which take several times their memory.
         on_round: called after each outer step with its ``RoundInfo``.
         clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
             (``shoal.swarm.training.outer_factory.round_length``).
@@ -84,6 +85,7 @@ class Trainer:
         *,
         device: torch.device | None = None,
         slow_on_device: bool = False,
+        on_model: Callable[[list[torch.nn.Parameter]], None] = lambda params: None,
         on_round: Callable[[RoundInfo], None] | None = None,
         clock: Callable[[], float] = time.time,
         speeds: Callable[[], Iterable[float]] = lambda: (),
@@ -93,6 +95,7 @@ class Trainer:
         torch.manual_seed(train.seed)  # all peers begin with the same weights
         self.model = task.model().to(self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
+        on_model(self.params)
         inner = task.inner_optimizer(self.params)
         self.opt = make_outer(
             outer,

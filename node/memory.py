@@ -1,0 +1,27 @@
+"""The main memory that a process here may still have: the machine's, or its container's where that is less."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
+    """Return the bytes of main memory available now, and in all."""
+    try:
+        values = _numbers(proc / "meminfo", 1024)
+        free, total = values["MemAvailable:"], values["MemTotal:"]
+    except (OSError, ValueError, KeyError):
+        free = total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:  # of a container, as it sees it; a word in place of a number: no limit
+        limit = float((group / "memory.max").read_text(encoding="ascii"))
+        used = float((group / "memory.current").read_text(encoding="ascii")) - _numbers(group / "memory.stat", 1)["inactive_file"]
+    except (OSError, ValueError, KeyError):
+        return free, total
+    return max(min(free, limit - used), 0.0), min(total, limit)
+
+
+def _numbers(path: Path, unit: int) -> dict[str, float]:
+    """Return the first number of each line by the line's first word, times ``unit``."""
+    words = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {found[0]: unit * float(found[1]) for found in words if len(found) > 1}
