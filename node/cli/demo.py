@@ -21,26 +21,34 @@ from shoal.node.cli.options import (
     task_option,
 )
 from shoal.node.exit_codes import ExitCode
+from shoal.node.help import HelpfulCommand
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
-@click.command(short_help="Train with several real nodes on this machine.")
+@click.command(cls=HelpfulCommand, short_help="Train with several real nodes on this machine.")
 @click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start.")
 @click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
 @click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
+@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
+@task_option("text")
+@option_option
 @outer_options
 @rl_options
 @metrics_options
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
-@task_option("text")
-@option_option
-@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @json_option
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
 def demo(as_json: bool, verbose: bool, **options: Any) -> int:
-    """Start a swarm of real nodes on this machine, train, and compare with training alone."""
+    """Start a swarm of real nodes on this machine, train, and compare with training alone.
+
+    \b
+    Examples:
+      shoal demo                                  four nodes and a small language model, about a minute
+      shoal demo --task task.py:Mine --peers 2    a task of your own
+      shoal demo --method diloco --rounds 20      another method
+    """
     log_to_stderr(verbose)
     outer = {**outer_overrides(options), **metrics_overrides(options)}
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}

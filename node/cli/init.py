@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -24,5 +25,5 @@ def init(folder: Path, template: str, as_json: bool) -> int:
     if as_json:
         click.echo(dumps({"folder": str(folder), "template": template, "files": files}))
     else:
-        click.echo(f"{folder}: {', '.join(files)}\ntry it: cd {folder}, then {TEMPLATES[template]}")
+        click.echo(f"{folder}: {', '.join(files)}\ntry it: cd {shlex.quote(str(folder))}, then {TEMPLATES[template]}")
     return int(ExitCode.OK)

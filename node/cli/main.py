@@ -27,18 +27,34 @@ from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
 from shoal.node.exit_codes import ExitCode, epilogue
+from shoal.node.help import Chapters
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 
 
-@click.group(epilog="\b\n" + epilogue(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Chapters,
+    epilog="\b\n" + epilogue(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="shoal")
 def cli() -> None:
-    """Train one model together, on machines that share nothing but an ordinary internet link."""
+    """Train one model together, on machines that share nothing but an ordinary internet link.
+
+    \b
+    Examples:
+      shoal demo                   see it work on this machine
+      shoal init my-task           a folder with a task of your own
+      shoal up                     create a swarm and print its link
+      shoal join 'shoal://...'     train with it on another machine
+    """
 
 
-for command in (up, join, demo, status, peers, watch, pull, merge, verify, link, invite, seed, identity, init, doctor, sim, chaos):
-    cli.add_command(command)
+cli.add_chapter("Train", demo, init, up, join)
+cli.add_chapter("Look", doctor, status, watch, peers)
+cli.add_chapter("Take the result", pull, merge)
+cli.add_chapter("Run a swarm for others", link, invite, seed, identity)
+cli.add_chapter("Measure and check", verify, sim, chaos)
 
 
 def main() -> None:

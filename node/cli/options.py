@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+from shoal.node.help import AVERAGING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, joined, one_of, titled
+
+METHODS = (
+    "noloco", "local", "gasloc", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta", "none",
+)  # fmt: skip
+"""The methods of `shoal.optim.METHODS`, which takes seconds to import."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 verbose_option = click.option("--verbose", is_flag=True, help="Log what the network does on stderr.")
 set_option = click.option(
     "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml, such as outer.lr=0.5."
 )
-option_option = click.option(
-    "--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Set an option of the task, such as width=256."
+option_option = titled(
+    TASK,
+    click.option(
+        "--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Set an option of the task, such as width=256."
+    ),
 )
 
 RL_OPTIONS = ("env", "policy", "local", "external", "group", "loss", "share_only", "learn_only")
@@ -34,27 +42,20 @@ def waiting(what: str) -> None:
 def task_option(default: str | None) -> Decorator:
     """Return the option ``--task``, with its older name ``--hooks``."""
     shown = "text|rl|MODULE:CLASS|FILE.py:CLASS"
-    return click.option("--task", "--hooks", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]")
+    return titled(
+        TASK, click.option("--task", "--hooks", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]")
+    )
 
 
-def _group(*options: Decorator) -> Decorator:
-    """Return a decorator that adds ``options`` to a command, in this order."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
-
-
-data_options = _group(
+data_options = titled(
+    TASK,
     click.option("--data", help="Text to train on, for the built-in task: files, folders, FILE.jsonl(.gz), or hf:DATASET."),
     click.option("--tokenizer", metavar="NAME|PATH", help="bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"),
     click.option("--shard", metavar="I/N", help="Part of the data to train on.  [default: the least used]"),
 )
 
-limit_options = _group(
+limit_options = titled(
+    NETWORK,
     click.option("--allow", multiple=True, metavar="ID|FILE", help="Exchange with these peers only."),
     click.option("--deny", multiple=True, metavar="ID|FILE", help="Never exchange with these peers."),
     click.option("--upload", type=float, metavar="MBIT", help="Limit uploads to this many megabits a second.  [default: no limit]"),
@@ -62,27 +63,36 @@ limit_options = _group(
     click.option("--disk", type=float, metavar="GB", help="Limit the size of the folder to this.  [default: no limit]"),
 )
 
-metrics_options = _group(
+metrics_options = titled(
+    OUTPUT,
     click.option("--metrics", metavar="[HOST:]PORT", help="Serve metrics to Prometheus (a demo uses PORT, PORT+1 and so on)."),
     click.option("--tensorboard", metavar="DIR", type=click.Path(path_type=Path), help="Also write curves for TensorBoard."),
     click.option("--wandb", metavar="PROJECT", help="Also send curves to Weights & Biases."),
 )
 
-rl_options = _group(
-    click.option("--env", metavar="ENV", help="rl: strings, sapo9, a family of it, or FILE.py:CLASS.  [default: strings]"),
-    click.option("--policy", metavar="POLICY", help="rl: tiny, tiny:HABIT, or hf:PATH_OR_NAME.  [default: tiny]"),
-    click.option("--local", type=int, help="rl: own groups to learn from in a round.  [default: 4]"),
-    click.option("--external", type=int, help="rl: other peers' groups to learn from in a round.  [default: 4]"),
-    click.option("--group", type=int, help="rl: completions of each question.  [default: 8]"),
-    click.option("--loss", metavar="LOSS", help="rl: sapo, tis, decoupled or positive.  [default: what suits the policy]"),
-    click.option("--share-only", is_flag=True, default=None, help="rl: share rollouts, but do not learn."),
-    click.option("--learn-only", is_flag=True, default=None, help="rl: learn, but share nothing."),
+rl_options = titled(
+    RL,
+    click.option("--env", metavar="ENV", help="Environment: strings, sapo9, a family of it, or FILE.py:CLASS.  [default: strings]"),
+    click.option("--policy", metavar="POLICY", help="Policy: tiny, tiny:HABIT, or hf:PATH_OR_NAME.  [default: tiny]"),
+    click.option("--local", type=int, help="Own groups to learn from in a round.  [default: 4]"),
+    click.option("--external", type=int, help="Other peers' groups to learn from in a round.  [default: 4]"),
+    click.option("--group", type=int, help="Completions of each question.  [default: 8]"),
+    click.option(
+        "--loss",
+        metavar="LOSS",
+        shell_complete=one_of("sapo", "tis", "decoupled", "positive"),
+        help="Loss: sapo, tis, decoupled or positive.  [default: what suits the policy]",
+    ),
+    click.option("--share-only", is_flag=True, default=None, help="Share rollouts, but do not learn."),
+    click.option("--learn-only", is_flag=True, default=None, help="Learn, but share nothing."),
 )
 
-outer_options = _group(
+outer_options = titled(
+    AVERAGING,
     click.option(
         "--method",
         metavar="METHOD",
+        shell_complete=one_of(*METHODS),
         help="How to average: noloco, local, gasloc (with one partner), diloco, diloco-hb, streaming, decoupled, eager, co2, "
         "sparseloco, sparta (over everyone), or none.  [default: noloco]",
     ),
@@ -93,37 +103,67 @@ outer_options = _group(
         help="Round length: steps, tokens:N, seconds:S or seconds:auto.  [default: steps]",
     ),
     click.option("--codec", metavar="CODEC", help="Number format: bfloat16, int8, e3m0+ef ...  [default: the method's]"),
-    click.option("--robust", metavar="RULE", help="Screen hostile peers: clipped-gossip or centered-clip.  [default: none]"),
-    click.option("--finish", metavar="average|none", help="Average the slow weights once more at the end.  [default: none]"),
+    click.option(
+        "--robust",
+        metavar="RULE",
+        shell_complete=one_of("clipped-gossip", "centered-clip"),
+        help="Screen hostile peers: clipped-gossip or centered-clip.  [default: none]",
+    ),
+    click.option(
+        "--finish",
+        metavar="average|none",
+        shell_complete=one_of("average", "none"),
+        help="Average the slow weights once more at the end.  [default: none]",
+    ),
     click.option(
         "--verify",
         metavar="none|activations|training",
+        shell_complete=one_of("none", "activations", "training"),
         help="Claim own work and check that of others: rl completions (activations) or inner steps (training).  [default: none]",
     ),
     click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
     set_option,
 )
 
-node_options = _group(
-    data_options,
-    click.option("--name", help="Name that other peers see, and name of the folder runs/NAME."),
-    click.option("--device", help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]"),
+network_options = titled(
+    NETWORK,
     click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001."),
     click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to announce, if a port is forwarded."),
     click.option("--bootstrap", multiple=True, metavar="MULTIADDR", help="A bootstrap node, or a member, to join through."),
-    click.option("--relay", metavar="auto|only|off", help="Be reached through a seed or the link's peers.  [default: auto]"),
-    click.option("--folder", type=click.Path(path_type=Path), help="Folder for checkpoints and metrics.  [default: runs/NAME]"),
-    click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
-    click.option("--threads", type=int, help="CPU threads for computing.  [default: half of the processors]"),
-    click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
     click.option(
-        "--resume-from",
-        type=click.Path(path_type=Path),
-        metavar="CHECKPOINT",
-        help="Continue in another swarm from a checkpoint, or from the newest one of a node's folder.",
+        "--relay",
+        metavar="auto|only|off",
+        shell_complete=one_of("auto", "only", "off"),
+        help="Be reached through a bootstrap node or the link's peers.  [default: auto]",
     ),
-    click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
+)
+
+node_options = joined(
     task_option(None),
+    data_options,
+    titled(
+        NODE,
+        click.option("--name", help="Name that other peers see, and name of the folder runs/NAME."),
+        click.option(
+            "--device",
+            shell_complete=one_of("auto", "cpu", "cuda", "mps"),
+            help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]",
+        ),
+        click.option("--folder", type=click.Path(path_type=Path), help="Folder for checkpoints and metrics.  [default: runs/NAME]"),
+        click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),
+        click.option("--threads", type=int, help="CPU threads for computing.  [default: half of the processors]"),
+        click.option("--resume", is_flag=True, default=None, help="Continue from the newest checkpoint in the folder."),
+        click.option(
+            "--resume-from",
+            type=click.Path(path_type=Path),
+            metavar="CHECKPOINT",
+            help="Continue in another swarm from a checkpoint, or from the newest one of a node's folder.",
+        ),
+        click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
+    ),
+    network_options,
+    limit_options,
+    metrics_options,
     json_option,
     verbose_option,
     # For `shoal demo`, which starts its nodes by these same commands.

@@ -7,47 +7,58 @@ from typing import Any
 
 import click
 
-from shoal.node.cli.options import (
-    limit_options,
-    metrics_options,
-    node_options,
-    node_overrides,
-    option_option,
-    outer_options,
-    rl_options,
-    set_option,
-)
+from shoal.node.cli.options import node_options, node_overrides, option_option, outer_options, rl_options
 from shoal.node.exit_codes import ExitCode
+from shoal.node.help import RUN, HelpfulCommand, titled
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
 
-@click.command(short_help="Create a swarm and start a node in it.")
+@click.command(cls=HelpfulCommand, short_help="Create a swarm and start a node in it.")
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
-@click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped.")
-@click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
-@click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite).")
+@titled(
+    RUN,
+    click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped."),
+    click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]"),
+    click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite)."),
+)
+@option_option
+@node_options
 @outer_options
 @rl_options
-@limit_options
-@option_option
-@metrics_options
-@node_options
 def up(file: Path | None, **flags: Any) -> int:
-    """Create a swarm, start a node in it, and print the link by which others join."""
+    """Create a swarm, start a node in it, and print the link by which others join.
+
+    \b
+    Examples:
+      shoal up --data FOLDER                     a small language model on your text
+      shoal up --task task.py:Mine --name anna   a model of your own, made by `shoal init`
+      shoal up swarm.toml --method diloco        settings from a file, and one of them changed
+      shoal up --resume --name anna              go on from the newest checkpoint in runs/anna
+    """
     return _run_node(file, None, flags)
 
 
-@click.command(short_help="Join a swarm by its link and train with it.")
+@click.command(cls=HelpfulCommand, short_help="Join a swarm by its link and train with it.")
 @click.argument("link")
-@click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
-@set_option
-@rl_options
-@limit_options
-@metrics_options
+@titled(
+    RUN,
+    click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]"),
+    click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of this node's own tables."),
+)
 @node_options
+@rl_options
 def join(link: str, **flags: Any) -> int:
-    """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has."""
+    """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has.
+
+    A link carries no code: a swarm that trains a task of its creator's own can only be joined with a copy of its files.
+
+    \b
+    Examples:
+      shoal join 'shoal://...' --data FOLDER
+      shoal join 'shoal://...' --task task.py:Mine --name bert
+      shoal join 'shoal://...' --upload 8 --ram 12     use part of this machine only
+    """
     return _run_node(None, link, flags)
 
 

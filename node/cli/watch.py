@@ -9,8 +9,10 @@ from pathlib import Path
 import click
 
 from shoal.node.exit_codes import ExitCode
+from shoal.node.extras import require
 from shoal.node.logs import log_to_stderr
 
+LIVE, SHOWN = ("trio", "libp2p"), {"tui": ("textual",), "web": ("aiohttp",), "json": ()}  # packages of a live swarm, of each form
 MAX_WAITING = 100_000  # events that wait for the screen
 
 
@@ -46,8 +48,9 @@ def watch(
     parsed = read_link(link) if link is not None else None
     log_to_stderr(verbose)
     form = "web" if web is not None else form or ("tui" if sys.stdout.isatty() else "json")
-    if form != "json":
-        _need("textual" if form == "tui" else "aiohttp")
+    needed = [*(LIVE if parsed is not None else ()), *SHOWN[form]]
+    instead = "use --json, which needs none" if parsed is None else ""
+    require(WatchError, f"shoal watch --{form}", *needed, extra="watch", otherwise=instead)
     from shoal.node.watch.stream import event_sink, print_lines
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
@@ -72,12 +75,3 @@ def watch(
             recorder.close()
     source.check()
     return int(ExitCode.OK)
-
-
-def _need(package: str) -> None:
-    from importlib.util import find_spec
-
-    from shoal.node.watch.source import WatchError
-
-    if find_spec(package) is None:
-        raise WatchError(f"This needs {package}: say --json, or install it with pip install 'shoal[watch]'.")

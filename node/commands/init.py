@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from importlib import resources
 from pathlib import Path
 
+from shoal.node.extras import require
 from shoal.swarm.errors import ShoalError
 
 FILES = ("README.md", "swarm.toml", "task.py")
@@ -28,8 +28,8 @@ def scaffold(folder: Path, template: str) -> list[str]:
     Raises:
         ScaffoldError: the folder is not empty, and then unchanged, or cannot be written; or the template needs a missing package.
     """
-    if template == "finetune" and importlib.util.find_spec("transformers") is None:
-        raise ScaffoldError("The template finetune needs transformers, which is not installed: pip install 'shoal[rl]'.")
+    if template == "finetune":
+        require(ScaffoldError, "The template finetune", "transformers", extra="hf")
     source = resources.files("shoal.node") / "templates" / template
     contents = {name: (source / name).read_bytes() for name in FILES}
     written: list[Path] = []

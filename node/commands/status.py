@@ -28,7 +28,7 @@ def read_status(link: Link) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """Return the report in words: a table, and below it the health report in sentences."""
-    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {report['peers']} peers"))
+    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {_peers(report['peers'])}"))
     for column in COLUMNS:
         grid.add_column(column, justify="right" if column in NUMBERS else "left")
     for member in report["members"]:
@@ -54,6 +54,10 @@ def table(report: dict[str, Any]) -> str:
         console.print(grid)
     # One line each, whatever the terminal's width, so that sentences can be copied.
     return "\n".join([capture.get().rstrip(), *(clean(sentence) for sentence in report["findings"])])
+
+
+def _peers(count: int) -> str:
+    return f"{count} peer{'' if count == 1 else 's'}"
 
 
 def _seconds(value: float | None) -> str:

@@ -314,7 +314,10 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         names = known_keys() + list(Settings.model_fields)
         near = difflib.get_close_matches(dotted, names, 1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"the tables are {', '.join(Settings.model_fields)}."
+        if "." not in dotted:  # the same key in whatever table, for nothing says which was meant
+            same = [name for name in names if name.endswith(f".{dotted}")]
+            near = [*same, f"task.options.{dotted}"] if same else near
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the tables are {', '.join(Settings.model_fields)}."
         return f"There is no setting {dotted!r}: {hint}"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{dotted!r} must be a table of settings: write [{dotted}] and its keys below it."

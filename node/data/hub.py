@@ -16,6 +16,7 @@ from typing import Any
 from shoal.node.data.dealing import belongs
 from shoal.node.data.errors import DataError, reason
 from shoal.node.data.source import Document, Place, Skipped, place_number
+from shoal.node.extras import require
 from shoal.node.task import Shard
 
 PREFIX = "hf:"
@@ -97,14 +98,11 @@ class HubDataset:
             raise DataError(f"Cannot read {self.what}: {reason(error)}: check the name, the column and the network.") from error
 
     def _open(self) -> Any:
+        require(DataError, f"The data {PREFIX}{self.name.path}", "datasets", extra="data", otherwise="name files")
         try:
             import datasets
-        except ImportError as error:
-            raise DataError(
-                f"The data {PREFIX}{self.name.path} needs the package datasets: pip install 'shoal[data]', or name files."
-            ) from error
-        datasets.disable_progress_bars()
-        try:
+
+            datasets.disable_progress_bars()
             return datasets.load_dataset(self.name.path, self.name.config, split=self.name.split, streaming=True)
         except Exception as error:  # as above
             raise DataError(

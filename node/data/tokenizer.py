@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.node.data.errors import DataError, reason
 from shoal.node.data.hub import PART, is_path
+from shoal.node.extras import require
 
 BYTES = "bytes"
 FILE = "tokenizer.json"
@@ -107,13 +108,10 @@ def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
     if name == BYTES:
         found: Tokenizer = Bytes()
     else:
+        require(DataError, f"The tokenizer {name!r}", "tokenizers", extra="data", otherwise="set tokenizer=bytes")
         try:
             import tokenizers
-        except ImportError as error:
-            raise DataError(
-                f"The tokenizer {name!r} needs the package tokenizers: pip install 'shoal[data]', or say tokenizer=bytes."
-            ) from error
-        try:
+
             found = Named(_local(name, tokenizers) if is_path(name) else _from_hub(name, tokenizers), name)
         except DataError:
             raise

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from shoal.node.metrics.catalogue import Fields
-from shoal.node.metrics.sink import About, MetricsError, MetricsSink
+from shoal.node.metrics.sink import About, MetricsSink
 
 MOST_WAITING = 10_000  # events: an hour's outage at two a second
 END_S = 30.0  # seconds to write waiting events at the end of the run
@@ -74,15 +74,3 @@ class Background:
             self._sink.close()
         except Exception as error:
             self._failed = self._failed or error
-
-
-def installed(module: str, what: str, extra: str) -> None:
-    """Raise MetricsError unless ``module``, which ``what`` needs and shoal's ``extra`` installs, can be imported."""
-    from importlib.util import find_spec
-
-    try:
-        found = find_spec(module) is not None
-    except (ImportError, ValueError):  # a package above it is missing, or was put in place by hand
-        found = False
-    if not found:
-        raise MetricsError(f"{what} needs the package {module}, which is not installed: run pip install 'shoal[{extra}]'.")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.node.metrics.background import installed
+from shoal.node.extras import require
 from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.curves import Curves
 from shoal.node.metrics.sink import About, MetricsError
@@ -23,7 +23,7 @@ class TensorBoardFile:
     name = "TensorBoard"
 
     def __init__(self, folder: Path, node: str) -> None:
-        installed("tensorboard", "--tensorboard", "tensorboard")
+        require(MetricsError, "--tensorboard", "tensorboard", extra="tensorboard")
         self._folder, self._curves = folder / node, Curves()
         self._records: Any = None
         try:

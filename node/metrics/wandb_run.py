@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.node.metrics.background import installed
+from shoal.node.extras import require
 from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.curves import Curves
 from shoal.node.metrics.sink import About, MetricsError, one_line
@@ -22,7 +22,7 @@ class WandbRun:
     name = "Weights & Biases"
 
     def __init__(self, project: str, node: str, folder: Path) -> None:
-        installed("wandb", "--wandb", "wandb")
+        require(MetricsError, "--wandb", "wandb", extra="wandb")
         self._team, _, self._project = project.rpartition("/")
         self._node, self._folder, self._curves = node, folder, Curves()
         self._run: Any = None

@@ -21,6 +21,7 @@ import re
 import sys
 from typing import Any
 
+from shoal.node.extras import require
 from shoal.node.rl.environment import EnvError, Option, Question
 
 log = logging.getLogger(__name__)
@@ -37,12 +38,9 @@ class Gym:
     """``family`` of reasoning-gym, with options of its configuration such as ``max_digits``."""
 
     def __init__(self, family: str, **options: Option) -> None:
-        try:
-            from reasoning_gym.factory import DATASETS
-        except ImportError as error:
-            raise EnvError(
-                f"The environment {family!r} needs reasoning-gym ({error}): install shoal's extra 'rl', or choose strings."
-            ) from error
+        require(EnvError, f"The environment {family!r}", "reasoning_gym", extra="rl", otherwise="choose strings")
+        from reasoning_gym.factory import DATASETS
+
         self.version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, 1"
         self._families = NINE if family == "sapo9" else (family,)
         if family == "sapo9" and options:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shoal.node.extras import require
 from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
 from shoal.node.user_code import calling
 
@@ -156,16 +157,15 @@ def _inner(model: Any) -> Any:
 
 def load_hf(where: str) -> HF:
     """Load the model in a folder or GGUF file, or of that name. PolicyError."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise PolicyError(f"The policy 'hf:{where}' needs transformers ({error}): install shoal's extra 'rl'.") from error
+    require(PolicyError, f"The policy 'hf:{where}'", "transformers", extra="rl", otherwise="choose tiny")
     path = Path(os.path.expanduser(where))
     options: dict[str, Any] = {"local_files_only": True} if path.exists() else {}
     if path.suffix == ".gguf":
         options["gguf_file"] = path.name
     source = str(path.parent if path.suffix == ".gguf" else path) if path.exists() else where
     try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:

@@ -53,6 +53,7 @@ from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.wire.member import Member
 
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
@@ -305,7 +306,7 @@ class NodeRun:
             if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
                 return
             self._link_file.refresh()
-            self.display.message(f"waiting for {wanted - len(directory.members())} more peers: share the link")
+            self.display.message(waiting_for(wanted - len(directory.members())))
 
     def _on_progress(self, progress: Progress) -> None:
         p = self.parts

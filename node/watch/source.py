@@ -113,7 +113,7 @@ class Live(_Thread):
                 from shoal.node.watch.light_client import LightClient
         except ImportError as error:
             what = str(error)[:200]
-            raise WatchError(f"Cannot watch a swarm ({what}): install what it needs with pip install 'shoal[watch]'.") from error
+            raise WatchError(f"A package cannot be imported ({what}): reinstall it by pip install 'shoal[watch]'.") from error
         if not log.isEnabledFor(logging.DEBUG):  # an unreachable peer is an event
             logging.getLogger("libp2p").setLevel(logging.CRITICAL)
         client = LightClient(self._link, self._send)

@@ -100,6 +100,11 @@ def new_swarm(
     return seal(manifest, identity)
 
 
+def waiting_for(missing: int) -> str:
+    """Return the reminder that ``missing`` peers must come before the swarm begins."""
+    return f"waiting for {missing} more peer{'' if missing == 1 else 's'}: share the link"
+
+
 def begin(
     membership: Membership,
     model: str,
@@ -165,7 +170,7 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
         if time.monotonic() >= end:
             raise SessionError(f"Only {len(others)} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
         if time.monotonic() >= reminder:
-            log.warning("waiting for %d more peers: share the link", wanted - len(others))
+            log.warning("%s", waiting_for(wanted - len(others)))
             reminder += REMIND_S
 
 

@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
 
 def test_finetuning_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ScaffoldError, match=r"needs transformers, which is not installed: pip install 'shoal\[rl\]'"):
+    with pytest.raises(ScaffoldError, match=r"needs the package transformers, .* pip install 'shoal\[hf\]'"):
         scaffold(tmp_path / "own", "finetune")
     assert not (tmp_path / "own").exists()
 
@@ -172,3 +172,9 @@ def test_an_adapter_is_all_that_travels(made):
     assert 0 < trained < 0.25 * sum(p.numel() for p in model.parameters())
     batch = next(task.batches(Shard(0, 2, 0)))
     assert torch.isfinite(task.loss(model, batch))
+
+
+def test_the_command_to_go_on_with_can_be_copied_whatever_the_folder_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(cli, ["init", "my task"], standalone_mode=False).output
+    assert "try it: cd 'my task', then shoal demo " in shown

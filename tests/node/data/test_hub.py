@@ -57,7 +57,7 @@ def test_a_name_is_never_a_folder_that_happens_to_be_here(tmp_path, monkeypatch)
 
 def test_without_the_package_the_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the package datasets: pip install 'shoal\[data\]'"):
+    with pytest.raises(DataError, match=r"needs the package datasets, .* run pip install 'shoal\[data\]', or name files"):
         read_documents("hf:owner/name", 1000)
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shoal.node.config.settings import load
-from shoal.node.metrics.background import Background, SinkError, installed
+from shoal.node.metrics.background import Background, SinkError
 from shoal.node.metrics.factory import check_demo, flags_of_demo, open_sinks
 from shoal.node.metrics.log import Metrics
 from shoal.node.metrics.sink import About, MetricsError, Sinks
@@ -160,12 +160,6 @@ def test_a_missing_package_names_the_extra(extra, tmp_path, monkeypatch):
         open_sinks(node.node, print)
     assert str(said.value) == (f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'.")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_package_that_is_there():
-    installed("json", "--json", "json")
-    with pytest.raises(MetricsError):
-        installed("no_such_package_at_all.below", "x", "x")
 
 
 def test_without_a_setting_there_is_no_sink_and_no_sentence():

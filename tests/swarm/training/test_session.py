@@ -16,7 +16,7 @@ from shoal.swarm.file_lock import InUseError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
-from shoal.swarm.training.session_setup import SessionError, parameters_of
+from shoal.swarm.training.session_setup import SessionError, parameters_of, waiting_for
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
@@ -267,3 +267,8 @@ def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path
     Identity.load(tmp_path / "key").lock().__exit__(None, None, None)
     with pytest.raises(AttributeError, match="no attribute 'leave'"):
         _ = shoal.leave
+
+
+def test_one_missing_peer_is_one_peer():
+    assert waiting_for(1) == "waiting for 1 more peer: share the link"
+    assert waiting_for(2) == "waiting for 2 more peers: share the link"

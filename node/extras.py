@@ -1,0 +1,26 @@
+"""Optional packages: one sentence for all that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from shoal.swarm.errors import ShoalError
+
+
+def require(error: type[ShoalError], what: str, *packages: str, extra: str, otherwise: str = "") -> None:
+    """Raise ``error`` unless all ``packages``, which ``what`` needs and shoal's ``extra`` installs, can be found; none is imported.
+
+    ``otherwise``: what can be done without them, such as "name files".
+    """
+    missing = [package for package in packages if not _is_there(package)]
+    if missing:
+        lacking = f"the package {missing[0]}, which is" if len(missing) == 1 else f"the packages {', '.join(missing)}, which are"
+        instead = f", or {otherwise}" if otherwise else ""
+        raise error(f"{what} needs {lacking} not installed: run pip install 'shoal[{extra}]'{instead}.")
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a package above it is missing, or was put in place by hand
+        return False

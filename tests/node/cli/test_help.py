@@ -1,0 +1,68 @@
+"""The help of the commands: in groups, in the order of use, with examples that exist, and whole sentences; and completion."""
+
+import re
+import shlex
+
+import click
+import pytest
+from click.shell_completion import BashComplete
+from click.testing import CliRunner
+
+from shoal.node.cli import options
+from shoal.node.cli.main import cli
+from shoal.node.help import TITLES
+from shoal.optim import METHODS
+from shoal.optim.rl.losses import LOSSES
+
+
+def help_of(*path):
+    shown = CliRunner().invoke(cli, [*path, "--help"], terminal_width=110)
+    assert shown.exit_code == 0
+    return shown.output
+
+
+@pytest.mark.parametrize("name", ["up", "join", "demo"])
+def test_options_are_in_groups_of_which_none_is_long(name):
+    shown = help_of(name)
+    titles = [line[:-1] for line in shown.splitlines() if line[:-1] in TITLES and line.endswith(":")]
+    assert titles == [title for title in TITLES if title in titles]
+    assert len(titles) >= 5
+    groups = re.split(rf"^(?:{'|'.join(map(re.escape, TITLES))}):$", shown, flags=re.M)[1:]
+    assert max(len(re.findall(r"^  -", group, re.M)) for group in groups) <= 10
+    listed = re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.M)
+    declared = [p.opts[0] for p in cli.commands[name].params if isinstance(p, click.Option) and not p.hidden]
+    assert sorted(listed) == sorted([*declared, "--help"]), "each option is shown once"
+
+
+def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
+    shown = help_of()
+    names = re.findall(r"^  (\w+)  +[A-Z]", shown, re.M)
+    assert names[:4] == ["demo", "init", "up", "join"]
+    assert sorted(names) == sorted(cli.commands)
+    for name, command in cli.commands.items():
+        assert re.search(rf"^  {name} +{re.escape(command.short_help)}$", shown, re.M), name
+
+
+def test_the_examples_can_be_typed():
+    found = 0
+    for path in ([], ["up"], ["join"], ["demo"]):
+        for line in re.findall(r"^    (shoal .*)$", help_of(*path), re.M):
+            words = shlex.split(re.split(r"\s{2,}", line)[0])[1:]
+            cli.commands[words[0]].make_context(words[0], words[1:])
+            found += 1
+    assert found >= 12
+
+
+def test_names_of_methods_are_those_of_the_library_and_are_completed():
+    assert set(options.METHODS) == set(METHODS)
+    assert set(re.findall(r"sapo|tis|decoupled|positive", help_of("up").partition("--loss")[2])) >= set(LOSSES)
+
+    def completed(*words):
+        return [
+            item.value for item in BashComplete(cli, {}, "shoal", "_SHOAL_COMPLETE").get_completions(list(words[:-1]), words[-1])
+        ]
+
+    assert completed("up", "--method", "di") == ["diloco", "diloco-hb"]
+    assert set(completed("demo", "--method", "")) == set(METHODS)
+    assert completed("up", "--robust", "c") == ["clipped-gossip", "centered-clip"]
+    assert "doctor" in completed("d")
