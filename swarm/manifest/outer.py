@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.swarm.wire.group import LARGEST_GROUP
 from shoal.swarm.wire.member import MAX_COUNT
 
 MAX_TOKENS = 2**53  # of a round
@@ -123,7 +124,7 @@ class OuterSettings(BaseModel):
         default=2.0, description="Averages over everyone: seconds that a group waits for the others once it has its quorum."
     )
     max_group: int = Field(
-        default=32, ge=2, le=1024, description="Averages over everyone: largest group; more peers are dealt into several."
+        default=32, ge=2, le=LARGEST_GROUP, description="Averages over everyone: largest group; more peers are dealt into several."
     )
 
     suspect: float = Field(

@@ -10,6 +10,7 @@ from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
 from shoal.swarm.wire.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token, Weight
 
 MAX_GROUP = 64  # members, each a bit of one number
+LARGEST_GROUP = MAX_GROUP - 1  # that a swarm may ask for: of several groups one may be larger by one
 MAX_PATIENCE = 3600.0  # seconds
 
 Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]

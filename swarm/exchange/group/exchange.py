@@ -23,7 +23,7 @@ from shoal.swarm.exchange.group.member import GroupMember
 from shoal.swarm.exchange.group.reduction import Outcome
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
-from shoal.swarm.wire.group import MAX_GROUP
+from shoal.swarm.wire.group import LARGEST_GROUP
 
 
 class GroupExchange(ExchangeBase):
@@ -59,8 +59,8 @@ class GroupExchange(ExchangeBase):
         gather: bool = False,
         screen: UpdateScreen = TRUSTING,
     ) -> None:
-        if not 2 <= max_group < MAX_GROUP:
-            raise ValueError(f"max_group must be between 2 and {MAX_GROUP - 1}, got {max_group}")
+        if not 2 <= max_group <= LARGEST_GROUP:
+            raise ValueError(f"max_group must be between 2 and {LARGEST_GROUP}, got {max_group}")
         if fragments < 1 or quorum < 0 or not grace >= 0:
             raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
         self._context, self._screen = context, screen

@@ -85,6 +85,7 @@ def test_another_protocol_is_named():
         {"outer": {"codec": "int8+ef:" + "9" * 60}},
         {"outer": {"fragments": 1025}},
         {"outer": {"max_group": 1}},
+        {"outer": {"max_group": 64}},  # a group has 64 at most, and one of several may be larger by one
         {"outer": {"unknown": 1}},
         {"outer": {"wait_s": 0}},
         {"train": {"steps": -1}},

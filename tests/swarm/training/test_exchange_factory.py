@@ -1,0 +1,31 @@
+"""The exchange of a manifest: whatever the manifest allows, the exchange takes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+
+SECONDS = (1e-3, 86_400.0)
+EXTREMES = {
+    "max_group": (2, 63), "quorum": (0, 65_536), "grace_s": SECONDS, "wait_s": SECONDS, "chunk_timeout_s": SECONDS,
+    "exchange_timeout_s": SECONDS, "radius": (1e-3, 1e3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in EXTREMES.items() for value in values])
+def test_what_a_manifest_allows_an_exchange_takes(network, name, value):
+    host = network.host()
+    directory = SimpleNamespace(members=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict)
+    membership = SimpleNamespace(host=host, identity=host.identity, swarm="a" * 52, directory=directory)
+    outer = OuterSettings(method="diloco", **{name: value})
+    made = make_exchange(membership, outer, make_screen(outer), seed=0, model="0" * 64)
+    assert isinstance(made, GroupExchange)
+
+
+def test_the_extremes_are_those_of_the_manifest():
+    for value in (1, 64):
+        with pytest.raises(ValueError, match="max_group"):
+            OuterSettings(max_group=value)
