@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -20,12 +21,28 @@ R = TypeVar("R")
 
 @dataclass
 class CommitState(Generic[R]):
-    """The outcome of an attempt so far. It is written in the host's loop only, in one assignment, and never twice."""
+    """The outcome of an attempt so far: decided once, by the host's loop that commits or by the training thread that closes it,
+    whichever comes first.
+    """
 
     received: R | None = None
     """Set at the commit."""
     closed: bool = False
-    """True once the training thread has gone on without a mean: nothing may be committed any more."""
+    """True once the training thread has gone on: nothing may be committed any more."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def commit(self, received: R) -> bool:
+        """Set the outcome, in one assignment. Returns False, and changes nothing, if the training thread has gone on."""
+        with self._lock:
+            if not self.closed:
+                self.received = received
+            return not self.closed
+
+    def close(self) -> R | None:
+        """Return the outcome; None is final. Waits for nothing, so that a loop that hangs holds no training thread."""
+        with self._lock:
+            self.closed = True
+            return self.received
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,13 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shoal.optim.exchange.base import Mean
-from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
+from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.stats import ExchangeStats
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 SLICE_S = 0.1
-CLOSE_S = 5.0
 
 R = TypeVar("R")
 
@@ -87,7 +85,7 @@ class ExchangeHandle(Generic[R]):
         work = asyncio.wrap_future(self._future)
         await asyncio.wait({work}, timeout=self._exchange.limit)
         if not work.done():
-            self._attempt.commit.closed = True
+            self._attempt.commit.close()
             self._future.cancel()
             await asyncio.wait({work})
         return self._mean_of(self._attempt.commit.received if work.cancelled() else work.result())
@@ -101,21 +99,10 @@ class ExchangeHandle(Generic[R]):
         while True:
             left = min(until, self._exchange.until) - time.monotonic()
             if left <= 0 and not self._future.done():
-                self._call_off()
+                self._attempt.commit.close()
                 self._future.cancel()
             try:
                 # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
                 return self._future.result(min(max(left, 0), SLICE_S))
             except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
                 continue
-
-    def _call_off(self) -> None:
-        try:
-            self._exchange.host.call(_close(self._attempt.commit), CLOSE_S)
-        except NetworkError:  # the loop has ended or hangs, so nothing can be committed in it meanwhile
-            self._attempt.commit.closed = True
-
-
-async def _close(commit: CommitState[Any]) -> None:
-    """Close the commit state in the loop: either before a commit, which then does not happen, or after it."""
-    commit.closed = True

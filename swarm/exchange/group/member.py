@@ -246,8 +246,7 @@ class GroupMember:
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])
-            if included and not mean & ~reduction.places() and not attempt.commit.closed:
-                attempt.commit.received = reduction.result(mean)
+            if included and not mean & ~reduction.places() and attempt.commit.commit(reduction.result(mean)):
                 attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
         return None
 

@@ -113,8 +113,9 @@ class PairMatchmaker:
             log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
             return attempt.commit.received, pairing.key
         finally:
-            self.next_round = pairing.key.round + 1
-            self._pairing = None
+            if self._pairing is pairing:  # a round that was called off may end only after the next one has begun
+                self.next_round = pairing.key.round + 1
+                self._pairing = None
 
     async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()

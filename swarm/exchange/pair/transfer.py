@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
 REMEMBERED = 1024  # outcomes remembered for callees that ask again
+VERIFIED = 10e6  # values a second, at least, that a partner decodes and verifies
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
 Outcome = Literal["committed", "aborted"]
@@ -80,10 +82,11 @@ class PairTransfer:
         if caller:
             self._undecided.add(exchange)
         began = asyncio.get_running_loop().time()
+        until = began + self._timeouts.exchange
         try:
-            received = await self._swap(stream, attempt, theirs)
+            received = await self._swap(stream, attempt, theirs, until)
             confirm = self._decide if caller else self._follow
-            await confirm(stream, theirs, received, attempt.commit)
+            await confirm(stream, theirs, received, attempt.commit, self._patience(attempt, until))
         except (NetworkError, MessageError) as error:
             log.info("round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error)
             attempt.failed(stream.peer_id, error)
@@ -102,7 +105,13 @@ class PairTransfer:
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
-    async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer) -> PartnerContribution:
+    def _patience(self, attempt: Attempt, until: float) -> float:
+        """Return the seconds that the partner may need to verify a payload, of which this node sees nothing, and to answer."""
+        values = sum(math.prod(shape) for shape in attempt.contribution.shapes)
+        left = until - asyncio.get_running_loop().time()
+        return max(min(self._timeouts.chunk + values / VERIFIED, left), self._timeouts.chunk)
+
+    async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer, until: float) -> PartnerContribution:
         """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""
         # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
         scratch = buffer(theirs.nbytes)
@@ -112,7 +121,7 @@ class PairTransfer:
             attempt.contribution.view(),
             incoming,
             chunk_timeout=self._timeouts.chunk,
-            deadline=asyncio.get_running_loop().time() + self._timeouts.exchange,
+            deadline=until,
             on_progress=hashes.advance,
         )
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
@@ -125,36 +134,37 @@ class PairTransfer:
         return PartnerContribution(stream.peer_id, theirs.weight, tensors)
 
     async def _decide(
-        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution]
+        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution], patience: float
     ) -> None:
         """Do the caller's half of the commit."""
-        reply = await self._receive(stream, Ready, Abort)
+        reply = await self._receive(stream, patience, Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
             raise _called_off(reply)
         exchange = (stream.peer_id, offer.nonce)
         # Not if the callee gave up, asked and was answered "aborted", nor if this node's own time was up.
-        if exchange in self._undecided and not commit.closed:
+        if exchange in self._undecided and commit.commit(received):
             self._settle(exchange, "committed")
-            commit.received = received
             await self._send(stream, Commit(nonce=offer.nonce))
 
     async def _follow(
-        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution]
+        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution], patience: float
     ) -> None:
         """Do the callee's half of the commit."""
         try:
             await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self._timeouts.chunk)
         except NetworkError:
-            raise _called_off(await self._receive(stream, Abort)) from None  # it may have sent its reason before
+            raise _called_off(
+                await self._receive(stream, self._timeouts.chunk, Abort)
+            ) from None  # it may have sent its reason before
         try:
-            reply = await self._receive(stream, Commit, Abort)
+            reply = await self._receive(stream, patience, Commit, Abort)
             if isinstance(reply, Abort):
                 raise _called_off(reply)
             committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
         except NetworkError:
             committed = await self._ask(stream.peer_id, offer.nonce)
-        if committed and not commit.closed:
-            commit.received = received
+        if committed:
+            commit.commit(received)
 
     async def _ask(self, peer: str, nonce: bytes) -> bool:
         """Ask the caller once more, over a new stream, after its confirmation was lost."""
@@ -182,9 +192,9 @@ class PairTransfer:
         outcome: Literal["committed", "aborted", "unknown"] = self._outcomes.get(exchange, "unknown")
         await stream.send(pack(OutcomeReply(outcome=outcome)), self._timeouts.chunk)
 
-    async def _receive(self, stream: Stream, *types: type[M]) -> M:
+    async def _receive(self, stream: Stream, seconds: float, *types: type[M]) -> M:
         limit = max(kind.LIMIT for kind in types)
-        return unpack(await stream.receive(limit, self._timeouts.chunk), *types)
+        return unpack(await stream.receive(limit, seconds), *types)
 
     async def _send(self, stream: Stream, message: Message) -> None:
         """Send a message that need not arrive: without it the peer's deadline or its question has the same effect."""

@@ -93,6 +93,21 @@ def test_a_new_round_is_known_after_a_reading_and_the_dead_are_forgotten(make):
     assert all(len(directory.members()) == 2 for directory in swarm.directories[1:])
 
 
+def test_an_announcement_is_published_once(make):
+    """Who is often asked to look reads often, and does not publish with each reading."""
+    swarm = make(2)
+    swarm.start()
+    swarm.run(2.0)
+    (one, _), put, posted = swarm.directories, swarm.board.put, []
+    swarm.board.put = lambda prefix, record: (posted.append(record.member.peer), put(prefix, record))
+    one.announce()
+    seconds = 4 * PERIOD
+    for number in range(int(2 * seconds)):
+        swarm.loop.call_later(number / 2, one.look, context=NOTHING)
+    swarm.run(seconds)
+    assert 4 <= posted.count(swarm.hosts[0].peer_id) <= 1 + seconds / (0.75 * PERIOD)
+
+
 def test_one_link_carries_all_that_a_host_sends(make):
     """Two streams of 1 MB at 1 MB/s: together they take two seconds where the link is shared, else one."""
     swarm = make(3)

@@ -27,8 +27,8 @@ def half_of_the_other(patch):
     """Half of what was received counts, as if the stream had broken in the middle of writing it."""
     swap = PairTransfer._swap
 
-    async def halved(self, stream, attempt, theirs):
-        received = await swap(self, stream, attempt, theirs)
+    async def halved(self, stream, attempt, theirs, until):
+        received = await swap(self, stream, attempt, theirs, until)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
                    for a, b in zip(received.tensors, attempt.contribution.tensors(), strict=True)]  # fmt: skip
         return PartnerContribution(received.peer, received.weight, tensors)
@@ -39,7 +39,7 @@ def half_of_the_other(patch):
 def callee_does_not_wait(patch):
     """The callee commits when it is ready, whatever the caller decides."""
 
-    async def follow(self, stream, offer, received, commit):
+    async def follow(self, stream, offer, received, commit, patience):
         commit.received = received
 
     patch.setattr(PairTransfer, "_follow", follow)

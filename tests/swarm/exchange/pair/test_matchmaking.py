@@ -1,5 +1,6 @@
 """Who meets whom when peers are late, early, gone, busy, or see different memberships."""
 
+import asyncio
 import logging
 import re
 import threading
@@ -13,7 +14,7 @@ from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL, PairMatchmaker
 from shoal.swarm.wire.member import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.pair import Answer, Offer
 
@@ -91,6 +92,31 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
         thread.join(60)
     expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in range(30)}
     assert met == expected
+
+
+def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(network, monkeypatch):
+    meet, ended, end = PairMatchmaker._meet, threading.Event(), asyncio.Event()
+
+    async def slowly_cancelled(matchmaker, pairing):
+        try:
+            return await meet(matchmaker, pairing)
+        except asyncio.CancelledError:
+            await end.wait()
+            asyncio.get_running_loop().call_soon(ended.set)
+            raise
+
+    monkeypatch.setattr(PairMatchmaker, "_meet", slowly_cancelled)
+    a, b = Peer(network, wait=LONG), Peer(network, wait=LONG)
+    first = a.start(0, 1.0)
+    until(lambda: b.exchange._matchmaker._held)
+    assert first.result(0.0) is None
+    until(lambda: not b.exchange._matchmaker._held)
+    second = a.start(5, 1.0)
+    until(lambda: a.exchange._matchmaker._pairing is not None and a.exchange._matchmaker._pairing.key.round == 5)
+    network.loop.call_soon_threadsafe(end.set)
+    assert ended.wait(10)
+    assert a.exchange.next_round == 5
+    assert [value(handle.result()) for handle in (b.start(5, 3.0), second)] == [2.0, 2.0]
 
 
 def test_a_partner_that_is_late_is_waited_for(network):

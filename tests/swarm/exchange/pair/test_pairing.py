@@ -68,6 +68,17 @@ def test_a_sign_of_life_ends_it(sign):
     assert node.of(0) == ("peer-1", ["peer-1"])
 
 
+def test_who_left_had_a_partner_up_to_the_round_that_it_did_not_begin():
+    """Its last record states the round that would have been its next."""
+    here, gone = directory(2), Directory()
+    gone.see("peer-2", round=5)
+    node = PairSelector(PeerContext(None, SimpleNamespace(peer_id="peer-0"), "swarm", MODEL, SEED, lambda: here), lambda: gone)
+    three = {"peer-0", "peer-1", "peer-2"}
+    for round in range(10):
+        peers = three if round < 5 else three - {"peer-2"}
+        assert node.of(round)[0] == partner_of(SEED, round, "peer-0", peers), round
+
+
 def test_who_is_not_in_the_directory_is_not_remembered():
     node = selector("peer-0", directory(1))
     node.failed("peer-9")

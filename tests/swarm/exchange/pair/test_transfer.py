@@ -11,6 +11,7 @@ import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -196,12 +197,12 @@ def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatc
     decide = transfer.PairTransfer._decide
     entered, leave = threading.Event(), []
 
-    async def slowly(transfers, stream, offer, received, decision):
+    async def slowly(transfers, stream, offer, received, decision, patience):
         event = asyncio.Event()
         leave.append((asyncio.get_running_loop(), event))
         entered.set()
         await event.wait()
-        await decide(transfers, stream, offer, received, decision)
+        await decide(transfers, stream, offer, received, decision, patience)
 
     monkeypatch.setattr(transfer.PairTransfer, "_decide", slowly)
     first, second = pair.begin()
@@ -214,6 +215,57 @@ def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatc
     loop.call_soon_threadsafe(event.set)
     assert second.result() is None
     assert first.result() is None
+
+
+def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkeypatch):
+    """Here the round is closed but not cancelled: a loop may see the one before the other."""
+    hear = transfer.PairTransfer._receive
+
+    async def closing(transfers, stream, seconds, *types):
+        reply = await hear(transfers, stream, seconds, *types)
+        if isinstance(reply, Ready):
+            first._attempt.commit.close()
+        return reply
+
+    monkeypatch.setattr(transfer.PairTransfer, "_receive", closing)
+    first, second = pair.begin()
+    assert (first.result(), second.result()) == (None, None)
+    (outcome,) = pair.exchanges[0]._matchmaker._transfers._outcomes.values()
+    assert outcome == "aborted"
+
+
+def test_whoever_comes_first_decides_a_round():
+    one, two = CommitState(), CommitState()
+    assert one.commit("mean")
+    assert one.close() == "mean"
+    assert two.close() is None
+    assert not two.commit("mean")
+    assert two.received is None
+
+
+def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
+    first = pair.exchanges[0].start(RoundKey(SWARM, 0), tensors(1.0), 1.0, FLOAT32)
+    hangs, over = threading.Event(), threading.Event()
+    network.loop.call_soon_threadsafe(lambda: (hangs.set(), over.wait(60)))
+    assert hangs.wait(10)
+    pair.exchanges[0].hurry(0.0)
+    assert first.result() is None
+    assert not over.is_set()
+    over.set()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(pair, monkeypatch, slow):
+    problem = ExchangeAttempt.problem
+    monkeypatch.setattr(transfer, "VERIFIED", 30_000.0)  # 10 s for these
+
+    def slowly(attempt, peer, payload):
+        if peer == pair.hosts[1 - slow].peer_id:
+            threading.Event().wait(3 * CHUNK_TIMEOUT)
+        return problem(attempt, peer, payload)
+
+    monkeypatch.setattr(ExchangeAttempt, "problem", slowly)
+    assert pair.run() == [(2.0, -2.0)] * 2
 
 
 # -- the promises of optim.Exchange, for the simulation and for the swarm -------------------------------------------------
