@@ -167,7 +167,7 @@ class School:
         assert all(mean is None or len(mean.tensors[0].unique()) == 1 for mean in means)
         return [None if mean is None else mean.tensors[0].flatten()[0].item() for mean in means]
 
-    def until(self, condition, seconds=5.0):
+    def until(self, condition, seconds=30.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "it did not happen in time"

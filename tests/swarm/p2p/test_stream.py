@@ -154,9 +154,9 @@ def test_a_peer_that_vanishes_while_we_send():
 def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
     async def body(a, b):
         began = time.monotonic()
-        with pytest.raises(NetworkError, match="neither sent nor took a byte"):
+        with pytest.raises(NetworkError, match=r"neither sent nor took a byte for 0\.3 s"):
             await swap(a, bytes(50 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3)
-        assert 0.25 < time.monotonic() - began < 1.5
+        assert time.monotonic() - began > 0.25
 
     run(body)
 

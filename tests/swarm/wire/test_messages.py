@@ -346,7 +346,7 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
         assert len(data) < m.Offer.LIMIT
     refused(b"", m.Offer)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.thread_time()  # processor time: other processes do not count
     try:
         for data in offers:
             refused(data, m.Offer)
@@ -357,7 +357,7 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
     finally:
         tracemalloc.stop()
     assert peak < 16 * 2**20
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 def test_the_largest_offer_fits_its_limit():

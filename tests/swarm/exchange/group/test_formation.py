@@ -267,15 +267,17 @@ def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_f
 def test_nobody_comes(school):
     peer, _ = school.peers(2, wait=0.5)
     began = time.monotonic()
-    assert peer.start().result() is None
-    assert time.monotonic() - began < 2.0
+    handle = peer.start()
+    assert handle.result() is None
+    assert time.monotonic() - began > 0.45
+    assert not handle._attempt.commit.closed  # it ended by itself: it was not called off at the exchange's limit
     assert peer.exchange.next_round == 1
 
 
 def test_alone_in_the_swarm(school):
-    (peer,) = school.peers(1)
+    (peer,) = school.peers(1, wait=60.0)
     assert peer.start().result() is None
-    assert peer.exchange.waited < 1
+    assert peer.exchange.waited < 30.0  # half of the wait
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(4, [2, 2, 2, 2]), (5, [2, 2, 3, 3, 3])])

@@ -52,7 +52,7 @@ def value(mean):
     return None if mean is None else mean.tensors[0][0].item()
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -68,11 +68,11 @@ def a_round(ids, wanted):
 
 
 def test_mates_that_call_at_the_same_moment_meet(network):
-    a, b = Peer(network), Peer(network)
+    a, b = Peer(network, wait=LONG), Peer(network, wait=LONG)
     for round in range(20):
         handles = [a.start(round, 1.0), b.start(round, 3.0)]
         assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
-    assert a.exchange.waited < 5
+    assert a.exchange.waited < LONG / 2
 
 
 def test_four_peers_in_their_own_time_always_meet_their_mates(network):
@@ -145,8 +145,10 @@ def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
 def test_nobody_answers_within_the_wait(network):
     a, b = Peer(network), Peer(network)
     began = time.monotonic()
-    assert a.start().result() is None
-    assert WAIT * 0.9 < time.monotonic() - began < WAIT + 0.5
+    handle = a.start()
+    assert handle.result() is None
+    assert time.monotonic() - began > WAIT * 0.9
+    assert not handle._attempt.commit.closed  # it ended by itself: it was not called off at the exchange's limit
     assert b.start().result(0.3) is None  # "passed" sends it to a round in which nobody is either
 
 
@@ -187,13 +189,13 @@ def test_alone_in_the_swarm(network):
 
 def test_peers_that_disagree_about_the_membership_still_come_to_an_end(network):
     # a sees {a, b, c} and is to meet c; b and c do not know each other, and both expect a.
-    a, b, c = peers = [Peer(network, wait=3.0) for _ in range(3)]
+    a, b, c = peers = [Peer(network, wait=LONG) for _ in range(3)]
     b.sees, c.sees = [a.id, b.id], [a.id, c.id]
     round = a_round([peer.id for peer in peers], [(a.id, c.id)])
     began = time.monotonic()
     handles = [peer.start(round, number) for peer, number in ((a, 1.0), (b, 5.0), (c, 3.0))]
     assert [value(handle.result()) for handle in handles] == [2.0, None, 2.0]
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < LONG / 2
 
 
 def test_peers_left_over_meet_each_other(network):
@@ -250,11 +252,11 @@ def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
     ],
 )
 def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(network, caplog, offer, reason):
-    first, second = Peer(network), Peer(network)
+    first, second = Peer(network, wait=LONG), Peer(network, wait=LONG)
     handles = [first.start(**offer), second.start()]
     began = time.monotonic()
     assert [handle.result() for handle in handles] == [None, None]
-    assert time.monotonic() - began < WAIT + 1
+    assert time.monotonic() - began < LONG / 2
     said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
     assert any(re.search(reason, sentence) for sentence in said)
 
