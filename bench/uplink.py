@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -35,6 +36,7 @@ def node(setup: dict[str, Any]) -> None:
     from shoal.swarm.membership.membership import NetworkOptions
     from shoal.swarm.training import session
 
+    logging.basicConfig(level=logging.INFO if setup["verbose"] else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(250, 250, bias=False) for _ in range(setup["layers"])))
@@ -87,7 +89,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     outer: dict[str, Any] = {"method": options.method, "every": STEPS}
     if options.method == "streaming":
         outer |= {"fragments": options.fragments, "lag": STEPS // options.fragments - 1}
-    setup = {"layers": layers, "outer": outer, "step_s": round_s / STEPS, "rounds": options.rounds, "upload": options.upload}
+    setup = {"layers": layers, "outer": outer, "step_s": round_s / STEPS, "rounds": options.rounds, "upload": options.upload,
+             "verbose": options.verbose}  # fmt: skip
     names = [f"uplink-{os.getpid()}-{number}" for number in range(2)]
     nodes: list[subprocess.Popen[str]] = []
     lines: list[list[dict[str, Any]]] = [[], []]

@@ -7,6 +7,7 @@ host's loop, and `members` is the newest view. `shoal.swarm.membership.dht_index
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -104,7 +105,7 @@ class Directory:
         self._warned: set[str] = set()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
+        self._wake: tuple[asyncio.Event, ...] = ()  # of what reads and of what publishes
         self._publishing: asyncio.Lock | None = None
         self._run_future = host.submit(self._run())
 
@@ -263,48 +264,65 @@ class Directory:
         )
 
     def _wake_up(self) -> None:
-        loop, wake = self._loop, self._wake
-        if loop is not None and wake is not None and not self._closed:
+        loop = self._loop
+        if loop is not None and not self._closed:
             try:
-                loop.call_soon_threadsafe(wake.set)
+                for wake in self._wake:
+                    loop.call_soon_threadsafe(wake.set)
             except RuntimeError:
                 log.debug("the host closed before the directory")
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._wake = asyncio.Event()
+        looked = asyncio.Event()
+        self._wake = (asyncio.Event(), asyncio.Event())
         self._loop = asyncio.get_running_loop()
-        read = published = float("-inf")
+        # Two loops, because others must hear of this node however long its reading takes.
+        await asyncio.gather(self._keep_reading(self._wake[0], looked), self._keep_publishing(self._wake[1], looked))
+
+    async def _keep_reading(self, wake: asyncio.Event, looked: asyncio.Event) -> None:
+        read = float("-inf")
         while not self._closed:
-            self._wake.clear()
+            wake.clear()
             now = time.monotonic()
-            try:
-                due = self._period * 0.75  # less than any pause below
-                if self._waiting or now - read >= (GAP if self._look_soon else due) or self._prefix is None:
-                    read, self._look_soon = now, False
-                    await self._read()
-                if self._mine is not None and (self._urgent or now - published >= due):
-                    published = now
-                    await self._publish()
-            except NetworkError as error:
-                log.info("the directory is not up to date: %s", error)
-            except Exception:  # a bug must not make this node vanish from the swarm
-                log.warning("the directory failed; trying again", exc_info=True)
-            # Not in step with other nodes that started at the same moment.
-            unpublished = self._mine is not None and self._prefix is None
-            pause = HASTE if self._waiting or unpublished or self._look_soon else self._period * random.uniform(0.8, 1.0)
-            await self._sleep(pause)
+            # Less than any pause below.
+            if self._waiting or now - read >= (GAP if self._look_soon else self._period * 0.75) or self._prefix is None:
+                read, self._look_soon = now, False
+                await self._guarded(self._read)
+            looked.set()
+            hasty = self._waiting or self._look_soon or (self._mine is not None and self._prefix is None)
+            await self._sleep(wake, HASTE if hasty else self._pause())
+
+    async def _keep_publishing(self, wake: asyncio.Event, looked: asyncio.Event) -> None:
+        await looked.wait()  # where the record belongs follows from what the keys hold
+        published = float("-inf")
+        while not self._closed:
+            wake.clear()
+            now = time.monotonic()
+            if self._mine is not None and (self._urgent or now - published >= self._period * 0.75):
+                published = now
+                await self._guarded(self._publish)
+            await self._sleep(wake, HASTE if self._mine is not None and self._prefix is None else self._pause())
             since = time.monotonic() - published
             if self._urgent and since < GAP:
                 await asyncio.sleep(GAP - since)
 
-    async def _sleep(self, seconds: float) -> None:
-        assert self._wake is not None
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
-        except asyncio.TimeoutError:
-            return
+            await work()
+        except NetworkError as error:
+            log.info("the directory is not up to date: %s", error)
+        except Exception:  # a bug must not make this node vanish from the swarm
+            log.warning("the directory failed; trying again", exc_info=True)
+
+    def _pause(self) -> float:
+        """Return seconds until the next look or record: not in step with other nodes that started at the same moment."""
+        return self._period * random.uniform(0.8, 1.0)
+
+    async def _sleep(self, wake: asyncio.Event, seconds: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(wake.wait(), seconds)
 
     async def _read(self) -> None:
         async def under(prefix: str) -> dict[str, Member]:

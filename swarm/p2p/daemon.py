@@ -207,6 +207,9 @@ class Daemon:
             await asyncio.wait_for(self._ask("STREAM_HANDLER", streamHandler=ask), ANSWER_S)
         except asyncio.TimeoutError:
             raise DaemonError(f"the network daemon did not answer within {ANSWER_S:g} s.") from None
+        except DaemonError as error:
+            if "already set" not in str(error):  # by an earlier request whose answer came too late
+                raise
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hand an incoming stream to the handler of its protocol."""

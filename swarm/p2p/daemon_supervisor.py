@@ -78,10 +78,18 @@ class DaemonSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, protocol: str, incoming: Incoming) -> None:
-        """Hand streams of ``protocol`` to ``incoming``, now if the daemon runs, and again after each restart."""
+        """Hand streams of ``protocol`` to ``incoming``, now if the daemon runs, and again after each restart.
+
+        Tries until the daemon takes it, or others would read that this node does not offer it: the caller sets a limit.
+        """
         self._handlers[protocol] = incoming
-        if self.daemon is not None:
-            await self.daemon.serve(protocol, incoming)
+        while (daemon := self.daemon) is not None:
+            try:
+                await daemon.serve(protocol, incoming)
+                return
+            except DAEMON_GONE as error:
+                log.debug("the daemon did not take %s: %r", protocol, error)
+                await asyncio.sleep(BACKOFF[0])
 
     def running(self) -> HivemindDaemon:
         """Return the daemon. Raises NetworkError during a restart."""

@@ -47,6 +47,7 @@ T = TypeVar("T")
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 PING_PROTOCOL = "/ipfs/ping/1.0.0"
+SERVE_S = 30.0  # seconds for the daemon to take a protocol
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
 
@@ -187,14 +188,21 @@ class Host:
         """Answer incoming streams of ``protocol`` with ``handler``; an exception of it is logged and ends the stream.
 
         `ResourceManager` decides which are refused. When the handler returns, the stream stays open until the caller ends it
-        (at most `LINGER` seconds), so that nothing sent is lost.
+        (at most `LINGER` seconds), so that nothing sent is lost. Raises NetworkError if the daemon does not take the protocol
+        within `SERVE_S` seconds; while the daemon restarts this returns at once, and the restart registers it.
         """
 
         async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin))
 
-        with contextlib.suppress(NetworkError, *DAEMON_GONE):  # then the restart registers it
-            self.call(self._supervisor.serve(protocol, incoming), 5.0)
+        try:
+            self.call(self._supervisor.serve(protocol, incoming), SERVE_S)
+        except NetworkError:
+            if not self._closed:
+                raise NetworkError(
+                    f"the network daemon did not take the protocol {protocol} within {SERVE_S:g} s: the machine may be overloaded; "
+                    "try again."
+                ) from None
 
     def remember(self, addresses: Iterable[str]) -> None:
         """Note addresses of peers by which to find the swarm again after the daemon has died."""

@@ -207,7 +207,7 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     assert a.call(a.store("key", "one", b"1", 60), 5)
     before = a.addresses()
     until(lambda: b.peer_id in a._supervisor.known)
-    hanging = a.submit(hang(a, b.peer_id))
+    hanging, dht = a.submit(hang(a, b.peer_id)), a._supervisor.dht
     until(lambda: b.resource_manager._busy[a.peer_id] == 1)
     if victim == "daemon":
         kill_daemon(a)
@@ -217,6 +217,7 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
         hanging.result(2)
     until(lambda: a.restarts == 1)
     assert a.alive
+    assert not dht.is_alive  # what hivemind runs for it in the background ends
     assert a.addresses() == before
     assert b.call(ask(b, a.peer_id), 10) == b"hello"
     assert a.call(ask(a, b.peer_id), 10) == b"hello"

@@ -1,0 +1,127 @@
+"""Reading and publishing do not wait for each other, and of two records of a peer the newer one counts: a board in memory."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.dht_record import bits_of, key_of, make_record
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.wire.member import Member
+
+SWARM = "a" * 52
+ABOUT = {
+    "name": "tester", "round": 1, "step": 25, "loss": 2.5, "steps_per_s": 4.0, "shard": 0, "shards": 4, "model": "0" * 64,
+    "state": "training", "version": "0.1.0",
+}  # fmt: skip
+
+
+class Board:
+    """The part of a host that a directory needs. ``reading`` is called for each reading of the root."""
+
+    def __init__(self, reading):
+        self.loop, self.reading = asyncio.new_event_loop(), reading
+        self.keys, self.stored, self.reads = {}, 0, 0
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def addresses(self):
+        return ()
+
+    def remember(self, addresses):
+        list(addresses)
+
+    def submit(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, coroutine, timeout):
+        return self.submit(coroutine).result(timeout)
+
+    async def store(self, key, subkey, value, ttl):
+        self.stored += 1
+        return True
+
+    async def get(self, key):
+        self.reads += 1
+        await self.reading(self)
+        return dict(self.keys.get(key, {}))
+
+    def close(self):
+        async def end():
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.call(end(), 10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@pytest.fixture
+def start():
+    boards = []
+
+    def made(reading):
+        board = Board(reading)
+        boards.append(board)
+        return board, Directory(board, Identity.ephemeral(), SWARM, period=0.05, ttl=6.0)
+
+    yield made
+    for board in boards:
+        board.close()
+
+
+def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.01)
+
+
+async def never_again(board):
+    if board.reads > 1:
+        await asyncio.Event().wait()
+
+
+async def broken(board):
+    raise NetworkError("the DHT did not answer.")
+
+
+@pytest.mark.parametrize("reading", [never_again, broken])
+def test_a_node_is_published_again_and_again_however_its_reading_goes(start, reading):
+    board, directory = start(reading)
+    directory.announce(**ABOUT)
+    until(lambda: board.stored >= 4)
+    assert directory._prefix == ""
+
+
+def test_an_older_record_does_not_replace_a_newer_one(start):
+    """As when another node of the DHT still has the record from under another key, or an earlier reading."""
+
+    async def at_once(board):
+        pass
+
+    board, directory = start(at_once)
+    other, now = Identity.ephemeral(), time.time()
+
+    def put(prefix, round, issued):
+        member = Member(**{**ABOUT, "round": round}, swarm=SWARM, peer=other.peer_id, addresses=(), issued=issued)
+        board.keys[key_of(SWARM, prefix)] = {other.peer_id: make_record(prefix, member, other)}
+
+    directory._prefix = bits_of(other.peer_id)[:1]  # so that the key below the root is read as well
+    directory._run_future.cancel()
+    put("", 7, now)
+    put(bits_of(other.peer_id)[:1], 5, now - 2)
+    directory.refresh(10)
+    assert directory.members()[other.peer_id].round == 7
+    put("", 6, now - 1)
+    directory.refresh(10)
+    assert directory.members()[other.peer_id].round == 7
+    put("", 8, now + 1)
+    directory.refresh(10)
+    assert directory.members()[other.peer_id].round == 8

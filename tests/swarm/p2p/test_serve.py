@@ -1,0 +1,56 @@
+"""Registering a protocol with a daemon that is too slow, or never takes it."""
+
+import pytest
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import host as host_module
+from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.host import Host
+
+
+async def echo(stream):
+    await stream.send(await stream.receive(100, 5), 5)
+
+
+@pytest.fixture
+def two():
+    with (
+        Host.start(Identity.ephemeral(), timeout=15) as a,
+        Host.start(Identity.ephemeral(), bootstrap=a.addresses(), timeout=15) as b,
+    ):
+        yield a, b
+
+
+def test_a_protocol_is_registered_however_often_the_daemon_was_too_slow(two, monkeypatch):
+    a, b = two
+    serve, refused = a._supervisor.daemon.serve, []
+
+    async def slow(protocol, handler):
+        if len(refused) < 3:
+            refused.append(protocol)
+            raise DaemonError("the network daemon did not answer within 10 s.")
+        if len(refused) < 4:
+            refused.append(protocol)
+            await serve(protocol, handler)  # the daemon took it, but its answer was lost
+            raise DaemonError("the network daemon did not answer within 10 s.")
+        await serve(protocol, handler)
+
+    monkeypatch.setattr(a._supervisor.daemon, "serve", slow)
+    a.serve("/test/late/1", echo)
+    assert len(refused) == 4
+
+    async def late():
+        return await (await b.open(a.peer_id, "/test/late/1", timeout=5)).send(b"x", 5)
+
+    b.call(late(), 10)
+
+
+def test_a_protocol_that_the_daemon_never_takes_is_an_error(two, monkeypatch):
+    async def never(protocol, handler):
+        raise DaemonError("the network daemon did not answer within 10 s.")
+
+    monkeypatch.setattr(two[0]._supervisor.daemon, "serve", never)
+    monkeypatch.setattr(host_module, "SERVE_S", 0.3)
+    with pytest.raises(NetworkError, match=r"did not take the protocol /test/late/1 within 0\.3 s"):
+        two[0].serve("/test/late/1", echo)
