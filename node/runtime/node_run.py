@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -118,12 +119,10 @@ class NodeRun:
                 if trainer is None:
                     settings = swarm_settings(self.settings, membership.manifest)
                     trainer = self._make_trainer(settings, device)
-                self._parts = self._build(settings, device, membership, trainer, saved, sinks)
-                try:
+                with ExitStack() as closing:
+                    self._parts = self._build(settings, device, membership, trainer, saved, sinks, closing)
+                    closing.callback(self.display.close)
                     return self._train()
-                finally:
-                    self.display.close()
-                    self._parts.close()
             finally:
                 membership.close()
 
@@ -170,8 +169,12 @@ class NodeRun:
         trainer: Trainer,
         saved: SavedRun | None,
         sinks: Sinks,
+        closing: ExitStack,
     ) -> NodeParts:
-        """Find this node's place among the members, take over weights, and make the parts; nothing is announced yet."""
+        """Find this node's place among the members, take over weights, and make the parts; nothing is announced yet.
+
+        ``closing`` gets what ends each part that runs beside training, also if a later part cannot be made.
+        """
         host, directory, outer, opt = membership.host, membership.directory, settings.outer, trainer.opt
         sinks.begin(about(settings, membership, device))
         model = model_digest(trainer.params)
@@ -182,22 +185,20 @@ class NodeRun:
         name, task, log = settings.node.name, trainer.task, self.display.message
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
         member.serve()
-        sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram) if isinstance(task, RLTask) else None
-        verification = start_verification(settings, membership, trainer, shard, lambda: make_task(settings))
+        metrics = closing.enter_context(Metrics(self.folder / METRICS, log, sinks))
+        sharing = verification = None
+        if isinstance(task, RLTask):
+            sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
+            closing.callback(sharing.close)
+        if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
+            closing.callback(verification.close)
         trainer.connect(exchange, membership.swarm, shard)
         self._begin_from(state, saved, membership, trainer, member)
-        result = Result(
-            name=name,
-            peer=host.peer_id,
-            swarm=membership.swarm,
-            method=outer.method,
-            device=str(device),
-            shard=f"{shard.index}/{shard.of}",
-            params=sum(parameter.numel() for parameter in trainer.params),
-        )
-        metrics = Metrics(self.folder / METRICS, log, sinks)
+        params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
+        result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params)
         refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
+        closing.callback(status.close)
         return NodeParts(
             settings, device, membership, trainer, shard, member, sharing, verification, result, metrics, refusals, status
         )

@@ -38,12 +38,3 @@ class NodeParts:
     metrics: Metrics
     refusals: RefusalLog
     status: StatusReporter
-
-    def close(self) -> None:
-        """Close the parts that run beside training; each before the parts that it uses."""
-        self.status.close()
-        if self.verification is not None:
-            self.verification.close()
-        if self.sharing is not None:
-            self.sharing.close()
-        self.metrics.close()

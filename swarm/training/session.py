@@ -178,7 +178,7 @@ class Session:
         self._loss = float(loss) if math.isfinite(loss) else None
 
     def _after_round(self, info: RoundInfo) -> None:
-        if self._member is not None:
+        if self._member is not None and not self._closed:
             report = self._member.on_round(info)
             self._member.report_round(info, report, self._loss)
             for rejected in report.rejected:

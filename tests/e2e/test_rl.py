@@ -53,7 +53,7 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     )  # fmt: skip
     link = up.line(0, 120)
     unable = shoal.node("join", link, "carl")
-    assert "name your copy of it with --env" in unable.error()
+    assert "name your copy with --env" in unable.error()
     other = shoal.node("join", link, "dora", "--env", "strings")
     assert "use the swarm's environment" in other.error()
     joined = shoal.node("join", link, "bert", "--env", f"{EXAMPLE}:Add", *QUICK)

@@ -272,3 +272,16 @@ def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path
 def test_one_missing_peer_is_one_peer():
     assert waiting_for(1) == "waiting for 1 more peer: share the link"
     assert waiting_for(2) == "waiting for 2 more peers: share the link"
+
+
+def test_after_its_end_a_session_reports_nothing_more_and_the_callback_still_comes():
+    module, rounds, called = model(0), [], []
+    with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.2) as s:
+        opt = s.optimizer(sgd(module), on_round=rounds.append)
+        loop(opt, module, 1, steps=EVERY)
+    member, membership = s._member, s._membership
+    member.on_round = member.report_round = lambda *args: called.append("member")
+    membership.news = lambda: called.append("news")
+    loop(opt, module, 2, steps=2 * EVERY)
+    assert called == []
+    assert len(rounds) == 3
