@@ -80,10 +80,10 @@ class Honest:
     def __init__(self, exchange: SimulatedExchange, board: Board) -> None:
         self.exchange, self.board = exchange, board
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
         """As the exchange does."""
         self.board.note(key, tensors)
-        return self.exchange.start(key, tensors, weight, codec)
+        return self.exchange.start(key, tensors, weight, codec, even)
 
 
 class Hostile:
@@ -97,11 +97,11 @@ class Hostile:
         self.slow: Tensors | None = None
         self._first: Tensors | None = None
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
         """Lie."""
         self.exchange.sleep(0.5)
         own = [tensor.clone() for tensor in tensors]
         self._first = self._first or own
         start = [torch.zeros_like(tensor) for tensor in own] if self.slow is None else [tensor.clone() for tensor in self.slow]
         seen = self.board.posted.get((key.round, key.fragment)) or [own]
-        return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), weight, codec)
+        return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), weight, codec, even)

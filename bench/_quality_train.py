@@ -125,8 +125,8 @@ class Meter:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.bytes = exchange, 0
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
-        return self.exchange.start(key, tensors, weight, _Counted(codec, self))
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+        return self.exchange.start(key, tensors, weight, _Counted(codec, self), even)
 
 
 def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:

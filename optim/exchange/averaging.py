@@ -10,21 +10,22 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.senders import by_sender
-from shoal.optim.exchange.base import Mean, weighted_mean
+from shoal.optim.exchange.base import Mean, counted_weights, weighted_mean
 from shoal.optim.exchange.robust import Contributions, UpdateScreen
 
 
-def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contributions: Contributions) -> Mean:
+def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
     """Return the mean of a committed exchange, of the same bits for all members without a screen; may be computed in place.
 
     A codec that averages by sender takes the place of the screen's mean, and needs all decoded contributions at once.
     """
     if not by_sender(codec, 1 << 30):
-        return screen.mean(me, fragment, contributions)
+        return screen.mean(me, fragment, contributions, even)
     held = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
     count = by_sender(codec, len(held[0][2]))
     rest = weighted_mean([(peer, weight, tensors[count:]) for peer, weight, tensors in held])
-    counted = [(weight, tensors) for _, weight, tensors in held if weight] or [(1.0, tensors) for _, _, tensors in held]
+    stated, _ = counted_weights([weight for _, weight, _ in held])
+    counted = [(weight, tensors) for weight, (_, _, tensors) in zip(stated, held, strict=True) if weight]
     weights = [weight for weight, _ in counted]
     means = [sender_mean(weights, [tensors[place] for _, tensors in counted]) for place in range(count)]
     return replace(rest, tensors=[*means, *rest.tensors])

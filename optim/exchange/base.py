@@ -8,13 +8,18 @@ result is ``None`` and the rule goes on with the own contribution alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
+
+MOST = 4.0
+"""Largest weight in a mean, in median weights of its members: a stated weight is a claim that nobody checks."""
 
 
 @dataclass(frozen=True, order=True)
@@ -33,13 +38,15 @@ class Mean:
     tensors: list[Tensor]
     """Weighted mean, float32 on the CPU, of the shapes handed in."""
     weight: float
-    """Sum of the members' weights."""
+    """Sum of the members' weights, as they counted."""
     members: tuple[str, ...]
     """Sorted peer ids of all who took part, the own one included."""
     counted: int | None = None
     """Number of members with a weight above 0, which the mean is over; None: all."""
     states: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """The members' ``state`` (``ComparesStates``), by peer id, the own one included; empty if there is nothing to compare."""
+    limit: float = math.inf
+    """What a larger stated weight counted as."""
 
 
 class Handle(Protocol):
@@ -57,8 +64,11 @@ class Handle(Protocol):
 class Exchange(Protocol):
     """Averaging of tensors with other peers."""
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
-        """Begin an exchange. The tensors are copied before this returns; the caller may change them at once."""
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+        """Begin an exchange. The tensors are copied before this returns; the caller may change them at once.
+
+        ``even``: how many of the first tensors get a plain mean over the members that count, whatever their weights.
+        """
         ...
 
 
@@ -100,34 +110,54 @@ class ComparesStates(Protocol):
         ...
 
 
-def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]]) -> Mean:
-    """Return the weighted mean of (peer id, weight, tensors), computed in the tensors of the peer whose id sorts first.
+def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:
+    """Return the weights that count in a mean of members that stated these, and the largest that any of them can have.
 
-    The order of additions depends only on the peer ids, so every member gets the same bits. With two equal weights each
-    product is exact, and the result is the correctly rounded mean. A peer with weight 0 takes part but is not counted;
-    if all weights are 0, all count the same. ValueError unless every weight is finite and not negative.
+    That is ``MOST`` times the median of those above 0, the lower of two, so in a pair ``MOST`` times the smaller one. A minority
+    can therefore state what it likes, and no pair is one peer's alone. It depends on what all members know, so they agree on it.
+    If all are 0, all count as 1. ValueError unless every weight is finite and not negative.
     """
-    if not contributions or any(not 0 <= weight < float("inf") for _, weight, _ in contributions):
-        raise ValueError(f"weights must be finite and not negative, got {[weight for _, weight, _ in contributions]}")
-    members = tuple(sorted(peer for peer, _, _ in contributions))
-    ordered = sorted((item for item in contributions if item[1] > 0), key=lambda item: item[0])
-    if not ordered:
-        ordered = [(peer, 1.0, tensors) for peer, _, tensors in sorted(contributions, key=lambda item: item[0])]
+    if not stated or any(not 0 <= weight < math.inf for weight in stated):
+        raise ValueError(f"weights must be finite and not negative, got {list(stated)}")
+    positive = [weight for weight in stated if weight > 0]
+    if not positive:
+        return [1.0] * len(stated), MOST
+    limit = MOST * median_low(positive)
+    return [min(weight, limit) for weight in stated], limit
+
+
+def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0) -> Mean:
+    """Return the mean of (peer id, stated weight, tensors) by ``counted_weights``, and a plain one of the first ``even`` tensors.
+
+    It is computed in the tensors of the peer whose id sorts first. The order of additions depends only on the peer ids, so every
+    member gets the same bits. With two equal weights each product is exact, and the result is the correctly rounded mean. A peer
+    with weight 0 takes part but is not counted. ValueError as of ``counted_weights``.
+    """
+    ordered = sorted(contributions, key=lambda item: item[0])
+    weights, limit = counted_weights([weight for _, weight, _ in ordered])
+    counted = [(peer, weight, part) for (peer, _, part), weight in zip(ordered, weights, strict=True) if weight > 0]
+    return Mean(combined(counted, even), sum(weights), tuple(peer for peer, _, _ in ordered), len(counted), limit)
+
+
+def combined(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0) -> list[Tensor]:
+    """Return the sum of the tensors, each times its positive weight's share of all, or the same share in the first ``even``."""
+    ordered = sorted(contributions, key=lambda item: item[0])
     total = sum(weight for _, weight, _ in ordered)
-    _, first_weight, first = ordered[0]
-    result = list(first)
-    for tensor in result:
-        tensor.mul_(first_weight / total)
-    for _, weight, tensors in ordered[1:]:
-        for accumulated, tensor in zip(result, tensors, strict=True):
-            accumulated.add_(tensor, alpha=weight / total)
-    return Mean(result, total, members, len(ordered))
+    result: list[Tensor] = []
+    for _, weight, tensors in ordered:
+        shares = [1 / len(ordered), weight / total]
+        if not result:
+            result = [tensor.mul_(shares[place >= even]) for place, tensor in enumerate(tensors)]
+            continue
+        for place, (accumulated, tensor) in enumerate(zip(result, tensors, strict=True)):
+            accumulated.add_(tensor, alpha=shares[place >= even])
+    return result
 
 
 class Alone:
     """Exchange without partners: local training, and the baseline of every comparison."""
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
         """Return the handle of an exchange that is over already."""
         return NoPartner()
 

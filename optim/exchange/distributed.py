@@ -159,7 +159,14 @@ class Distributed:
         return str(self._process.peer)
 
     def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()
+        self,
+        key: RoundKey,
+        tensors: Sequence[Tensor],
+        weight: float = 1.0,
+        codec: Codec = FLOAT32,
+        even: int = 0,
+        *,
+        state: Sequence[float] = (),
     ) -> Handle:
         """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive.
 
@@ -180,7 +187,7 @@ class Distributed:
             self.absent(key)
             return NoPartner()
         parts = 0 < self._size < len(self._peers)
-        return self._begin(key, _offer(payload, weight, () if parts else tuple(state)), payload)
+        return self._begin(key, _offer(payload, weight, () if parts else tuple(state)), replace(payload, even=even))
 
     def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
         """Begin a second exchange between members of the round ``key``, as ``ComparesStates`` wants."""

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Prefi
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape, check_finite
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.averaging import mean_of
-from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.base import Mean, counted_weights
 from shoal.optim.exchange.robust import TRUSTING
 from shoal.optim.exchange.store_agreement import Pause, ProcessCoordinates, RoundTicket
 
@@ -33,6 +33,8 @@ class Payload:
     data: Tensor
     shapes: list[Shape]
     codec: Codec
+    even: int = 0
+    """How many of the first tensors get a plain mean."""
 
     @property
     def plain(self) -> bool:
@@ -65,17 +67,19 @@ class GlooGroups:
         try:
             group = self._group(ticket, members)
             # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and simulation use.
-            if own.plain and any(weights) and (len(members) > 2 or weights[0] == weights[1]):
-                share = weights[members.index(self._process.peer)] / sum(weights)
-                if not self._sum(group, own.data, share, over):
+            plain = own.plain and any(weights) and not (own.even and len(set(weights)) > 1)
+            if plain and (len(members) > 2 or weights[0] == weights[1]):
+                counted, limit = counted_weights(weights)
+                if not self._sum(group, own.data, counted[members.index(self._process.peer)] / sum(counted), over):
                     return GIVEN_UP
-                mean = Mean(own.codec.decode(own.data, own.shapes), sum(weights), tuple(sorted(peers)))
+                mean = Mean(own.codec.decode(own.data, own.shapes), sum(counted), tuple(sorted(peers)), limit=limit)
             else:
                 payloads = self._gather(group, own.data, len(members), over)
                 if not payloads:
                     return GIVEN_UP
                 parts = [self._decoded(own, payload) for payload in payloads]
-                mean = mean_of(TRUSTING, own.codec, str(self._process.peer), 0, list(zip(peers, weights, parts, strict=True)))
+                received = list(zip(peers, weights, parts, strict=True))
+                mean = mean_of(TRUSTING, own.codec, str(self._process.peer), 0, received, own.even)
             check_finite(mean.tensors, "the mean")
         except ValueError as error:
             return str(error)

@@ -48,13 +48,13 @@ class UpdateScreen(Protocol):
         """
         ...
 
-    def mean(self, me: str, fragment: int, contributions: Contributions) -> Mean:
-        """Return the mean to use for a committed exchange of ``me`` and others; may be computed in place."""
+    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+        """Return the mean to use for a committed exchange of ``me`` and others (`weighted_mean`); may be computed in place."""
         ...
 
 
 class Trusting:
-    """Update screen that accepts every contribution at its stated weight."""
+    """Update screen that accepts every contribution."""
 
     gathers = False
 
@@ -62,9 +62,9 @@ class Trusting:
         """Return None."""
         return None
 
-    def mean(self, me: str, fragment: int, contributions: Contributions) -> Mean:
+    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
         """Return the weighted mean."""
-        return weighted_mean(contributions)
+        return weighted_mean(contributions, even)
 
 
 TRUSTING = Trusting()

@@ -239,7 +239,14 @@ class SimulatedExchange:
         return self.start(key, tensors, weight)
 
     def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()
+        self,
+        key: RoundKey,
+        tensors: Sequence[Tensor],
+        weight: float = 1.0,
+        codec: Codec = FLOAT32,
+        even: int = 0,
+        *,
+        state: Sequence[float] = (),
     ) -> _SimulatedHandle:
         """Post the contribution, encoded and decoded by the codec, and the ``state`` of ``ComparesStates``."""
         simulation = self.simulation
@@ -256,12 +263,12 @@ class SimulatedExchange:
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
         simulation._posted[key, self.peer] = (at, weight, arrived)
         heapq.heappush(simulation._events, at)
-        return _SimulatedHandle(simulation, self.peer, key, simulation.now + simulation.wait)
+        return _SimulatedHandle(simulation, self.peer, key, simulation.now + simulation.wait, even)
 
 
 class _SimulatedHandle:
-    def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float) -> None:
-        self.simulation, self.peer, self.key, self.until = simulation, peer, key, until
+    def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float, even: int) -> None:
+        self.simulation, self.peer, self.key, self.until, self.even = simulation, peer, key, until, even
         self._mean: Mean | None = None
 
     def done(self) -> bool:
@@ -291,6 +298,6 @@ class _SimulatedHandle:
         simulation._release(group, self.peer, key)
         if contributions:
             screen, codec = simulation._screen(self.peer, key), simulation._codecs[key, self.peer]
-            mean = mean_of(screen, codec, self.peer, key.fragment, contributions)
+            mean = mean_of(screen, codec, self.peer, key.fragment, contributions, self.even)
             self._mean = replace(mean, states=simulation._compared(group, key))
         return self._mean

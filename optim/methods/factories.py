@@ -62,16 +62,8 @@ def _outer(
     return OuterOptimizer(inner, exchange, rule=rule, schedule=schedule, fragments=fragments, **options)
 
 
-def _weighted(options: Options, method: str) -> bool:
-    """Return True if peers have different weights. ValueError for a codec too narrow for model weights divided by those."""
-    if options.get("weight", equal) is equal:
-        return False
-    if options.get("codec", FLOAT32).name.startswith("float16"):
-        raise ValueError(
-            f"{method} with uneven weights sends weights divided by the tokens, for which float16 has too small a range: "
-            "choose bfloat16 or float32"
-        )
-    return True
+def _weighted(options: Options) -> bool:
+    return options.get("weight", equal) is not equal
 
 
 def NoLoCo(
@@ -89,7 +81,7 @@ def NoLoCo(
     The defaults are the paper's. ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent, unless peers have
     different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
     """
-    rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options, "NoLoCo"))
+    rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options))
     warn_if_unstable(lr, momentum, 0, nesterov=False)
     return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="NoLoCo")
 
@@ -101,7 +93,7 @@ def LocalSGD(inner: torch.optim.Optimizer, exchange: Exchange, *, every: int = 5
     over all peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two
     tensors. If the group is everyone, all start equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor.
     """
-    weighted = _weighted(options, "LocalSGD")
+    weighted = _weighted(options)
     rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
     return _outer(inner, exchange, rule, Every(every), options, weights_sent_by="LocalSGD")
 
@@ -120,7 +112,6 @@ def GASLoC(
 
     The defaults are NoLoCo's, for comparison; the paper's were not available to us.
     """
-    _weighted(options, "GASLoC")
     warn_if_unstable(lr, momentum, 0, nesterov=True)
     return _outer(inner, exchange, GASLoCRule(lr, momentum, mix), Every(every), options, weights_sent_by="GASLoC")
 

@@ -37,7 +37,7 @@ from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.sketch import sketch
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
-from shoal.optim.rules.base import START, RoundContext, Rule, State, assign
+from shoal.optim.rules.base import START, AveragesEvenly, RoundContext, Rule, State, assign
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedule import Schedule, Send
 
@@ -265,6 +265,8 @@ class OuterOptimizer(OuterState):
             if self.anchored and isinstance(self.exchange, ComparesStates):
                 held = sketch(self.slow_of(fragment))
                 handle = self.exchange.start(context.key, payload, sent, tail_codec, state=held)
+            elif isinstance(self.rule, AveragesEvenly) and (even := self.rule.even(len(contribution))):
+                handle = self.exchange.start(context.key, payload, sent, tail_codec, even)
             else:
                 handle = self.exchange.start(context.key, payload, sent, tail_codec)
         else:
@@ -313,6 +315,7 @@ class OuterOptimizer(OuterState):
         total, members = weight, 1
         if mean is not None:
             total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
+            weight = min(weight, mean.limit)
             if pending.listening and members < len(mean.members):  # if all weights are 0, all count
                 weight = 0.0
         context = RoundContext(pending.context.key, weight, total, members, lag, pending.contribution)

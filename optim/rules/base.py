@@ -69,6 +69,15 @@ class Rule(Protocol):
 
 
 @runtime_checkable
+class AveragesEvenly(Protocol):
+    """Rule of which some tensors need a plain mean, whatever the members' weights."""
+
+    def even(self, count: int) -> int:
+        """Return how many of the first tensors of a contribution of ``count`` these are."""
+        ...
+
+
+@runtime_checkable
 class Anchored(Protocol):
     """Rule under which all peers of a group have the same slow weights, though only displacements are sent.
 

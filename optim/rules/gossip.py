@@ -11,15 +11,6 @@ from torch import Tensor
 from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 
 
-def _divided(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """Divide by the own weight, so that the weighted mean times the mean weight (``_mean_weight``) is a plain mean."""
-    return list(tensors) if weight == 1.0 else [tensor / weight for tensor in tensors]
-
-
-def _mean_weight(context: RoundContext) -> float:
-    return context.total / max(context.members, 1)
-
-
 @dataclass(frozen=True)
 class NoLoCoRule:
     """NoLoCo's rule (2506.10911v1, Eq. 1-3) in the form of the authors' code, whose sign of the second term is the descending one.
@@ -72,10 +63,12 @@ class NoLoCoRule:
         return {"momentum": zeros(slow)}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return ``fast`` in the one-tensor form, else the pseudo-gradients, then ``slow`` divided by the own weight."""
-        if self.sends_weights_only:
-            return list(fast)
-        return pseudo_gradient(slow, fast) + _divided(slow, context.weight)
+        """Return ``fast`` in the one-tensor form, else ``slow``, then the pseudo-gradients."""
+        return list(fast) if self.sends_weights_only else [*slow, *pseudo_gradient(slow, fast)]
+
+    def even(self, count: int) -> int:
+        """Return the number of tensors of slow weights, if these are sent."""
+        return 0 if self.sends_weights_only else count // 2
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
@@ -87,11 +80,11 @@ class NoLoCoRule:
                 v.mul_(self.momentum).add_(s - mean_fast, alpha=self.lr)
                 s.sub_(v)
         else:
-            count, scale = len(slow), _mean_weight(context)
-            for v, s, g, mean_slow in zip(velocity, slow, mean[:count], mean[count:], strict=True):
+            count = len(slow)
+            for v, s, mean_slow, g in zip(velocity, slow, mean[:count], mean[count:], strict=True):
                 v.mul_(self.momentum).add_(g, alpha=self.lr)
                 if context.members > 1 or context.weight == 0:  # without a partner there is no pull, nor must rounding be one
-                    v.add_(s - mean_slow * scale, alpha=self.gamma)
+                    v.add_(s - mean_slow, alpha=self.gamma)
                 s.sub_(v)
         assign(fast, slow)
 
@@ -144,17 +137,20 @@ class GASLoCRule:
         return {"offset": zeros(slow)}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return u, divided by the own weight."""
-        return _divided([s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)], context.weight)
+        """Return u."""
+        return [s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)]
+
+    def even(self, count: int) -> int:
+        """Return all."""
+        return count
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Take one outer step."""
-        scale = _mean_weight(context)
         for offset, s, f, mean_u in zip(state["offset"], slow, fast, mean, strict=True):
             u = s.lerp(f, self.lr)
             offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum
-            offset.add_(mean_u * scale - u, alpha=self.mix)
+            offset.add_(mean_u - u, alpha=self.mix)
             s.copy_(u).add_(offset)
         assign(fast, slow)

@@ -27,6 +27,8 @@ class Contribution:
     codec: Codec
     weight: float
     sha256: bytes
+    even: int = 0
+    """How many of the first tensors get a plain mean, whatever the weights; the same at all peers of the method."""
 
     def view(self) -> memoryview:
         """Return the payload's bytes without a copy."""
@@ -48,14 +50,16 @@ class Contribution:
         return reason
 
 
-def encode_contribution(swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec) -> Contribution:
+def encode_contribution(
+    swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int = 0
+) -> Contribution:
     """Encode ``tensors``. Raises ValueError if ``key`` is of another run than ``swarm``, or if the codec refuses them."""
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     payload = codec.encode(tensors)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     sha256 = digest(payload.numpy().data)
-    return Contribution(key, payload, shapes, codec, float(weight), sha256)
+    return Contribution(key, payload, shapes, codec, float(weight), sha256, even)
 
 
 def model_digest(tensors: Sequence[Tensor]) -> str:

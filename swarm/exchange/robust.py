@@ -27,8 +27,7 @@ influence of a contribution that passed. Their cost:
 * *Groups*: every member computes the same from the same payloads, so all hold the same bits, as before; but the result is not the
   mean, and payloads are gathered, never all-reduced. Rules that ask for their own share in the mean (eager) get an equal one.
 
-A stated weight is an unchecked claim, so the robust rules want equal weights. Where weights differ and whole weights
-travel, they travel divided by the peer's weight, distances between them mean nothing, and ``suspect`` has no effect.
+The robust rules count all members alike: a stated weight is an unchecked claim, which the plain mean bounds (`counted_weights`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from shoal.optim.exchange.base import Mean, RoundKey, weighted_mean
+from shoal.optim.exchange.base import Mean, RoundKey, combined, weighted_mean
 from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
@@ -77,7 +76,6 @@ class DistanceScreen:
         times: radius of the robust rule, in median distances. The less, the less can hostile peers do, and the less do honest
             ones count that differ.
         sends: what contributions are (``optim.Method.sends``).
-        measured: distances between contributions mean something, which they do unless weights differ and whole weights travel.
     """
 
     def __init__(
@@ -87,12 +85,11 @@ class DistanceScreen:
         suspect: float = 3.0,
         times: float = 1.0,
         sends: Literal["weights", "displacement"] = "weights",
-        measured: bool = True,
     ) -> None:
         if (suspect and not suspect > 1) or not times > 0:
             raise ValueError(f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}")
         self.robust, self.suspect, self.times, self._sends = robust, suspect, times, sends
-        self._measures = measured and (suspect > 0 or robust == "clipped-gossip")
+        self._measures = suspect > 0 or robust == "clipped-gossip"
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
         self._radius: OrderedDict[tuple[int, str], tuple[float, float]] = OrderedDict()
@@ -141,10 +138,10 @@ class DistanceScreen:
             return COLD[self._sends] * norm
         return max((self.suspect or 3.0) * usual, norm if self._sends == "displacement" else 0.0)
 
-    def mean(self, me: str, fragment: int, contributions: Contributions) -> Mean:
-        """Return the plain mean, or the robust rule's replacement for it."""
+    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+        """Return the weighted mean, or the robust rule's replacement for it."""
         if self.robust == "none":
-            return weighted_mean(contributions)
+            return weighted_mean(contributions, even)
         everyone = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
         # A peer of weight 0 does not move the others; it takes over their result, in a pair within its own clip.
         whole = [item for item in everyone if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)]
@@ -157,9 +154,9 @@ class DistanceScreen:
             theirs = clipped_gossip(*self._radius[fragment, next(peer for peer, _, _ in whole if peer != me)])
             shares = [GRID - theirs if peer == me else theirs for peer, _, _ in whole]
         counted = [(peer, float(share), tensors) for share, (peer, _, tensors) in zip(shares, whole, strict=True) if share]
-        mean = weighted_mean(counted)
-        total = sum(weight or 1.0 for _, weight, _ in whole)
-        return Mean(mean.tensors, total, tuple(peer for peer, _, _ in everyone), len(whole))
+        # The limit makes the own share in the mean, for rules that ask for it, an equal one.
+        limit = min((weight for _, weight, _ in whole if weight), default=1.0)
+        return Mean(combined(counted), len(whole) * limit, tuple(peer for peer, _, _ in everyone), len(whole), limit)
 
     def forget(self) -> None:
         """Forget the distances seen: this node has taken over others' weights, so they no longer tell anything."""

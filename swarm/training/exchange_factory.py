@@ -14,14 +14,7 @@ from shoal.swarm.membership.view import MemberView
 def make_screen(outer: OuterSettings) -> DistanceScreen:
     """Return the update screen for the settings."""
     method = method_named(outer.method)
-    # Methods with one partner divide whole weights by what the peer counts.
-    return DistanceScreen(
-        robust=outer.robust,
-        suspect=outer.suspect,
-        times=outer.radius,
-        sends=method.sends,
-        measured=outer.weighing == "equal" or method.group != "pair",
-    )
+    return DistanceScreen(robust=outer.robust, suspect=outer.suspect, times=outer.radius, sends=method.sends)
 
 
 def make_exchange(

@@ -185,12 +185,12 @@ class SessionExchange:
         """Make ``optimizer`` the session's; the optimizer calls this when it is made."""
         self._attached(optimizer)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Handle:
+    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
         """Begin a round; without a partner once the session is over, or the network gone."""
         if self._closed:
             return NoPartner()
         try:
-            return self.inner.start(key, tensors, weight, codec)
+            return self.inner.start(key, tensors, weight, codec, even)
         except NetworkError:
             return NoPartner()
 

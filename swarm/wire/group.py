@@ -20,7 +20,7 @@ Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
 class GroupReady(Message):
     """Signed description of the sender's contribution to a round, for its leader and then its group; ``patience`` in seconds."""
 
-    KIND, VERSION = "group-ready", 2
+    KIND, VERSION = "group-ready", 3
     swarm: SwarmId
     round: Count
     fragment: Count

@@ -44,8 +44,8 @@ class Gathered:
         payload.
         """
         contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
-        attempt = self.attempt
-        return mean_of(attempt.screen, attempt.contribution.codec, self.me, attempt.key.fragment, contributions)
+        attempt, mine = self.attempt, self.attempt.contribution
+        return mean_of(attempt.screen, mine.codec, self.me, attempt.key.fragment, contributions, mine.even)
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
         mine = self.attempt.contribution

@@ -62,12 +62,13 @@ class Reduced:
     flat: Tensor
     mine: Contribution
     counted: int
+    limit: float
 
     def mean(self) -> Mean:
         """Return the mean in the shapes that were handed in."""
         sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
         parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
-        return Mean(parts, self.weight, self.members, self.counted)
+        return Mean(parts, self.weight, self.members, self.counted, self.limit)
 
 
 class AllReduce:
@@ -78,8 +79,8 @@ class AllReduce:
         self.group, self._mine, self._until = group, mine, until
         self._mean: Tensor | None = None
         self._called: set[str] = set()
-        # A node whose codec cannot be all-reduced reports that it holds nothing, and the leader gathers.
-        self._runner = _Runner(streams, group, me, mine) if isinstance(mine.codec, FloatCodec) else None
+        # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.
+        self._runner = _Runner(streams, group, me, mine) if isinstance(mine.codec, FloatCodec) and not mine.even else None
 
     async def run(self) -> None:
         """Reduce within the group's time."""
@@ -102,7 +103,8 @@ class AllReduce:
         """Return the mean of all."""
         assert self._mean is not None
         weights = [self.group.weight(peer) for peer in self.group.members]
-        return Reduced(self.group.members, sum(weights), self._mean, self._mine, sum(weight > 0 for weight in weights))
+        counted = sum(weight > 0 for weight in weights)
+        return Reduced(self.group.members, sum(weights), self._mean, self._mine, counted, self.group.limit)
 
     def lose(self, places: int) -> None:
         """Fail if a member has died."""

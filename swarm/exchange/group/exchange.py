@@ -74,9 +74,9 @@ class GroupExchange(ExchangeBase):
         super().__init__(context.host, self._rounds, timeouts.limit)
 
     def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[Outcome]:
         """Begin a round. Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors."""
-        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec)
+        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

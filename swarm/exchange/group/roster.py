@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+from shoal.optim.exchange.base import counted_weights
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.p2p.stream import short
@@ -40,8 +42,18 @@ class Roster:
         return (1 << len(self.readies)) - 1
 
     def weight(self, peer: str) -> float:
-        """Return a member's signed weight; where all weights are 0 every member has weight 1."""
-        return self.readies[peer].weight if any(ready.weight for ready in self.readies.values()) else 1.0
+        """Return what a member's signed weight counts as (`counted_weights`)."""
+        return self._weights[0][peer]
+
+    @property
+    def limit(self) -> float:
+        """What a larger weight counts as."""
+        return self._weights[1]
+
+    @cached_property
+    def _weights(self) -> tuple[dict[str, float], float]:
+        weights, limit = counted_weights([self.readies[peer].weight for peer in self.members])
+        return dict(zip(self.members, weights, strict=True)), limit
 
     def places(self, peers: Iterable[str]) -> int:
         """Return the places of ``peers``, as bits."""

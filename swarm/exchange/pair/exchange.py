@@ -46,10 +46,10 @@ class PairExchange(ExchangeBase):
         super().__init__(context.host, self._matchmaker, timeouts.limit)
 
     def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[PartnerContribution]:
         """Start looking for a partner. Raises ValueError if ``key`` is of another run than this swarm."""
-        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec)
+        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._meet(attempt), lambda received: self._mean(mine, received))
 
@@ -60,4 +60,4 @@ class PairExchange(ExchangeBase):
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
         """Compute the mean. Both sides do so from the same bytes in the same order."""
         contributions = [(self._context.me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.tensors)]
-        return mean_of(self._screen, mine.codec, self._context.me, mine.key.fragment, contributions)
+        return mean_of(self._screen, mine.codec, self._context.me, mine.key.fragment, contributions, mine.even)

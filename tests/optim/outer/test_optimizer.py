@@ -16,7 +16,7 @@ class Partner:
     def __init__(self, theirs):
         self.theirs, self.sent, self.keys = theirs, [], []
 
-    def start(self, key, tensors, weight=1.0, codec=None):
+    def start(self, key, tensors, weight=1.0, codec=None, even=0):
         own = [tensor.clone() for tensor in tensors]
         self.sent.append(own)
         self.keys.append(key)

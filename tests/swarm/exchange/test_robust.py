@@ -24,7 +24,7 @@ class Choosy:
         self.asked.append((key.round, peer, own()[0].flatten()[0].item(), theirs[0].flatten()[0].item()))
         return "it is bad" if theirs[0].flatten()[0].item() == self.bad else None
 
-    def mean(self, me, fragment, contributions):
+    def mean(self, me, fragment, contributions, even=0):
         mean = weighted_mean(contributions)
         mean.tensors[0].add_(100.0)
         return mean
@@ -72,7 +72,7 @@ def test_a_pair_of_which_one_refuses_goes_apart(two, who):
 def test_each_side_of_a_pair_takes_what_its_own_defence_makes_of_it(two):
     _, make = two
     gentle = Choosy()
-    gentle.mean = lambda me, fragment, contributions: weighted_mean(contributions)
+    gentle.mean = lambda me, fragment, contributions, even=0: weighted_mean(contributions)
     assert make(gentle, Choosy())(1.0, 3.0) == [2.0, 102.0]
 
 
