@@ -97,7 +97,9 @@ def sources_for(membership: MemberView, model: str, begun: bool = True) -> list[
 def query_for(membership: MemberView, model: str, opt: OuterOptimizer) -> StateQuery:
     """Return the query for a state that fits ``opt``."""
     request = StateRequest(swarm=membership.swarm, model=model)
-    return StateQuery(request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored)
+    return StateQuery(
+        request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments
+    )
 
 
 def _others(membership: MemberView) -> dict[str, Member]:
@@ -105,8 +107,9 @@ def _others(membership: MemberView) -> dict[str, Member]:
 
 
 def _furthest_first(members: Mapping[str, Member], creator: str) -> list[Member]:
-    """Sort by round, the latest first, and within a round the creator first."""
-    return sorted(members.values(), key=lambda member: (-member.round, member.peer != creator))
+    """Sort by round, the latest first, then the creator first. All from the median on count alike, so that lies gain nothing."""
+    usual = median_low(member.round for member in members.values()) if members else 0
+    return sorted(members.values(), key=lambda member: (-min(member.round, usual), member.peer != creator))
 
 
 def _sources(members: Mapping[str, Member], model: str, creator: str, early: Sequence[str]) -> list[Member]:
@@ -114,8 +117,9 @@ def _sources(members: Mapping[str, Member], model: str, creator: str, early: Seq
 
     A member that waits in a later round than 0 has resumed, and is about to train.
     """
-    fitting = [member for member in _furthest_first(members, creator) if member.model == model]
-    return [member for member in fitting if member.state in (("waiting", "training") if member.round > 0 else early)]
+    fitting = {peer: member for peer, member in members.items() if member.model == model}
+    able = {p: m for p, m in fitting.items() if m.state in (("waiting", "training") if m.round > 0 else early)}
+    return _furthest_first(able, creator)
 
 
 def _sources_for(membership: MemberView, model: str, begun: bool) -> list[Member]:

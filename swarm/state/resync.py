@@ -16,6 +16,7 @@ import concurrent.futures
 import logging
 from collections import Counter
 from collections.abc import Callable
+from statistics import median_low
 
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.errors import NetworkError, ShoalError
@@ -125,7 +126,13 @@ class Resynchronizer:
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
         patience = PATIENCE_S if self._afresh else SECOND_S
         query = StateQuery(
-            request, shapes, self._opt.shared_shapes, equal=self._opt.anchored, confirmed=self._afresh, patience=patience
+            request,
+            shapes,
+            self._opt.shared_shapes,
+            equal=self._opt.anchored,
+            confirmed=self._afresh,
+            fragments=self._opt.fragments,
+            patience=patience,
         )
         try:
             self._pending = begin_fetch(self._membership.host, query, others)
@@ -137,7 +144,8 @@ class Resynchronizer:
         members = self._membership.directory.members().items()
         there = [m for peer, m in members if peer != me and m.model == self._model and m.state == "training"]
         there = [m for m in there if m.peer in self._preferred] or there
-        return [(m.peer, m.addresses) for m in sorted(there, key=lambda m: (-m.round, m.peer))[:ASKED]]
+        usual = median_low(m.round for m in there) if there else 0
+        return [(m.peer, m.addresses) for m in sorted(there, key=lambda m: (-min(m.round, usual), m.peer))[:ASKED]]
 
     def adopt_fetched(self) -> bool:
         """Take over weights that have arrived; call it between two steps. Return whether the node is with its group again."""
@@ -150,7 +158,7 @@ class Resynchronizer:
         except (ShoalError, concurrent.futures.CancelledError) as error:
             log.warning("the weights of the swarm were not taken over after a missed round: %s", error)
             return False
-        if state is None or len(state.applied) != self._opt.fragments:
+        if state is None:
             self._returned()  # nobody is nearer to the group than this node
             return False
         round = max(state.round, self._opt.round)

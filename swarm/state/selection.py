@@ -11,6 +11,10 @@ second peer has to confirm them. What a second peer can honestly say depends on 
   noise, zeros, of the wrong sign or scale, but not ones that were changed a little, or in a few places. Against those nothing
   protects a member of a gossip swarm either.
 * **Only one peer answers**, as in a swarm of one member: its offer is taken unconfirmed.
+
+The later of two confirmed snapshots is taken, but a round is believed only if it is at most `AHEAD` beyond the lower median of
+those that the peers state: a node that begins in a round where nobody is finds no partner. One that begins too early is told by the
+others which round they are in.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +51,7 @@ PREPARE_S = 70.0  # seconds in which it then makes the snapshot, which it does b
 SAMPLE = 4  # chunks that are compared
 NEAR = 0.8  # of the larger norm: unrelated weights are 1.4 apart, opposite ones 2, nothing and something 1
 ENOUGH = 2  # peers that offer the same snapshot
+AHEAD = 2  # rounds
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +89,17 @@ class Collected:
 
     offers: list[SnapshotOffer]
     errors: dict[str, Exception]
+
+
+def believed(rounds: Iterable[int]) -> int:
+    """Return the latest round that is believed if peers state these, at least one: a lone one far ahead of the others is not."""
+    return median_low(rounds) + AHEAD
+
+
+def plausible(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
+    """Return the offers of rounds that are believed."""
+    limit = believed(offer.header.round for offer in offers)
+    return [offer for offer in offers if offer.header.round <= limit]
 
 
 async def ask(host: Host, to: Peer, request: StateRequest) -> StateHeader:
@@ -155,11 +172,17 @@ async def collect(
 
 
 def agreed(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
-    """Return the offers of the snapshot that most peers offer, of the latest round among equals; none if no two offer the same."""
+    """Return the offers of the snapshot that most peers offer, the latest believed one of equals; none if no two offer the same."""
     same: defaultdict[bytes, list[SnapshotOffer]] = defaultdict(list)
     for offer in offers:
         same[offer.id].append(offer)
-    most = max(same.values(), key=lambda group: (len(group), group[0].header.round), default=[])
+    limit = believed(offer.header.round for offer in offers) if offers else 0
+
+    def rank(group: Sequence[SnapshotOffer]) -> tuple[int, bool, int]:
+        round = group[0].header.round
+        return len(group), round <= limit, round
+
+    most = max(same.values(), key=rank, default=[])
     return most if len(most) >= ENOUGH else []
 
 
@@ -182,7 +205,7 @@ async def choose(
     found = agreed(offers)
     if found or len(offers) < ENOUGH:
         return found or list(offers)
-    later = max(offer.header.round for offer in offers)
+    later = max(offer.header.round for offer in plausible(offers))
     behind = [offer.source for offer in offers if offer.header.round < later]
     if equal and behind:
         again = await collect(host, request.model_copy(update={"since": later}), behind, check, patience)
@@ -195,7 +218,7 @@ async def choose(
 
 
 async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], draw: random.Random) -> SnapshotOffer:
-    """Return the offer of the latest round to whose weights another peer's are near."""
+    """Return the offer of the latest believed round to whose weights another peer's are near."""
     samples: dict[str, torch.Tensor] = {}
     in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
     chunks = sorted(draw.sample(range(chunks_in(in_slow)), min(SAMPLE, chunks_in(in_slow))))
@@ -216,7 +239,8 @@ async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], dr
         if apart <= NEAR:
             near[one.peer] += 1
             near[other.peer] += 1
-    best = max(compared, key=lambda one: (near[one.peer] > 0, one.header.round, near[one.peer]))
+    limit = believed(one.header.round for one in compared)
+    best = max(compared, key=lambda one: (near[one.peer] > 0, one.header.round <= limit, one.header.round, near[one.peer]))
     if not near[best.peer]:
         names = " and ".join(short(one.peer) for one in compared[:2])
         raise UnconfirmedError(f"peers {names} hand out weights that lie far from each other, and no other peer confirms either.")

@@ -21,8 +21,9 @@ from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
-from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect
+from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect, plausible
 from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest, snapshot_id
+from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.state import StateHeader, StateRequest
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ATTEMPTS = 3
 PATIENCE_S = 10.0  # seconds after the first offer in which a second peer may confirm it
 FETCH_S = 3600.0  # seconds that everything may take
+LAST_ROUND = MAX_COUNT // 2  # whoever begins in it can go on for as many rounds again
 FEW = 64  # peers that are asked at once, at most
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ class StateQuery:
 
     ``shapes``: of the slow weights. ``extra``: shapes of what its outer rule takes over beside them, by name; a source may have
     less, never other. ``equal``: in this method peers hold the same weights. ``confirmed``: a second peer must confirm the
-    weights; otherwise the latest offer will do. ``attempts``: times that the sources are asked, at most.
+    weights; otherwise the latest offer will do. ``fragments``: of this node's optimizer; None: a state without their rounds will
+    do. ``attempts``: times that the sources are asked, at most.
     """
 
     request: StateRequest
@@ -59,6 +62,7 @@ class StateQuery:
     extra: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
     equal: bool = False
     confirmed: bool = True
+    fragments: int | None = None
     patience: float = PATIENCE_S
     attempts: int = ATTEMPTS
 
@@ -82,6 +86,11 @@ class StateQuery:
             raise MessageError(f"peer {short(peer)} announced weights of {header.nbytes} bytes, {FLOAT32.nbytes(every)} fit here.")
         if len(header.applied) % struct.calcsize("<Q"):
             raise MessageError(f"peer {short(peer)} sent a malformed list of rounds.")
+        applied = [round for (round,) in struct.iter_unpack("<Q", header.applied)]
+        if self.fragments is not None and len(applied) != self.fragments:
+            raise MessageError(f"peer {short(peer)} states the rounds of {len(applied)} fragments, here are {self.fragments}.")
+        if header.round > LAST_ROUND or max(applied, default=0) > header.round:
+            raise MessageError(f"peer {short(peer)} states a round that cannot be: {max(header.round, *applied, 0)}.")
 
     def wanted(self, header: StateHeader) -> int:
         """Return how many of the snapshot's first bytes are to be fetched."""
@@ -143,7 +152,7 @@ async def choose_source(
         log.log(level, "no weights from peer %s: %s", short(peer), error)
     if answers.offers:
         if not query.confirmed:
-            return agreed(answers.offers) or [max(answers.offers, key=lambda one: one.header.round)]
+            return agreed(answers.offers) or [max(plausible(answers.offers), key=lambda one: one.header.round)]
         draw = draw or random.Random(fresh_nonce())
         return await choose(host, query.request, answers.offers, query.check, draw, equal=query.equal, patience=query.patience)
     errors = list(answers.errors.values())

@@ -1,0 +1,165 @@
+"""Sources that lie to a newcomer: about their round, about what was applied, alone and in collusion."""
+
+import asyncio
+import random
+import struct
+import threading
+import types
+
+import pytest
+import torch
+
+from shoal.optim import NoLoCo
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.state.catch_up import sources_in
+from shoal.swarm.state.selection import AHEAD, SnapshotOffer, UnconfirmedError, agreed, believed, choose, plausible
+from shoal.swarm.state.server import StateServer
+from shoal.swarm.state.snapshot import State, encode, make
+from shoal.swarm.state.sync import LAST_ROUND, StateQuery, fetch_state
+from shoal.swarm.wire.fields import MAX_COUNT
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.state import StateRequest
+
+SWARM, MODEL = "a" * 52, "0" * 64
+SHAPES = [(40, 10), (3,)]
+
+
+def slow(near=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [1.0 + 0.1 * tensor for tensor in drawn] if near else [100.0 * tensor for tensor in drawn]
+
+
+@pytest.fixture
+def give(network):
+    """Make a peer that hands out a state."""
+    ended, threads = threading.Event(), []
+
+    def make(state):
+        host = network.host()
+        server = StateServer(host, SWARM, MODEL, SHAPES)
+
+        def offer():
+            while not ended.wait(0.005):
+                server.offer(lambda: state)
+
+        threads.append(threading.Thread(target=offer))
+        threads[-1].start()
+        return host
+
+    yield make
+    ended.set()
+    for thread in threads:
+        thread.join(10)
+
+
+def query(**options):
+    return StateQuery(StateRequest(swarm=SWARM, model=MODEL), SHAPES, fragments=1, patience=2.0, **options)
+
+
+def offered(states):
+    """Offers of ``states`` as they come from the network, by peers named by their place."""
+    return [SnapshotOffer(f"peer{place}", (), make(state, encode(state)).header) for place, state in enumerate(states)]
+
+
+@pytest.mark.parametrize("lie", [10**6, LAST_ROUND])
+@pytest.mark.parametrize("honest", [1, 2, 5])
+def test_one_that_states_a_round_far_ahead_is_not_the_latest(lie, honest):
+    offers = offered([State(7 + place % 2, slow(seed=place), applied=[6]) for place in range(honest)] + [State(lie, slow(seed=9))])
+    assert {offer.header.round for offer in plausible(offers)} <= {7, 8}
+    assert believed(offer.header.round for offer in offers) <= 8 + AHEAD
+
+
+def test_two_equal_liars_do_not_win_against_two_equal_honest_sources():
+    honest, lie = State(7, slow(), applied=[6]), State(10**6, slow(seed=1), applied=[6])
+    assert [offer.header.round for offer in agreed(offered([lie, lie, honest, honest]))] == [7, 7]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_liar_with_good_weights_does_not_misplace_a_newcomer(network, give, equal, seed):
+    hosts = [give(State(7, slow(seed=place), applied=[6])) for place in range(5)]
+    liar = give(State(10**6, slow(seed=9), applied=[6]))
+    order = [liar, *hosts]
+    random.Random(seed).shuffle(order)
+    state = fetch_state(network.host(), query(equal=equal), [(host.peer_id, ()) for host in order])
+    assert state.round == 7
+
+
+def test_a_node_that_missed_a_round_does_not_take_the_liars_either(network, give):
+    honest, liar = give(State(7, slow(), applied=[6])), give(State(10**6, slow(seed=9), applied=[6]))
+    state = fetch_state(network.host(), query(equal=True, confirmed=False), [(liar.peer_id, ()), (honest.peer_id, ())])
+    assert state.round == 7
+
+
+@pytest.mark.parametrize(
+    ("round", "applied", "why"),
+    [
+        (7, (), "states the rounds of 0 fragments, here are 1"),
+        (7, (7, 7), "states the rounds of 2 fragments, here are 1"),
+        (7, (8,), "a round that cannot be: 8"),
+        (7, (2**64 - 1,), f"a round that cannot be: {2**64 - 1}"),
+        (LAST_ROUND + 1, (7,), f"a round that cannot be: {LAST_ROUND + 1}"),
+        (MAX_COUNT, (7,), f"a round that cannot be: {MAX_COUNT}"),
+    ],
+)
+def test_a_header_that_no_honest_source_makes_is_refused(network, round, applied, why):
+    (offer,) = offered([State(7, slow(), applied=[6])])
+    query().check("a" * 10, offer.header)
+    header = offer.header.model_copy(update={"round": round, "applied": struct.pack(f"<{len(applied)}Q", *applied)})
+    with pytest.raises(MessageError, match=why):
+        query().check("a" * 10, header)
+
+
+@pytest.mark.parametrize("state", [State(7, slow()), State(MAX_COUNT, slow(), applied=[6])])
+def test_it_is_passed_over_for_another_source_and_alone_it_ends_in_a_sentence(network, give, state):
+    honest, liar = give(State(7, slow(), applied=[6])), give(state)
+    found = fetch_state(network.host(), query(), [(liar.peer_id, ()), (honest.peer_id, ())])
+    assert (found.round, found.applied) == (7, [6])
+    with pytest.raises(NetworkError, match="none of the peers"):
+        fetch_state(network.host(), query(attempts=1), [(liar.peer_id, ())])
+
+
+def test_in_the_latest_round_that_is_believed_a_node_can_adopt_and_state_its_own():
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    opt = NoLoCo(torch.optim.SGD(weights, lr=0.1), types.SimpleNamespace(start=None))
+    opt.adopt(slow(), round=LAST_ROUND, into_model=True, applied=[LAST_ROUND - 1])
+    assert member("a" * 52, opt.round + 10**9, model_digest(weights)).round == LAST_ROUND + 10**9
+
+
+def member(peer, round, model=MODEL):
+    return Member.model_construct(peer=peer, addresses=(), swarm=SWARM, round=round, model=model, state="training")
+
+
+def test_members_that_state_rounds_far_ahead_do_not_fill_the_list_of_those_who_are_asked():
+    """Of 20 honest and 19 liars, the liars are not all that is asked."""
+    members = {f"honest{n}": member(f"honest{n}", 100 + AHEAD) for n in range(20)}
+    members |= {f"liar{n}": member(f"liar{n}", 2**50 + n) for n in range(19)}
+    asked = [peer for peer, _ in sources_in(members, MODEL, creator="honest7")]
+    assert asked[0] == "honest7"
+    assert sum(peer.startswith("honest") for peer in asked) == len(asked)
+
+
+# -- one honest source, two that collude ----------------------------------------------------------------------------------
+
+
+def test_colluding_liars_who_are_most_of_the_sources_decide(network, give):
+    """What is not guaranteed: of three sources two agree on other weights, and theirs are taken."""
+    lie = State(7, slow(near=False), applied=[6])
+    hosts = [give(state) for state in (lie, lie, State(7, slow(), applied=[6]))]
+    found = fetch_state(network.host(), query(equal=True), [(host.peer_id, ()) for host in hosts])
+    assert torch.equal(found.slow[0], lie.slow[0])
+
+
+def test_two_that_do_not_confirm_each_other_are_not_taken(monkeypatch):
+    """What is guaranteed: colluders must agree; a lone lie against the honest one ends in a refusal, not in a choice."""
+    offers = offered([State(7, slow(near=False), applied=[6]), State(7, slow(), applied=[6])])
+    samples = {offer.peer: tensor for offer, tensor in zip(offers, (torch.randn(50), torch.ones(50)), strict=True)}
+
+    async def sample(host, swarm, offer, chunks, in_slow):
+        return samples[offer.peer]
+
+    monkeypatch.setattr("shoal.swarm.state.selection._sample", sample)
+    with pytest.raises(UnconfirmedError, match="lie far from each other"):
+        asyncio.run(choose(None, query().request, offers, None, random.Random(0), equal=False, patience=1.0))
