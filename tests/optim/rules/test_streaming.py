@@ -305,7 +305,7 @@ def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
             parts.append(length * direction / np.linalg.norm(direction))
         return np.concatenate(parts)
 
-    tokens = dict(zip(lab.PEERS, [10, 20, 40, 5], strict=True))
+    tokens = dict(zip(lab.PEERS, [10, 20, 12, 8], strict=True))
     WEIGHTS = [(EVERY * t) ** 2 / EVERY for t in tokens.values()]
 
     def method(inner, exchange, **options):
