@@ -136,7 +136,7 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], 
     ordered = sorted(contributions, key=lambda item: item[0])
     weights, limit = counted_weights([weight for _, weight, _ in ordered])
     counted = [(peer, weight, part) for (peer, _, part), weight in zip(ordered, weights, strict=True) if weight > 0]
-    return Mean(combined(counted, even), sum(weights), tuple(peer for peer, _, _ in ordered), len(counted), limit)
+    return Mean(combined(counted, even), sum(weights), tuple(peer for peer, _, _ in ordered), len(counted), limit=limit)
 
 
 def combined(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0) -> list[Tensor]:

@@ -156,7 +156,7 @@ class DistanceScreen:
         counted = [(peer, float(share), tensors) for share, (peer, _, tensors) in zip(shares, whole, strict=True) if share]
         # The limit makes the own share in the mean, for rules that ask for it, an equal one.
         limit = min((weight for _, weight, _ in whole if weight), default=1.0)
-        return Mean(combined(counted), len(whole) * limit, tuple(peer for peer, _, _ in everyone), len(whole), limit)
+        return Mean(combined(counted), len(whole) * limit, tuple(peer for peer, _, _ in everyone), len(whole), limit=limit)
 
     def forget(self) -> None:
         """Forget the distances seen: this node has taken over others' weights, so they no longer tell anything."""

@@ -68,7 +68,7 @@ class Reduced:
         """Return the mean in the shapes that were handed in."""
         sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
         parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
-        return Mean(parts, self.weight, self.members, self.counted, self.limit)
+        return Mean(parts, self.weight, self.members, self.counted, limit=self.limit)
 
 
 class AllReduce:
