@@ -9,6 +9,7 @@ import click
 
 from shoal.node.chaos.actor_options import LIES
 from shoal.node.exit_codes import ExitCode
+from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
@@ -41,7 +42,15 @@ from shoal.node.logs import log_to_stderr
 @click.option("--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]")
 @click.option("--robust", metavar="RULE", help="Defence: clipped-gossip or centered-clip.  [default: none]")
 @click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml.")
-@click.option("--task", "--hooks", "hooks", metavar="text|MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.")
+@click.option(
+    "--task",
+    "--hooks",
+    "hooks",
+    cls=TaskOption,
+    metavar="text|MODULE:CLASS|FILE.py:CLASS",
+    default="text",
+    help="The task to train.",
+)
 @click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Set an option of the task, such as width=256.")
 @click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders and logs here.  [default: a temporary one]")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from shoal.node.help import AVERAGING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, joined, one_of, titled
+from shoal.node.help import AVERAGING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, TaskOption, joined, one_of, titled
 
 METHODS = (
     "noloco", "local", "gasloc", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta", "none",
@@ -43,7 +43,10 @@ def task_option(default: str | None) -> Decorator:
     """Return the option ``--task``, with its older name ``--hooks``."""
     shown = "text|rl|MODULE:CLASS|FILE.py:CLASS"
     return titled(
-        TASK, click.option("--task", "--hooks", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]")
+        TASK,
+        click.option(
+            "--task", "--hooks", "hooks", cls=TaskOption, metavar=shown, default=default, help="The task to train.  [default: text]"
+        ),
     )
 
 

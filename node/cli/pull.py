@@ -8,6 +8,7 @@ import click
 
 from shoal.node.cli.options import waiting
 from shoal.node.exit_codes import ExitCode
+from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
@@ -15,7 +16,9 @@ from shoal.node.logs import log_to_stderr
 @click.command(short_help="Download a swarm's weights without joining it.")
 @click.argument("link")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write into.")
-@click.option("--task", "--hooks", "hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task.")
+@click.option(
+    "--task", "--hooks", "hooks", cls=TaskOption, metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task."
+)
 @click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Most bytes of weights to download.")
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
