@@ -11,12 +11,12 @@ import torch
 
 
 def saved(device: torch.device) -> dict[str, Any]:
-    """Return the state of all generators, as tensors and plain values."""
+    """Return the state of all generators: torch's as tensors, the others' as plain values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "rng": torch.get_rng_state(),
         "rng_device": _of_device(device),
-        "rng_numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *(value for value in rest)),
+        "rng_numpy": (str(kind), np.asarray(keys).tolist(), *rest),
         "rng_python": random.getstate(),
     }
 
@@ -31,7 +31,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
         torch.mps.set_rng_state(on_device)
     if "rng_numpy" in state:
         kind, keys, *rest = state["rng_numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     if "rng_python" in state:
         random.setstate(state["rng_python"])
 

@@ -205,12 +205,17 @@ class OuterState(torch.optim.Optimizer):
             raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
         return codec
 
-    @torch.no_grad()
     def _sent_shapes(self, fragment: int) -> list[torch.Size]:
-        """Return the shapes of the rule's contribution for a fragment, by a trial call."""
-        slow = [tensor.clone() for tensor in self.slow_of(fragment)]
-        context = RoundContext(RoundKey("", 0, fragment))
-        sent = self.rule.contribution(slow, [tensor.clone() for tensor in slow], self.rule.initial(slow), context)
+        """Return the shapes of the rule's contribution for a fragment, by a trial call, which needs memory if it reads values."""
+        try:
+            return self._trial(fragment, torch.device("meta"))
+        except RuntimeError:
+            return self._trial(fragment, self.slow[0].device)
+
+    @torch.no_grad()
+    def _trial(self, fragment: int, device: torch.device) -> list[torch.Size]:
+        slow, fast = ([torch.zeros_like(tensor, device=device) for tensor in self.slow_of(fragment)] for _ in range(2))
+        sent = self.rule.contribution(slow, fast, self.rule.initial(slow), RoundContext(RoundKey("", 0, fragment)))
         return [tensor.shape for tensor in sent]
 
     @property

@@ -210,7 +210,7 @@ def test_nobody_crowds_others_out_and_copies_are_known(tiny):
 def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
     rows = tuple(tuple(tiny.encode(text, True)) for text in ("a", "bc"))
     update = make_update([RolloutGroup("last: abc", rows, (1.0, 0.0), (None, (-0.5, -0.5, -0.5)))])
-    assert update.advantages.tolist() == pytest.approx([1.0, -1.0], abs=1e-6)
+    assert update.advantages.tolist() == pytest.approx([0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4)], abs=1e-6)
     assert update.length == 5
     batch = completions_of(tiny, update, 1.0)
     assert torch.equal(batch.behaviour[0], batch.old[0])

@@ -223,3 +223,21 @@ def test_a_state_that_is_not_copied_is_the_optimizers_own():
     start = [tensor.clone() for tensor in run.opt.rule_state["start"]]
     run.opt.state_dict(copy=False)  # what is in flight is added to a copy, not to the optimizer's own
     assert same(start, run.opt.rule_state["start"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_shapes_of_a_contribution_are_known_before_it_is_sent(name):
+    sent = []
+
+    class Noting(Alone):
+        def start(self, key, tensors, weight=1.0, codec=None):
+            sent.append([tensor.shape for tensor in tensors])
+            return super().start(key, tensors)
+
+    weights = [torch.nn.Parameter(torch.ones(300, 2)), torch.nn.Parameter(torch.ones(3))]
+    knobs = {"fragments": 1, "lag": 0} if "fragments" in METHODS[name].knobs else {}
+    opt = METHODS[name].make(torch.optim.SGD(weights, lr=0.1), Noting(), every=1, **knobs)
+    expected = opt._sent_shapes(0)
+    opt.count(1)
+    opt.step()
+    assert sent == [expected]
