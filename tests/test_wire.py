@@ -39,8 +39,9 @@ from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG
 from shoal.swarm.topics.log_sync import QUOTA as LOGS
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
+from shoal.swarm.wire.envelope import ENVELOPE, Message
 from shoal.swarm.wire.group import GroupDecision, GroupReady
-from shoal.swarm.wire.member import ENVELOPE, Member, Message
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Offer
 from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.swarm.errors import MessageError
 from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.state import StateHeader
 
 HEADER, CHUNKS = "header", "chunks"

@@ -23,7 +23,8 @@ from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership import membership
 from shoal.swarm.membership.membership import OWN_LOOP, Membership, NetworkOptions
 from shoal.swarm.training.shard import least_used
-from shoal.swarm.wire.member import Member, seal
+from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.member import Member
 
 AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
 RL = "rl"

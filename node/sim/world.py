@@ -23,7 +23,7 @@ from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.sim.directory import EPOCH, Board
 from shoal.swarm.sim.isolation import isolated
 from shoal.swarm.sim.network import SimNetwork, Trace
-from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.envelope import seal
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
 SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at fixed times, because finalizers act too

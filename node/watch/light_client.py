@@ -32,9 +32,9 @@ from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import b58encode
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import MAX_MESSAGE
+from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, unpack, unseal
 from shoal.swarm.wire.join import ManifestReply, ManifestRequest
-from shoal.swarm.wire.member import Member, pack, unpack, unseal
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, Field
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.manifest.verify import StretchTerms, Terms, VerifySettings
-from shoal.swarm.wire.envelope import peek
-from shoal.swarm.wire.member import KIB, MAX_COUNT, Digest, Label, Message, PeerId, unseal
+from shoal.swarm.wire.envelope import KIB, Message, peek, unseal
+from shoal.swarm.wire.fields import MAX_COUNT, Digest, Label, PeerId
 
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.group import LARGEST_GROUP
-from shoal.swarm.wire.member import MAX_COUNT
 
 MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round

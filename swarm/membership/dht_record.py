@@ -18,7 +18,8 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.wire.member import Member, seal, unseal
+from shoal.swarm.wire.envelope import seal, unseal
+from shoal.swarm.wire.member import Member
 
 log = logging.getLogger(__name__)
 

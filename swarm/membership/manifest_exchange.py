@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.join import ManifestReply, ManifestRequest
-from shoal.swarm.wire.member import pack, unpack
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

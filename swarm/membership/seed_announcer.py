@@ -14,7 +14,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.reconnector import Reconnector
 from shoal.swarm.p2p.seed_client import addresses_of, ask
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 if TYPE_CHECKING:

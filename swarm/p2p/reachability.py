@@ -27,8 +27,8 @@ from pydantic import Field
 
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.fields import Nonce
-from shoal.swarm.wire.member import Message, pack, unpack
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
 SMALL_S = 5.0  # seconds for one small message

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.member import Member, pack, unpack, unseal
+from shoal.swarm.wire.envelope import pack, unpack, unseal
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from pydantic import Field
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.fields import Reason
-from shoal.swarm.wire.member import Message, pack, unpack
 
 SPEED_PROTOCOL = "/shoal/speed/1"
 MAX_BYTES = 2 << 20  # each way

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.member import Member, unseal
+from shoal.swarm.wire.envelope import unseal
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obt
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
 from shoal.swarm.seed.registry import SeedRegistry
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
 
 log = logging.getLogger(__name__)

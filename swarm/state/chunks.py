@@ -10,7 +10,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, chunk_size, chunks_in
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.state import ChunkReply, ChunkRequest
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer, download, fetch_digests
 from shoal.swarm.state.snapshot import chunks_in, snapshot_id
 from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
 from shoal.swarm.wire.state import StateHeader, StateRequest
 

@@ -15,7 +15,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.state.chunks import SMALL_S, ChunkServer
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, State, encode, make, nothing
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
 from shoal.swarm.wire.state import StateHeader, StateRequest
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.wire.digest import CHUNK
+from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.fields import pack_shapes
-from shoal.swarm.wire.member import pack
 from shoal.swarm.wire.state import StateHeader
 
 DIGEST = 32  # bytes of a chunk's BLAKE3

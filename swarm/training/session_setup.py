@@ -28,7 +28,7 @@ from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.digest import digest
-from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.envelope import seal
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""

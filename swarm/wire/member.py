@@ -1,4 +1,4 @@
-"""The record of a member in the directory. The messages of pairs, joining and state can be imported from here as well."""
+"""The record of a member in the directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.swarm.wire.envelope import ENVELOPE, KIB, M, Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.envelope import KIB, Message
 from shoal.swarm.wire.fields import (
     FAILURES,
     MAX_BLAMED,
@@ -22,40 +22,6 @@ from shoal.swarm.wire.fields import (
     ShortLabel,
     SwarmId,
 )
-from shoal.swarm.wire.join import AdmissionReply, ManifestReply, ManifestRequest
-from shoal.swarm.wire.pair import Abort, Answer, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
-from shoal.swarm.wire.state import ChunkReply, ChunkRequest, StateHeader, StateRequest
-
-__all__ = [
-    "ENVELOPE",
-    "KIB",
-    "MAX_COUNT",
-    "Abort",
-    "AdmissionReply",
-    "Answer",
-    "ChunkReply",
-    "ChunkRequest",
-    "Commit",
-    "Digest",
-    "Label",
-    "M",
-    "ManifestReply",
-    "ManifestRequest",
-    "Member",
-    "Message",
-    "Offer",
-    "OutcomeReply",
-    "OutcomeRequest",
-    "PeerId",
-    "Ready",
-    "StateHeader",
-    "StateRequest",
-    "pack",
-    "seal",
-    "unpack",
-    "unseal",
-]  # fmt: skip
-
 
 MAX_MISSING = 4  # names of missing members in a record
 

@@ -37,7 +37,8 @@ from shoal.swarm.exchange.contribution import BARRED, Contribution
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.member import ENVELOPE, Member, pack, seal, unpack, unseal
+from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack, unseal
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.pair import Answer, Offer
 

@@ -38,7 +38,7 @@ from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 from shoal.swarm.seed.server import Seed
 from shoal.swarm.state.server import StateServer
-from shoal.swarm.wire.member import seal
+from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"

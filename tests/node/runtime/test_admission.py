@@ -22,7 +22,7 @@ from shoal.swarm.membership.visitor import visited
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.topics.rollout_pool import RolloutPool
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
 from shoal.swarm.wire.state import StateRequest
 

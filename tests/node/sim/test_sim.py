@@ -14,7 +14,7 @@ from shoal.node.sim.toy_task import Lesson, ToyModel, make_toy
 from shoal.node.sim.world import is_message
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.wire.member import pack, seal
+from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.pair import Answer
 
 SMALL = {"peers": 4, "minutes": 0.3, "parameters": 64, "overrides": {"outer.every": 10}}

@@ -14,7 +14,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import SOON_S, AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
-from shoal.swarm.wire.member import pack, seal, unpack
+from shoal.swarm.wire.envelope import pack, seal, unpack
 
 SWARM, OTHER = "a" * 52, "b" * 51 + "a"
 CREATOR, ANNA, BERT = (Identity.ephemeral() for _ in range(3))

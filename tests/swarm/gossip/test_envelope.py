@@ -28,8 +28,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.wire.envelope import MAX_ITEMS, diagnose
-from shoal.swarm.wire.member import ENVELOPE, pack, seal
+from shoal.swarm.wire.envelope import ENVELOPE, MAX_ITEMS, diagnose, pack, seal
 
 ME = Identity.ephemeral()
 SWARM = swarm_id(b"")

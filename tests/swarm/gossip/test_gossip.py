@@ -18,7 +18,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.envelope import pack
 
 SWARM = swarm_id(b"")
 

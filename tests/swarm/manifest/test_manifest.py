@@ -12,7 +12,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.wire.member import pack, seal
+from shoal.swarm.wire.envelope import pack, seal
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 

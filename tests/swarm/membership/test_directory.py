@@ -18,7 +18,8 @@ from shoal.swarm.membership import dht_index as trie
 from shoal.swarm.membership.dht_record import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.member import Member, seal
+from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.member import Member
 
 SWARM = "a" * 52
 ABOUT = {

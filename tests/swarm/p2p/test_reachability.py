@@ -23,7 +23,7 @@ from shoal.swarm.p2p.reachability import (
 from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.p2p.throughput import EACH as TESTS
 from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, ThroughputProbe, measure
-from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.envelope import pack
 
 PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
 

@@ -35,10 +35,10 @@ from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout_pool import RolloutPool
-from shoal.swarm.wire import member as m
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupReceipt
 from shoal.swarm.wire.nonce import nonces_from
+from shoal.swarm.wire.pair import Answer, Offer
 from shoal.swarm.wire.seed import SeedRequest
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
 from tests.swarm.security.forgeries import (
@@ -194,7 +194,7 @@ class Pairs(Court):
         if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
             until(lambda: self.exchange._matchmaker._held)
             handle = self.exchange.start(mine().key, mine().tensors(), 1.0, FLOAT32)
-        answer = unpack(self.host.call(stream.receive(m.Answer.LIMIT, 5), 6), m.Answer)
+        answer = unpack(self.host.call(stream.receive(Answer.LIMIT, 5), 6), Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)
         if answer.verdict == "accept":
             assert handle.result() is None  # the stream ended
@@ -226,8 +226,8 @@ class Answers(Pairs):
         said = []
 
         async def answer(stream):
-            await stream.receive(m.Offer.LIMIT + ENVELOPE, 2)
-            await stream.send(pack(m.Answer(verdict="accept", round=ROUND)), 2)
+            await stream.receive(Offer.LIMIT + ENVELOPE, 2)
+            await stream.send(pack(Answer(verdict="accept", round=ROUND)), 2)
             await stream.send(sealed, 2)
 
         async def repeating():

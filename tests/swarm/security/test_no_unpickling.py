@@ -42,7 +42,7 @@ from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.evidence import EvidenceStore
 from shoal.swarm.topics.log_sync import LogServer
 from shoal.swarm.topics.rollout_pool import RolloutPool
-from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.state import StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64

@@ -21,7 +21,8 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry
-from shoal.swarm.wire.member import Member, seal
+from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import MAX_NAMED, SeedRequest
 
 SWARM = "a" * 52

@@ -13,7 +13,7 @@ from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State, encode
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, begin_fetch, fetch_state
-from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.pair import Answer
 from shoal.swarm.wire.state import StateRequest
 

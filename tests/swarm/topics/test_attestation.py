@@ -18,7 +18,7 @@ from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, Attestation, Attestations, sign_record, verify_record
-from shoal.swarm.wire.member import pack, seal, unpack, unseal
+from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

@@ -12,7 +12,7 @@ from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics import evidence as evidence_module
 from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 
 SWARM = swarm_id(b"")
 

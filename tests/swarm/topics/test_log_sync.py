@@ -12,7 +12,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics import log_sync
 from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG, LogReply, LogRequest, LogServer, fetch_log
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 
 SWARM = swarm_id(b"")
 

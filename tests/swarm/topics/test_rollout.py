@@ -10,7 +10,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, MAX_TOKENS, Rollout, pack_logps, pack_tokens
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 
 PEER = Identity.ephemeral().peer_id
 texts = st.lists(st.text(max_size=50), min_size=1, max_size=MAX_COMPLETIONS)

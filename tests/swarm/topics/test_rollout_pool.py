@@ -18,7 +18,7 @@ from shoal.swarm.p2p.pubsub import MAX_MESSAGE
 from shoal.swarm.p2p.rate_limit import Counters, RateLimit
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 from shoal.swarm.topics.rollout_pool import REASONS, PoolLimits, RolloutPool
-from shoal.swarm.wire.member import pack, seal
+from shoal.swarm.wire.envelope import pack, seal
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

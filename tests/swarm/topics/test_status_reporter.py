@@ -8,7 +8,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.topics.status import BANNED, PARTNERS, ROUNDS, Status
 from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.wire.member import pack
+from shoal.swarm.wire.envelope import pack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
 ME = PEERS[0]

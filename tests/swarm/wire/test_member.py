@@ -8,9 +8,9 @@ from shoal.swarm.access.invitation import MAX_SHOWN, MAX_USES, Invitation, issue
 from shoal.swarm.access.invitation import admission as shown
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht_record import MAX_RECORD, bits_of, make_record, open_record
-from shoal.swarm.wire.envelope import ENVELOPE
+from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack, unseal
 from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, MAX_COUNT, SKETCH
-from shoal.swarm.wire.member import MAX_MISSING, Member, pack, seal, unpack, unseal
+from shoal.swarm.wire.member import MAX_MISSING, Member
 from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

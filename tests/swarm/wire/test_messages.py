@@ -15,8 +15,12 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest, swarm_id
 from shoal.swarm.wire import envelope as wire
 from shoal.swarm.wire import group as g
-from shoal.swarm.wire import member as m
+from shoal.swarm.wire.envelope import ENVELOPE, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.fields import FAILURES, MAX_TENSORS
+from shoal.swarm.wire.join import AdmissionReply, ManifestReply, ManifestRequest
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.pair import Abort, Answer, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
+from shoal.swarm.wire.state import ChunkReply, ChunkRequest, StateHeader, StateRequest
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = swarm_id(b"")
@@ -36,7 +40,7 @@ shapes = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple), ma
 
 ALL = st.one_of(
     st.builds(
-        m.Member,
+        Member,
         swarm=swarms,
         peer=st.just(ME.peer_id),
         name=names,
@@ -58,10 +62,10 @@ ALL = st.one_of(
         missing_names=st.lists(names.map(lambda name: name[:16]), max_size=4).map(tuple),
         sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
     ),
-    st.builds(m.ManifestRequest, swarm=swarms),
-    st.builds(m.ManifestReply, manifest=st.none() | st.binary(max_size=100), swarm=swarms, reason=reasons),
+    st.builds(ManifestRequest, swarm=swarms),
+    st.builds(ManifestReply, manifest=st.none() | st.binary(max_size=100), swarm=swarms, reason=reasons),
     st.builds(
-        m.Offer,
+        Offer,
         swarm=swarms,
         round=counts,
         fragment=counts,
@@ -75,21 +79,21 @@ ALL = st.one_of(
         nonce=nonces,
     ),
     st.builds(
-        m.Answer,
+        Answer,
         verdict=st.sampled_from(["accept", "wait", "busy", "passed", "refuse"]),
         reason=reasons,
         round=counts,
     ),
-    st.builds(m.Ready, nonce=nonces, sha256=hashes),
-    st.builds(m.Commit, nonce=nonces),
-    st.builds(m.Abort, nonce=nonces, reason=reasons),
-    st.builds(m.OutcomeRequest, nonce=nonces),
-    st.builds(m.OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
-    st.builds(m.StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
-    st.builds(m.ChunkRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
-    st.builds(m.ChunkReply, nbytes=st.integers(0, 2**40), reason=reasons),
+    st.builds(Ready, nonce=nonces, sha256=hashes),
+    st.builds(Commit, nonce=nonces),
+    st.builds(Abort, nonce=nonces, reason=reasons),
+    st.builds(OutcomeRequest, nonce=nonces),
+    st.builds(OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
+    st.builds(StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
+    st.builds(ChunkRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
+    st.builds(ChunkReply, nbytes=st.integers(0, 2**40), reason=reasons),
     st.builds(
-        m.StateHeader,
+        StateHeader,
         round=counts,
         nbytes=st.integers(0, 2**40),
         shapes=shapes,
@@ -119,7 +123,7 @@ ALL = st.one_of(
         leader=st.none() | st.just(OTHER.peer_id),
         addresses=st.lists(paths, max_size=8).map(tuple),
     ),
-    st.builds(m.AdmissionReply, admission=st.binary(max_size=1024), reason=reasons),
+    st.builds(AdmissionReply, admission=st.binary(max_size=1024), reason=reasons),
     st.builds(g.GroupAlive),
     st.builds(
         g.GroupFormed,
@@ -137,7 +141,7 @@ ALL = st.one_of(
 )
 # Those of other modules have tests of their own, and are there or not by what else was imported.
 HERE = {*(f"shoal.swarm.wire.{name}" for name in ("member", "pair", "join", "state", "group")), "shoal.swarm.manifest.manifest"}
-KINDS = tuple(kind for kind in m.Message.__subclasses__() if kind.__module__ in HERE)
+KINDS = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in HERE)
 
 
 def member(**changes):
@@ -146,7 +150,7 @@ def member(**changes):
         "loss": 1.5, "steps_per_s": 3.0, "shard": 0, "shards": 1, "model": "0" * 64, "state": "training",
         "issued": time.time(), "version": "0.1.0",
     }  # fmt: skip
-    return m.Member(**{**fields, **changes})
+    return Member(**{**fields, **changes})
 
 
 def raw(message, **changes):
@@ -157,7 +161,7 @@ def raw(message, **changes):
 
 def refused(data, *types, says=None):
     with pytest.raises(MessageError, match=says) as caught:
-        m.unpack(data, *types or (m.Member,))
+        unpack(data, *types or (Member,))
     assert caught.value.reason in ("malformed", "oversized", "truncated", "nested", "kind", "version")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
@@ -170,34 +174,34 @@ def test_every_kind_is_covered_and_has_its_own_name():
 
 @given(ALL)
 def test_round_trip(message):
-    assert m.unpack(m.pack(message), *KINDS) == message
-    assert m.unseal(m.seal(message, ME), *KINDS) == (ME.peer_id, message)
-    assert len(m.seal(message, ME)) - len(m.pack(message)) <= m.ENVELOPE
+    assert unpack(pack(message), *KINDS) == message
+    assert unseal(seal(message, ME), *KINDS) == (ME.peer_id, message)
+    assert len(seal(message, ME)) - len(pack(message)) <= ENVELOPE
 
 
 @settings(max_examples=300)
 @given(ALL, st.data())
 def test_truncated_or_flipped_is_a_message_error_or_another_valid_message(message, data):
-    packed = m.pack(message)
+    packed = pack(message)
     at = data.draw(st.integers(0, len(packed) - 1))
     refused(packed[:at], *KINDS)
     refused(packed + b"\xc0", *KINDS)
     flipped = packed[:at] + bytes([packed[at] ^ data.draw(st.integers(1, 255))]) + packed[at + 1 :]
     try:
-        other = m.unpack(flipped, *KINDS)
+        other = unpack(flipped, *KINDS)
     except MessageError:
         return
-    assert isinstance(other, m.Message)
+    assert isinstance(other, Message)
 
 
 @given(ALL, st.data())
 def test_sealed_admits_no_change_to_signer_content_or_signature(message, data):
-    sealed = m.seal(message, ME)
+    sealed = seal(message, ME)
     at = data.draw(st.integers(0, len(sealed) - 1))
     flipped = sealed[:at] + bytes([sealed[at] ^ data.draw(st.integers(1, 255))]) + sealed[at + 1 :]
     for bad in (flipped, sealed[:at], sealed + b"\x00"):
         with pytest.raises(MessageError):
-            m.unseal(bad, *KINDS)
+            unseal(bad, *KINDS)
 
 
 @given(st.binary(max_size=300))
@@ -205,7 +209,7 @@ def test_random_bytes(data):
     refused(data, *KINDS)
     refused(b"\x93\xa6member\x01" + data)
     with pytest.raises(MessageError):
-        m.unseal(data, *KINDS)
+        unseal(data, *KINDS)
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
@@ -220,40 +224,40 @@ anything = st.recursive(
 def test_valid_msgpack_of_wrong_fields(kind, data):
     fields = {name: data.draw(anything) for name in kind.model_fields}
     with contextlib.suppress(MessageError):  # anything else would fail the test
-        m.unpack(msgpack.packb([kind.KIND, kind.VERSION, fields]), kind)
+        unpack(msgpack.packb([kind.KIND, kind.VERSION, fields]), kind)
 
 
 def test_forgeries_are_refused():
-    sealed = m.seal(member(), ME)
+    sealed = seal(member(), ME)
     _, payload, signature = msgpack.unpackb(sealed)
     for signer in (OTHER.peer_id, "", "x" * 52):
         with pytest.raises(MessageError, match="signature"):
-            m.unseal(msgpack.packb([signer, payload, signature]), m.Member)
+            unseal(msgpack.packb([signer, payload, signature]), Member)
     with pytest.raises(MessageError, match="another peer than its peer"):
-        m.unseal(m.seal(member(), OTHER), m.Member)
+        unseal(seal(member(), OTHER), Member)
     # A signature over the same bytes in another context is not one over the message.
     with pytest.raises(MessageError, match="signature"):
-        m.unseal(msgpack.packb([ME.peer_id, payload, ME.sign("shoal/offer/1", payload)]), m.Member)
+        unseal(msgpack.packb([ME.peer_id, payload, ME.sign("shoal/offer/1", payload)]), Member)
     with pytest.raises(MessageError, match="not \\[peer id"):
-        m.unseal(msgpack.packb([ME.peer_id, payload]), m.Member)
+        unseal(msgpack.packb([ME.peer_id, payload]), Member)
     with pytest.raises(MessageError, match="kind 'member' came in place of manifest"):
-        m.unseal(sealed, Manifest)
+        unseal(sealed, Manifest)
 
 
 def test_kind_and_version_are_named_before_anything_else():
-    commit = m.Commit(nonce=bytes(16))
-    refused(m.pack(commit), m.Ready, m.Abort, says="kind 'commit' came in place of abort or ready: run the same shoal")
+    commit = Commit(nonce=bytes(16))
+    refused(pack(commit), Ready, Abort, says="kind 'commit' came in place of abort or ready: run the same shoal")
     for version, where in ((2, "here"), (0, "there")):
         says = f"has version {version}, this node speaks 1: update shoal {where}"
-        refused(msgpack.packb(["commit", version, {"other": 1}]), m.Commit, says=says)
-    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", m.Member.VERSION + 1, {}]), bytes(64)])
-    with pytest.raises(MessageError, match=f"version {m.Member.VERSION + 1}, this node speaks {m.Member.VERSION}"):
-        m.unseal(newer, m.Member)
-    refused(msgpack.packb(["\x1b[31m", 1, {}]), m.Commit, says="came in place of commit")
+        refused(msgpack.packb(["commit", version, {"other": 1}]), Commit, says=says)
+    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", Member.VERSION + 1, {}]), bytes(64)])
+    with pytest.raises(MessageError, match=f"version {Member.VERSION + 1}, this node speaks {Member.VERSION}"):
+        unseal(newer, Member)
+    refused(msgpack.packb(["\x1b[31m", 1, {}]), Commit, says="came in place of commit")
     for head in ([b"commit", 1, {}], ["commit", True, {}], ["commit", "1", {}], ["commit", 1], ["commit", 1, {}, 2]):
-        refused(msgpack.packb(head), m.Commit, says="not .kind, version, fields")
-    refused(msgpack.packb(["commit", 1, []]), m.Commit, says="not .kind, version, fields")
-    refused(msgpack.packb({}), m.Commit, says="does not start with a kind and version")
+        refused(msgpack.packb(head), Commit, says="not .kind, version, fields")
+    refused(msgpack.packb(["commit", 1, []]), Commit, says="not .kind, version, fields")
+    refused(msgpack.packb({}), Commit, says="does not start with a kind and version")
 
 
 @pytest.mark.parametrize(
@@ -300,22 +304,22 @@ def test_size_is_checked_before_decoding(monkeypatch):
 
     monkeypatch.setattr(wire.msgpack, "unpackb", never)
     monkeypatch.setattr(wire.msgpack, "Unpacker", never)
-    refused(bytes(5121), m.Member, m.Commit, says="5121 bytes where at most 5120")
+    refused(bytes(5121), Member, Commit, says="5121 bytes where at most 5120")
     with pytest.raises(MessageError, match="5281 bytes where at most 5280"):
-        m.unseal(bytes(5281), m.Member)
+        unseal(bytes(5281), Member)
 
 
 def test_the_limit_of_the_own_kind_holds_among_larger_ones():
-    refused(raw(m.Commit(nonce=bytes(16)), more=bytes(2000)), m.Commit, m.Offer, says="where at most 1024")
+    refused(raw(Commit(nonce=bytes(16)), more=bytes(2000)), Commit, Offer, says="where at most 1024")
     with pytest.raises(MessageError, match=r"manifest-reply of 66\d+ bytes exceeds 65536"):
-        m.pack(m.ManifestReply.model_construct(manifest=bytes(66_000), swarm=SWARM, reason=""))
+        pack(ManifestReply.model_construct(manifest=bytes(66_000), swarm=SWARM, reason=""))
 
 
 def test_duplicate_keys_are_refused():
-    packed = m.pack(m.Commit(nonce=bytes(16)))
+    packed = pack(Commit(nonce=bytes(16)))
     head, field = packed[:-24], packed[-24:]  # fixmap of one: key (6), bin header (2), 16 bytes
     assert head[-1:] == b"\x81"
-    refused(head[:-1] + b"\x82" + field * 2, m.Commit, says="limits")
+    refused(head[:-1] + b"\x82" + field * 2, Commit, says="limits")
 
 
 BOMBS = {
@@ -343,16 +347,16 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
     offers = (b"\x93\xa5offer\x01\x81\xa6shapes" + bomb, bomb, b"\x93" + bomb, b"\x93\xa5offer\x01" + bomb)
     envelopes = (*offers, b"\x93" + msgpack.packb(ME.peer_id) + bomb)
     for data in envelopes:  # imports and caches made by the first refusal are not the bomb's
-        assert len(data) < m.Offer.LIMIT
-    refused(b"", m.Offer)
+        assert len(data) < Offer.LIMIT
+    refused(b"", Offer)
     tracemalloc.start()
     started = time.thread_time()  # processor time: other processes do not count
     try:
         for data in offers:
-            refused(data, m.Offer)
+            refused(data, Offer)
         for data in envelopes:
             with pytest.raises(MessageError):
-                m.unseal(data, m.Offer)
+                unseal(data, Offer)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -361,13 +365,13 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
 
 
 def test_the_largest_offer_fits_its_limit():
-    offer = m.Offer(
+    offer = Offer(
         swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * MAX_TENSORS,
         dtype="x" * 64, codec="x" * 64, sha256=bytes(32), weight=0.1, model="f" * 64, nonce=bytes(16),
     )  # fmt: skip
-    packed = m.pack(offer)
-    assert len(packed) < m.Offer.LIMIT
-    assert m.unpack(packed, m.Offer).shapes == offer.shapes
+    packed = pack(offer)
+    assert len(packed) < Offer.LIMIT
+    assert unpack(packed, Offer).shapes == offer.shapes
 
 
 @pytest.mark.parametrize(
@@ -375,15 +379,15 @@ def test_the_largest_offer_fits_its_limit():
 )
 def test_shapes_out_of_bounds(shapes):
     with pytest.raises(ValidationError):
-        m.StateHeader(round=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
+        StateHeader(round=0, nbytes=0, shapes=shapes, dtype="float32", sha256=bytes(32))
 
 
 def test_a_reason_is_cleaned_at_both_ends():
-    assert m.Abort(nonce=bytes(16), reason="two\nlines\x1b" + "x" * 600).reason == "two lines " + "x" * 502
-    got = m.unpack(raw(m.Abort(nonce=bytes(16)), reason="a\x07b"), m.Abort)
+    assert Abort(nonce=bytes(16), reason="two\nlines\x1b" + "x" * 600).reason == "two lines " + "x" * 502
+    got = unpack(raw(Abort(nonce=bytes(16)), reason="a\x07b"), Abort)
     assert got.reason == "a b"
-    longest = m.Answer(verdict="refuse", reason="\U0001f41f" * 600, round=2**53)
-    assert m.unpack(m.pack(longest), m.Answer) == longest
+    longest = Answer(verdict="refuse", reason="\U0001f41f" * 600, round=2**53)
+    assert unpack(pack(longest), Answer) == longest
 
 
 def test_messages_are_frozen():

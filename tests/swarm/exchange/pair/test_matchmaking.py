@@ -15,7 +15,7 @@ from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL, PairMatchmaker
-from shoal.swarm.wire.member import ENVELOPE, pack, seal, unseal
+from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.pair import Answer, Offer
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0

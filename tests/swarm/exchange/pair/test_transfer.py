@@ -17,7 +17,7 @@ from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.wire.member import pack, unpack
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Commit, OutcomeReply, OutcomeRequest, Ready
 
 SWARM, MODEL = "a" * 52, "0" * 64
