@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shoal.node.runtime.display import clean
 from shoal.swarm.access.link import Link
+from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.stream import short
@@ -21,9 +22,12 @@ NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
 
 def read_status(link: Link) -> dict[str, Any]:
     """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
-    with visited(link) as (_, manifest, members):
-        pass
-    return overview(link.swarm, manifest, members, time.time())
+    with visited(link) as (host, manifest, members):
+        # With a wrong clock no member is listed: the peers that answered first are asked too.
+        seen = host.call(compare_clocks(host, [*members, *host.entry()]), 2 * ASK_S)
+    found = overview(link.swarm, manifest, members, time.time())
+    problem = clock_problem(seen)
+    return {**found, "findings": [*([f"{problem[:1].upper()}{problem[1:]}"] if problem else []), *found["findings"]]}
 
 
 def table(report: dict[str, Any]) -> str:

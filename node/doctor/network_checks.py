@@ -13,6 +13,7 @@ from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, man
 from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.membership.clock_check import ASKED, clock_problem
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, Outcome, ask, listen_for_dial_back
 from shoal.swarm.p2p.seed_client import addresses_of
 from shoal.swarm.p2p.seed_client import ask as ask_seed
@@ -21,8 +22,6 @@ from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 CONNECT_S = 8.0  # seconds for one bootstrap peer
-CLOCK_S = 3.0  # seconds by which clocks may differ: hivemind's DHT, which holds the membership, refuses more
-ASKED = 3  # peers whose clocks are read
 OLD = "does not offer"  # part of `Host.open`'s error for a protocol that a peer does not know
 
 
@@ -112,14 +111,10 @@ def clock(visit: Visit, tell: Tell) -> str:
             tell(CheckOutcome(f"clock of {short(address)}", "note", str(error)))
     if not visit.seen:
         raise Skip("no peer told its time: they may run an older shoal.")
+    if problem := clock_problem(visit.seen):
+        raise FoundError(problem)
     error_s = max(seen.error for seen in visit.seen)
     skew = statistics.median(seen.skew for seen in visit.seen)
-    if abs(skew) > CLOCK_S + error_s:
-        way = "behind" if skew > 0 else "ahead of"
-        raise FoundError(
-            f"this machine's clock is {abs(skew):.1f} s {way} that of {many(len(visit.seen), 'peer')}: set it by NTP "
-            "(`timedatectl set-ntp true`), or its records are refused."
-        )
     return f"{abs(skew):.2f} s off the clock of {many(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
 
 

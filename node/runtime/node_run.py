@@ -19,6 +19,7 @@ from shoal.node.metrics.sink import Sinks
 from shoal.node.rl.rollout_sharing import RolloutSharing
 from shoal.node.rl.task import RLTask
 from shoal.node.runtime import resume, slow_weights
+from shoal.node.runtime.baseline import train_alone
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import (
     RL,
@@ -41,12 +42,11 @@ from shoal.node.training import resources
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
-from shoal.optim import Alone, RoundInfo
+from shoal.optim import RoundInfo
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import catch_up
@@ -282,7 +282,8 @@ class NodeRun:
             result.loss_last = trainer.evaluate()
             result.task = {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
             if self.baseline:
-                result.loss_local = self._train_alone()
+                self.display.message("training the same once more without any exchange, to compare")
+                result.loss_local = train_alone(p, lambda: self.shutdown.requested)
                 result.interrupted = self.shutdown.requested
         if p.sharing is not None:
             result.rl = p.sharing.report(result.loss_first, result.loss_last)
@@ -307,6 +308,8 @@ class NodeRun:
             if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
                 return
             self._link_file.refresh()
+            if line := p.membership.news():
+                self.display.message(line)
             self.display.message(waiting_for(wanted - len(directory.members())))
 
     def _on_progress(self, progress: Progress) -> None:
@@ -388,12 +391,3 @@ class NodeRun:
             self.display.message(
                 f"refused what {name} sent in round {update.key.round}: {update}; if you trust all peers, set outer.suspect=0"
             )
-
-    def _train_alone(self) -> float | None:
-        """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
-        p = self.parts
-        self.display.message("training the same once more without any exchange, to compare")
-        alone = Trainer(make_task(p.settings), OuterSettings(method="none"), p.settings.train, device=p.device)
-        alone.connect(Alone(), "alone", p.shard)
-        alone.run(stop=lambda: self.shutdown.requested)
-        return None if self.shutdown.requested else alone.evaluate()

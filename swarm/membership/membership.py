@@ -18,6 +18,7 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.membership.admission import AdmissionHandshake
+from shoal.swarm.membership.clock_check import ClockCheck
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import MAX_ADDRESSES, Directory
 from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
@@ -81,6 +82,7 @@ class Membership:
     manifest: Manifest
     announcer: SeedAnnouncer
     network: NetworkOptions
+    clock: ClockCheck
 
     def refused(self) -> dict[str, int]:
         """Return how many streams, calls and gossiped records of others were refused since the start, by reason. Thread-safe."""
@@ -90,8 +92,8 @@ class Membership:
         return dict(sorted(found.items()))
 
     def news(self) -> str:
-        """Return one sentence when this node's invitation is about to expire, and when it has; otherwise nothing."""
-        return self.directory.access_policy.expiry_event()
+        """Return one sentence when the invitation is about to expire, when it has, and while the clock is wrong; else nothing."""
+        return self.directory.access_policy.expiry_event() or self.clock.news()
 
     def link(self) -> Link:
         """Return `link_now`, after this node was reported to the seeds, so that the link works at once."""
@@ -130,6 +132,7 @@ class Membership:
         """Leave the network."""
         self.announcer.report(1.0)  # after `Directory.leave` this takes the node off the seeds' lists
         self.announcer.close()
+        self.clock.close()
         self.directory.close()
         self.host.close()
 
@@ -230,4 +233,5 @@ def _membership(
     host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
     directory = Directory(host, identity, swarm, access_policy=access_policy)
     host.resource_manager.known = directory.knows
-    return Membership(identity, host, directory, swarm, sealed, manifest, SeedAnnouncer(host, directory, identity, swarm), network)
+    announcer = SeedAnnouncer(host, directory, identity, swarm)
+    return Membership(identity, host, directory, swarm, sealed, manifest, announcer, network, ClockCheck(host, directory))

@@ -1,0 +1,19 @@
+"""The baseline that a run is compared with: the same steps without any exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.node.runtime.join import make_task
+from shoal.node.runtime.parts import NodeParts
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Alone
+from shoal.swarm.manifest.outer import OuterSettings
+
+
+def train_alone(parts: NodeParts, stop: Callable[[], bool]) -> float | None:
+    """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
+    alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), parts.settings.train, device=parts.device)
+    alone.connect(Alone(), "alone", parts.shard)
+    alone.run(stop=stop)
+    return None if stop() else alone.evaluate()

@@ -1,0 +1,99 @@
+"""This machine's clock against those of other peers.
+
+The records of a swarm are dated, and the DHT drops those that seem to be of the past or of the future. So a node whose clock is
+wrong sees nobody, or is seen by nobody, and trains alone; it is told so, and what to do, for as long as that lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ask
+
+if TYPE_CHECKING:
+    from shoal.swarm.membership.directory import Directory
+    from shoal.swarm.p2p.host import Host
+
+CLOCK_S = 3.0  # seconds by which clocks may differ: hivemind's DHT, which holds the membership, refuses more
+ASKED = 3  # peers whose clocks are read; the median of three stands one that lies
+ASK_S = 5.0  # seconds for one answer
+FIRST_S = 10.0  # seconds to the first comparison
+SOON_S, LATER_S = 60.0, 600.0  # seconds to the next one while this node is alone or its clock wrong, and while all is well
+
+log = logging.getLogger(__name__)
+
+
+def clock_problem(seen: Sequence[DialBackView]) -> str:
+    """Return one sentence if this machine's clock is not that of the peers that answered; else, or without answers, nothing."""
+    if not seen:
+        return ""
+    skew = statistics.median(view.skew for view in seen)
+    if abs(skew) <= CLOCK_S + max(view.error for view in seen):
+        return ""
+    way, peers = "behind" if skew > 0 else "ahead of", f"{len(seen)} peer{'s' if len(seen) > 1 else ''}"
+    return (
+        f"this machine's clock is {min(abs(skew), 1e9):.1f} s {way} that of {peers}: set it by NTP (`timedatectl set-ntp true`), "
+        "or its records are refused."
+    )
+
+
+async def compare_clocks(host: Host, peers: Iterable[str]) -> list[DialBackView]:
+    """Return what the first of ``peers`` that answer say of their clocks; takes `ASK_S` seconds at most. On the host's loop."""
+
+    async def one(peer: str) -> DialBackView:
+        stream = await host.open(peer, DIAL_PROTOCOL, timeout=ASK_S)
+        try:
+            return (await ask(stream))[0]
+        finally:
+            stream.close()
+
+    asked = [asyncio.create_task(one(peer)) for peer in list(dict.fromkeys(peers))[: 2 * ASKED]]
+    seen: list[DialBackView] = []
+    with contextlib.suppress(asyncio.TimeoutError):
+        for answer in asyncio.as_completed(asked, timeout=ASK_S):
+            with contextlib.suppress(NetworkError, MessageError):
+                seen.append(await answer)
+            if len(seen) == ASKED:
+                break
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    return seen
+
+
+class ClockCheck:
+    """Comparisons of a member's clock with others', from time to time until `close`."""
+
+    def __init__(self, host: Host, directory: Directory) -> None:
+        self._host, self._directory = host, directory
+        self._unread = ""
+        self._running = host.submit(self._run())
+
+    def news(self) -> str:
+        """Return one sentence after each comparison that found the clock wrong; else nothing. For any thread."""
+        found, self._unread = self._unread, ""
+        return found
+
+    def close(self) -> None:
+        """Stop comparing."""
+        self._running.cancel()
+
+    async def _run(self) -> None:
+        await asyncio.sleep(FIRST_S)
+        while True:
+            try:
+                others = set(self._directory.everyone()) - {self._host.peer_id}
+                met = [address.rpartition("/p2p/")[2] for address in self._host.known()]  # with a wrong clock no member is listed
+                problem = clock_problem(await compare_clocks(self._host, [*others, *self._host.entry(), *met]))
+                self._unread = f"This node cannot meet the others: {problem}" if problem else ""
+                pause = SOON_S if problem or not others else LATER_S
+            except Exception:  # a bug must not end the node
+                log.warning("the clock was not compared", exc_info=True)
+                pause = LATER_S
+            await asyncio.sleep(pause)
