@@ -18,6 +18,7 @@ from shoal.swarm.wire.envelope import pack
 
 ANY_ROUND = 2**53  # nodes count rounds of their own: the age of a record follows from its arrival, in this node's rounds
 TTL_S = 120.0  # no record is of use that was issued longer ago
+LEAVE_S = 3.0  # seconds that the last rollouts have to leave a node that ends
 NOTIFY_S = 10.0  # seconds between two lines for people
 
 Event = Callable[..., None]
@@ -71,7 +72,11 @@ class RolloutSharing:
             self._notify(f"round {round.round}: reward {reward}, learnt from {round.own} own and {round.foreign} foreign groups")
 
     def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
-        """Return the report: rewards are means over completions (cumulative: summed over the rounds) or held-out questions."""
+        """Return the report, once the last rollouts have left, or after `LEAVE_S`.
+
+        Rewards are means over completions (cumulative: summed over the rounds) or held-out questions.
+        """
+        self._pool.flush(LEAVE_S)
         task, counts = self._task, self._pool.counts
         learnt = task.foreign
         return {

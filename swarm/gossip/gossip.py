@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -130,6 +131,8 @@ class Topic(Generic[M]):
         self._seen = LRUSet(REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
         self._outbox: BoundedQueue[M] = BoundedQueue(*OUTBOX)
+        self._settled = threading.Condition()  # guards the next one
+        self._unsettled = 0  # messages that were neither published nor given up yet
         self._up = asyncio.Event()  # while this node is subscribed
         self._running: Future[None] = self._host.submit(self._run())
 
@@ -141,7 +144,18 @@ class Topic(Generic[M]):
         """
         if message.AUTHOR is not None and getattr(message, message.AUTHOR) != self._identity.peer_id:
             raise MessageError(f"This node cannot publish a {message.KIND} of another {message.AUTHOR}.", "forged")
-        self.counters.add("unsent", len(self._outbox.put(message, len(pack(message)))))
+        with self._settled:
+            dropped = len(self._outbox.put(message, len(pack(message))))
+            self._unsettled += 1 - dropped
+        self.counters.add("unsent", dropped)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all messages so far were published or given up; return False if ``seconds`` did not suffice.
+
+        For a node that is about to leave. Not for the host's own thread.
+        """
+        with self._settled:
+            return self._settled.wait_for(lambda: self._unsettled <= 0, seconds)
 
     def listeners(self, timeout: float = 5.0) -> tuple[str, ...]:
         """Return the connected peers that take part in the topic. Raises NetworkError. Not for the host's own thread."""
@@ -285,6 +299,9 @@ class Topic(Generic[M]):
             except Exception:
                 log.warning("publishing a %s failed", self._kind.KIND, exc_info=True)
                 self.counters.add("unsent")
+            with self._settled:
+                self._unsettled -= 1
+                self._settled.notify_all()
 
     async def _publish(self, message: M) -> None:
         loop = asyncio.get_running_loop()

@@ -158,6 +158,10 @@ class RolloutPool:
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
         return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **rejected}}
 
+    def flush(self, seconds: float) -> bool:
+        """Wait until all own records were published or given up; return False if ``seconds`` did not suffice."""
+        return self.topic.flush(seconds)
+
     def close(self) -> None:
         """Stop publishing and receiving."""
         self.topic.close()
