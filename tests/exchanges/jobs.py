@@ -52,6 +52,7 @@ def stalling(method, rounds=8):
     """Train; the last rank comes to round 2 when the others are through it, and they go on when it has come."""
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange, members = Distributed(wait=1.0), []
+    marks = dist.PrefixStore(f"stalling/{method}", dist.distributed_c10d._get_default_store())  # not the exchange's connection
     generator, model = torch.Generator().manual_seed(rank), linear()
     options = {"fragments": [[model.weight], [model.bias]], "lag": 1} if method == "StreamingDiLoCo" else {}
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -59,16 +60,16 @@ def stalling(method, rounds=8):
     def note(info):
         members.append(list(info.members))
         if info.key.round == 2:  # a round that everybody is through, but with another outcome
-            exchange._consensus.store.set(f"through/{rank}", "-")
+            marks.set(f"through/{rank}", "-")
             others = [f"through/{other}" for other in range(world)] if rank < world - 1 else []
-            exchange._consensus.store.wait(others, timedelta(seconds=60))
+            marks.wait(others, timedelta(seconds=60))
 
     opt = getattr(optim, method)(inner, exchange, every=2, on_round=note, **options)
     start = exchange.start
 
     def late(key, *arguments, **more):
         if key.round == 2 and rank == world - 1:
-            exchange._consensus.store.wait([f"through/{other}" for other in range(world - 1)], timedelta(seconds=60))
+            marks.wait([f"through/{other}" for other in range(world - 1)], timedelta(seconds=60))
         return start(key, *arguments, **more)
 
     exchange.start = late
