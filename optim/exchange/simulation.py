@@ -284,7 +284,7 @@ class _SimulatedHandle:
         simulation._yield(self.peer, until, self.done)
         group = simulation._group(self.peer, key)
         if len(group) == 1 or not simulation._complete(group, key):
-            simulation._unpartnered.add((key, self.peer))
+            simulation._unpartnered.update((key, peer) for peer in group)  # else the rest would find each other complete
             simulation._groups.pop(key, None)
             simulation._posted[key, self.peer][2].clear()
             return None

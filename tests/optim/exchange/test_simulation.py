@@ -102,6 +102,12 @@ def test_a_late_partner_is_waited_for_but_not_longer_than_the_wait():
     assert log.ends == {"a": WAIT, "b": 5.0}  # the late one finds nobody and goes on at once
 
 
+def test_a_lost_contribution_leaves_its_whole_group_without_a_mean():
+    faults = Faults(drop=lambda peer, key: (peer, key.round) == ("b", 1))
+    log = Log(Simulation(PEERS, size=5, wait=WAIT, faults=faults), 3, lambda peer, round: 0.0)
+    assert [[log.outcomes[peer, round] is None for peer in PEERS] for round in range(3)] == [[False] * 5, [True] * 5, [False] * 5]
+
+
 def test_a_delayed_contribution_arrives_after_the_delay():
     log = Log(Simulation(["a", "b"], wait=WAIT, faults=Faults(delay=lambda peer, key: 1.25)), 1, lambda peer, round: 0.0)
     assert log.ends == {"a": 1.25, "b": 1.25}

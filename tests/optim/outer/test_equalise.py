@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.optim import METHODS, Faults, Simulation
+from shoal.optim import METHODS, Faults, Simulation, weighted_mean
 from shoal.optim.outer.equalise import sources
 
 PEERS = ["p0", "p1", "p2", "p3"]
@@ -53,10 +53,8 @@ class Doubts:
     def problem(self, key, own, peer, theirs):
         return "it is p1" if peer == "p1" and key.round == 3 else None
 
-    def mean(self, me, fragment, contributions):
-        from shoal.optim import weighted_mean
-
-        return weighted_mean(contributions)
+    def mean(self, me, fragment, contributions, even=0):
+        return weighted_mean(contributions, even)
 
 
 @pytest.mark.parametrize("method", ANCHORED)
