@@ -26,7 +26,8 @@ GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
 PINGS = 16  # in a window of bytes, at most
 PONG_S = 2.0  # seconds without an answer after which as few bytes go out as possible
-EMPTY_S = 60.0  # seconds after which the delay of the empty link is measured again, for which bulk pauses
+EMPTY_S = 60.0  # seconds after which the delay of the empty link is measured again, before the next transfer
+BASES = 8  # such measurements of which the shortest counts
 PACED = 256  # peers whose pace is remembered
 UNPACED = float(1 << 62)  # bytes: a window that holds nothing back
 
@@ -160,8 +161,6 @@ class _Ping:
     began: float
     ahead: int
     """Bytes of bulk that were sent before it."""
-    empty: bool
-    """True if all of them have arrived."""
 
 
 class Pace:
@@ -183,7 +182,8 @@ class Pace:
         self._sent = self._answered = self._pinged = self._turn = 0  # bytes: in all, before pings, at the last change of the window
         self._pings: deque[_Ping] = deque()
         self._delay = float("inf")  # the shortest since the last change: the others may have waited for a processor
-        self._least, self._measured = float("inf"), float("-inf")  # seconds of a ping on an empty link, and when that was known
+        self._bases: deque[float] = deque(maxlen=BASES)  # seconds that the quickest ping took, of each of the last minutes of bulk
+        self._measured = float("-inf")  # the time at which the last of these began
         self._holding, self._doubling, self._full = False, True, False
         self._moved, self._flying = asyncio.Event(), asyncio.Event()
 
@@ -207,11 +207,9 @@ class Pace:
         self._echo = echo
         self._pings.clear()
         if self.window > MOST:
-            self.window, self._doubling = float(FIRST), True
+            self.window, self._doubling, self._holding = float(FIRST), True, True
+        self._ping()  # also because bulk may wait for room already
         while True:
-            self._hold(self._holding or self._clock() - self._measured > EMPTY_S)
-            if self._holding and not self._pings:
-                self._ping()
             if not self._pings:
                 self._flying.clear()
                 await self._flying.wait()
@@ -219,7 +217,6 @@ class Pace:
                 data = await asyncio.wait_for(echo.read(), PONG_S)
             except asyncio.TimeoutError:  # a few bytes go out all the same, because the peer may only be busy
                 self.window, self._answered, self._doubling = float(LEAST), self._sent, False
-                self._measured = max(self._measured, self._clock() - EMPTY_S / 2)
                 self._hold(False)
                 continue
             ping = self._pings.popleft()
@@ -248,7 +245,7 @@ class Pace:
     def _ping(self) -> None:
         if self._echo is None:
             return
-        ping = _Ping(os.urandom(PING), self._clock(), self._sent, self._sent == self._answered)
+        ping = _Ping(os.urandom(PING), self._clock(), self._sent)
         self._pings.append(ping)
         self._pinged = self._sent
         self._echo.write(ping.data)
@@ -256,23 +253,24 @@ class Pace:
 
     def _answer(self, ping: _Ping, delay: float) -> None:
         self._answered = max(self._answered, ping.ahead)
-        if ping.empty and self._holding:
-            self._least, self._measured = delay, self._clock()
+        if self._holding or not self._bases:  # not in the midst of a transfer, where the peer's own bulk delays the answers
+            self._bases.append(delay)
+            self._measured = self._clock()
             self._hold(False)
-        self._least = min(self._least, delay)
+        self._bases[-1] = min(self._bases[-1], delay)
         self._delay = min(self._delay, delay)
         if ping.ahead > self._turn:  # the last change has shown its effect
             self._turn = self._sent
-            self._adapt(self._delay)
+            self._adapt(self._delay, min(self._bases))
             self._delay = float("inf")
         self._moved.set()
 
-    def _adapt(self, delay: float) -> None:
-        """Change the window by the ``delay`` of the last pings."""
-        window, queue, delay = self.window, delay - self._least, max(delay, 1e-6)
+    def _adapt(self, delay: float, least: float) -> None:
+        """Change the window by the ``delay`` of the last pings, and that of the empty link."""
+        window, queue, delay = self.window, delay - least, max(delay, 1e-6)
         self._doubling = self._doubling and queue < DELAY_S
         surplus = SURPLUS + window / delay * DELAY_S
-        aim = 2 * window if self._doubling else (window + window * self._least / delay + surplus) / 2
+        aim = 2 * window if self._doubling else (window + window * least / delay + surplus) / 2
         if queue < DELAY_S:
             aim = max(aim, 1.125 * window)
         if aim < window or self._full:  # one that was not filled says nothing of a larger one

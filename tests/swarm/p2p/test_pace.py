@@ -148,18 +148,31 @@ def test_a_silent_peer_gets_a_trickle(loop):
     assert rate_limit.PONG_S < end < 30
 
 
-def test_what_was_learnt_is_kept_and_the_empty_link_is_measured_anew(loop):
-    net = Net(loop, 1, 0.05)
+def test_another_way_through_the_network_is_learnt(loop):
+    net, took = Net(loop, 1, 0.05), []
 
-    async def later():
-        for _ in range(3):
+    async def often():
+        for number in range(rate_limit.BASES + 4):
+            if number == 2:
+                net.up.delay += 0.3
+            began = loop.time()
             await net.send(MB)
+            took.append(loop.time() - began)
             await asyncio.sleep(rate_limit.EMPTY_S)
-            net.up.delay += 0.2  # another way through the network: no queue
 
-    _, waits = run(loop, net, later())
+    _, waits = run(loop, net, often())
+    assert took[1] < 1.2 * MB / MBIT
+    assert took[2] > 1.5 * MB / MBIT  # taken for a queue
+    assert took[-1] < 1.3 * MB / MBIT
     assert max(wait for at, wait in waits if at > 5) < 0.8
-    assert loop.time() < 3 * (MB / MBIT / 0.8 + rate_limit.EMPTY_S)
+
+
+def test_two_that_send_to_each_other_for_long_do_not_raise_each_others_queues(loop):
+    one, two = Net(loop, 1, 0.05), Net(loop, 1, 0.05)
+    one.down, two.down = two.up, one.up
+
+    _, waits = run(loop, one, one.send(40 * MB), two.send(40 * MB))
+    assert max(wait for at, wait in waits if at > 5) < 0.6
 
 
 def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
