@@ -32,6 +32,7 @@ ASKED = 4  # members that are asked in turn
 SECOND_S = 1.0  # seconds that a second member may take to offer the same weights: each makes them older
 PATIENCE = 5  # failed tries after which the user is warned
 FAR = 2  # missed rounds of a fragment from which on the fast weights are replaced too
+LONGEST = 16  # rounds between two tries, at most
 TURNED_DOWN = 2  # peers in a row that refuse a node that comes from far behind: one may be hostile
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Resynchronizer:
         """True if the state being fetched is to start from, as a newcomer does."""
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
+        self._began = self._pause = self._next = 0
+        """The round in which the last try began, the rounds to wait after one that took rounds and failed, and the next try's."""
 
     @property
     def diverged(self) -> bool:
@@ -111,11 +114,12 @@ class Resynchronizer:
             self._diverged |= {p for p in split.fragments if p < self._opt.fragments}
             self._missed.update(dict.fromkeys(self._diverged, FAR))
             self._preferred = split.sources
-        if self._diverged and self._pending is None:
+        if self._diverged and self._pending is None and self._opt.round >= self._next:
             self._ask()
 
     def _ask(self) -> None:
         others = self._sources()
+        self._began = self._opt.round
         # Of two that have diverged the one that is further keeps its weights: its swarm went on while the other was away.
         own = max(self._opt.round - self._late, 0)
         self._server.diverged = own if others and not self._afresh else None
@@ -157,6 +161,7 @@ class Resynchronizer:
             state = fetched.result()
         except (ShoalError, concurrent.futures.CancelledError) as error:
             log.warning("the weights of the swarm were not taken over after a missed round: %s", error)
+            self._back_off()
             return False
         if state is None:
             self._returned()  # nobody is nearer to the group than this node
@@ -179,6 +184,7 @@ class Resynchronizer:
         if not self._diverged:
             self._returned()
             return True
+        self._back_off()
         self._tries += 1
         if self._tries == PATIENCE:
             log.warning(
@@ -187,7 +193,14 @@ class Resynchronizer:
             )
         return False
 
+    def _back_off(self) -> None:
+        """Wait longer each time a fetch took rounds in vain: on a slow link it takes the place of the exchanges that are due."""
+        took = self._opt.round - self._began
+        self._pause = min(max(2 * self._pause, took), LONGEST) if took else 0
+        self._next = self._opt.round + self._pause
+
     def _returned(self) -> None:
+        self._pause = self._next = 0
         self._diverged.clear()
         self._preferred, self._afresh = frozenset(), False
         self._server.diverged, self._tries, self._late = None, 0, 0

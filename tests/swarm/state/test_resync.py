@@ -1,5 +1,6 @@
 """A node takes over weights: whose fast weights stay and whose move, and who takes over at all."""
 
+import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.state import resync as anchoring
@@ -79,6 +81,31 @@ def test_a_lone_peer_that_is_refused_each_round_stays_near(monkeypatch):
     swarm.train(30)
     assert len(swarm.asked) == 30
     assert swarm.away() < 5.0
+
+
+def test_fetches_that_take_rounds_and_fail_are_tried_ever_more_rarely(monkeypatch):
+    """On a slow uplink each would take the place of the exchanges that are due."""
+    swarm = Swarm(monkeypatch)
+    began, pending = [], []
+
+    def fetch(host, query, sources):
+        began.append(swarm.opt.round)
+        pending.append(Future())
+        return pending[-1]
+
+    monkeypatch.setattr(anchoring, "begin_fetch", fetch)
+    for _ in range(60):
+        swarm.train(1)
+        if pending and swarm.opt.round >= began[-1] + 2 and not pending[-1].done():
+            pending[-1].set_exception(NetworkError("the peers that hold the weights are gone."))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(began)]
+    assert gaps == sorted(gaps)
+    assert 4 <= len(began) <= 8  # not 20
+    assert max(gaps) <= anchoring.LONGEST + 4
+    swarm.met = ("me", "other")
+    monkeypatch.setattr(anchoring, "begin_fetch", swarm.fetch)
+    swarm.train(anchoring.LONGEST + 4)
+    assert not swarm.resynchronizer.diverged
 
 
 def test_where_the_fast_weights_always_stay_it_diverges(monkeypatch):
