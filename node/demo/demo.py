@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from shoal.node.checkpoint.store import check_writable
 from shoal.node.config.settings import Settings, assignment, load, resolve_device
 from shoal.node.data import manifest_options
+from shoal.node.demo.temporary import temporary_folder
 from shoal.node.exit_codes import ExitCode
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
@@ -197,8 +197,8 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
     """Yield a folder for the nodes, ``keep`` or a temporary one, and a display. Raises CheckpointError if it is not usable."""
     if keep is not None:
         check_writable(keep)
-    with nullcontext(str(keep)) if keep is not None else tempfile.TemporaryDirectory(prefix=f"shoal-{name}-") as place:
-        yield Path(place).resolve(), make_display()
+    with nullcontext(keep) if keep is not None else temporary_folder(name) as place:
+        yield place.resolve(), make_display()
 
 
 def start_first(nodes: Nodes, arguments: list[str], seconds: float, display: Display) -> str:
