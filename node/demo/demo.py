@@ -80,7 +80,7 @@ class Nodes:
         """Start ``shoal ARGUMENTS`` as the node ``name``."""
         log = (self.folder / f"{name}.log").open("a", encoding="utf-8")
         self._logs.append(log)
-        command = [sys.executable, *program, *arguments, "--name", name, "--folder", str(self.folder / name)]
+        command = [*interpreter(), *program, *arguments, "--name", name, "--folder", str(self.folder / name)]
         command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(os.getpid())]
         process = subprocess.Popen(
             command,
@@ -139,6 +139,15 @@ class Nodes:
                 process.stdout.close()
         for log in self._logs:
             log.close()
+
+
+def interpreter() -> list[str]:
+    """Return the command of this Python, for ``-m``, which alone would put the present folder before all that is installed.
+
+    There a file of the user's, such as queue.py, would hide a module of Python's own; before 3.11 it cannot be prevented.
+    """
+    safe = sys.version_info >= (3, 11) and sys.path[:1] != [os.getcwd()]  # of this process, if its user wanted it so
+    return [sys.executable, *(["-P"] if safe else [])]
 
 
 def run_demo(
