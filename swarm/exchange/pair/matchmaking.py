@@ -9,14 +9,15 @@ Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and
     passed    I am beyond that round; my next one is ``round``
     refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
 
-When partners call each other at the same moment, the call of the peer with the lower rank in the round counts; the other waits for
-it. A peer whose partner is not available (busy, other view of the membership) tries the next candidates, then calls back those
-that it turned away meanwhile, then listens for a moment for other peers without a partner, then goes on without one. So of two free
-peers that called each other too early, neither listens before it has called the other again. If it knows beforehand that its
-partner is dead, it calls only peers that are free too, and goes on at once if there are none (`PairSelector`). If a transfer
-breaks off it goes on at once, because the time of the round is spent. A peer that gets "passed" moves its contribution to the
-swarm's round and tries there: so a slow peer, or one that slept, meets the others again. A call is held only by a peer that is
-behind its caller, so no cycle of peers can wait for each other; every wait also ends at the round's deadline.
+When partners call each other at the same moment, the call of the peer with the lower rank in the round counts, once its stream
+is open; the other waits for it. A peer whose partner is not available (busy, other view of the membership) tries the next
+candidates, then calls back those that it turned away meanwhile, then listens for a moment for other peers without a partner,
+then goes on without one. So of two free peers that called each other too early, neither listens before it has called the other
+again. If it knows beforehand that its partner is dead, it calls only peers that are free too, and goes on at once if there are
+none (`PairSelector`). If a transfer breaks off it goes on at once, because the time of the round is spent. A peer that gets
+"passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that slept, meets the others again.
+A call is held only by a peer that is behind its caller, so no cycle of peers can wait for each other; every wait also ends at
+the round's deadline.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, Contribution
+from shoal.swarm.exchange.pair.dialing import open_unless
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.p2p.stream import short
@@ -64,6 +66,8 @@ class PairingAttempt:
     partner: str | None = None
     """The computed partner: only its failures are counted, since other candidates may well be busy."""
     dialing: str | None = None
+    offering: bool = False
+    """The call to ``dialing`` is open. Until then its own counts: of two peers perhaps only one can reach the other."""
     expecting: str | None = None
     """A peer that said "wait"."""
     listening: bool = False
@@ -173,7 +177,7 @@ class PairMatchmaker:
                 pairing.attempt.failed(peer, error)
             received = None
         finally:
-            pairing.dialing = None
+            pairing.dialing, pairing.offering = None, False
         if received is None and pairing.expecting == peer:
             await self._until_called(pairing, until)
             pairing.expecting = None
@@ -234,11 +238,15 @@ class PairMatchmaker:
         member = self._context.members().get(peer)
         addresses = member.addresses if member is not None else ()
         try:
-            stream = await self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+            opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+            stream = await open_unless(pairing.called, opening)
         except NetworkError:
             self._selector.failed(peer)
             raise
+        if stream is None:
+            return None
         try:
+            pairing.offering = True
             nonce = fresh_nonce()
             await stream.send(self._offer(pairing.attempt.contribution, nonce), max(until - loop.time(), 0.01))
             answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
@@ -347,7 +355,7 @@ class PairMatchmaker:
             if pairing.engaged is not None or not (crossing or pairing.expecting == peer or pairing.listening):
                 self._turn_away(peer, offer.round)
                 return reply("busy")
-            if crossing and self._rank(peer, offer.round) > self._rank(self._context.me, offer.round):
+            if crossing and pairing.offering and self._rank(peer, offer.round) > self._rank(self._context.me, offer.round):
                 self._turn_away(peer, offer.round)  # in case this node's call, for which it waits, was just turned away there
                 return reply("wait")
             self._engage(pairing)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
-from shoal.optim.exchange.pairing import partner_of
+from shoal.optim.exchange.pairing import partner_of, rank
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL, PairMatchmaker
@@ -92,6 +93,27 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
         thread.join(60)
     expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in range(30)}
     assert met == expected
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["refused", "lost"])
+def test_calls_cross_and_one_side_cannot_dial(network, who, how):
+    """Behind its router: nobody answers there, or nothing comes back at all. The call that came in is the one that counts."""
+    pair = sorted((Peer(network, wait=LONG) for _ in range(2)), key=lambda peer: rank(SEED, 0, peer.id))
+    stuck, other = pair[who], pair[1 - who]
+    dialing = threading.Event()
+
+    async def nowhere(peer_id, protocol, *, addresses=(), timeout):
+        dialing.set()
+        while how == "lost" or not other.exchange._matchmaker._pairing:
+            await asyncio.sleep(0.01)
+        raise NetworkError("nobody answers.", "unreachable")
+
+    stuck.host.open = nowhere
+    first = stuck.start(0, 1.0)
+    assert dialing.wait(10)
+    second = other.start(0, 3.0)
+    assert [value(handle.result(LONG / 2)) for handle in (first, second)] == [2.0, 2.0]
 
 
 def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(network, monkeypatch):
