@@ -93,6 +93,7 @@ class HivemindDaemon(daemon.Daemon):
             record_validator=validator,
             client_mode=light,
             ensure_bootstrap_success=False,
+            backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
             strict=False,
             cache_locally=False,  # we always ask for the newest
             cache_refresh_before_expiry=0,

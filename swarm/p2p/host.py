@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
-PING_PROTOCOL = "/ipfs/ping/1.0.0"
+PING_PROTOCOL, ECHO_S = "/ipfs/ping/1.0.0", 3.0  # and seconds to open a stream of it
 SERVE_S = 30.0  # seconds for the daemon to take a protocol
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
@@ -310,7 +310,7 @@ class Host:
         if await daemon.is_local(peer_id):
             yield None
             return
-        reader, writer = await daemon.open(peer_id, PING_PROTOCOL)
+        reader, writer = await asyncio.wait_for(daemon.open(peer_id, PING_PROTOCOL), ECHO_S)  # bulk waits for it
         try:
             yield Echo(writer.write, lambda: reader.readexactly(PING))
         finally:

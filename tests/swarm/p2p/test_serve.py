@@ -1,6 +1,7 @@
-"""Registering a protocol with a daemon that is too slow, or never takes it."""
+"""Registering a protocol with a daemon that is too slow, or never takes it; the DHT after lost answers."""
 
 import pytest
+from hivemind.utils.timed_storage import get_dht_time
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
@@ -54,3 +55,12 @@ def test_a_protocol_that_the_daemon_never_takes_is_an_error(two, monkeypatch):
     monkeypatch.setattr(host_module, "SERVE_S", 0.3)
     with pytest.raises(NetworkError, match=r"did not take the protocol /test/late/1 within 0\.3 s"):
         two[0].serve("/test/late/1", echo)
+
+
+def test_a_peer_that_lost_answers_is_asked_again_before_records_expire(two):
+    blacklist = two[0]._supervisor.dht.blacklist
+    for _ in range(9):
+        blacklist.banned_peers.clear()  # as if the time of the last failure were over
+        blacklist.register_failure("peer")
+    (expires,) = (item.expiration_time for _, item in blacklist.banned_peers.items())
+    assert expires - get_dht_time() < 10
