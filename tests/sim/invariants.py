@@ -34,6 +34,7 @@ REMEMBERED = {
     "_absent": 64,
     "_silent": 64,
     "_unreached": 64,
+    "_misses": 64,
     "_events": 64,
     "_seconds": 64,
 }

@@ -126,13 +126,14 @@ class PairMatchmaker:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline, period, self._began = began + self._timeouts.wait, began - self._began, began
+        linger = min(self._timeouts.wait * LINGER, LINGER_S, period * WORTH)
         while True:
             partner, order = self._selector.of(pairing.key.round)
             pairing.partner = partner
             self._release_held(keep=partner)
             if partner is None and order:
                 pairing.attempt.stats.odd += 1  # the odd one out
-                return None
+                return await self._listen(pairing, linger) if self._selector.wary(pairing.key.round) else None
             if not order:
                 return None  # the last one here, or a peer whose partner is dead while nobody is free
             moved = False
@@ -149,6 +150,8 @@ class PairMatchmaker:
                 received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
                 if received is not None or pairing.broken:
                     return received
+                if peer == self._selector.partner(pairing.key.round) and pairing.swarm_round <= pairing.key.round:
+                    self._selector.missed(peer, pairing.key.round)
                 if pairing.swarm_round > pairing.key.round:
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
                     self.next_round = pairing.swarm_round
@@ -158,7 +161,7 @@ class PairMatchmaker:
                     return None
             if moved:
                 continue
-            return await self._listen(pairing, min(deadline - loop.time(), self._timeouts.wait * LINGER, LINGER_S, period * WORTH))
+            return await self._listen(pairing, min(deadline - loop.time(), linger))
 
     async def _try(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
@@ -266,10 +269,17 @@ class PairMatchmaker:
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
             pairing.dialing = None  # a call from this peer no longer crosses this node's
             received = await self._transfers.run(stream, pairing.attempt, theirs, caller=True)
-            pairing.broken = received is None
+            self._ended(pairing, peer, received)
             return received
         finally:
             stream.close()
+
+    def _ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None) -> None:
+        pairing.broken = received is None
+        if pairing.broken:
+            self._selector.missed(peer, pairing.key.round)
+        else:
+            self._selector.met(peer)
 
     def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
@@ -310,7 +320,7 @@ class PairMatchmaker:
             await stream.send(pack(answer), patience)
             await stream.send(self._offer(pairing.attempt.contribution, offer.nonce), patience)
             received = await self._transfers.run(stream, pairing.attempt, offer, caller=False)
-            pairing.broken = received is None
+            self._ended(pairing, stream.peer_id, received)
         finally:
             if not engaged.done():
                 engaged.set_result(received)
@@ -352,7 +362,8 @@ class PairMatchmaker:
             return reply("refuse", difference)
         if not taken:
             crossing = pairing.dialing == peer
-            if pairing.engaged is not None or not (crossing or pairing.expecting == peer or pairing.listening):
+            unasked = pairing.listening and self._selector.takes(peer, offer.round)
+            if pairing.engaged is not None or not (crossing or pairing.expecting == peer or unasked):
                 self._turn_away(peer, offer.round)
                 return reply("busy")
             if crossing and pairing.offering and self._rank(peer, offer.round) > self._rank(self._context.me, offer.round):
@@ -364,7 +375,9 @@ class PairMatchmaker:
     def _turn_away(self, peer: str, round: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
         pairing = self._pairing
-        if pairing is not None and pairing.key.round == round and peer not in pairing.turned_away:
+        if pairing is None or pairing.key.round != round or peer in pairing.turned_away:
+            return
+        if self._selector.takes(peer, round):
             pairing.turned_away.append(peer)
 
     def _rank(self, peer: str, round: int) -> bytes:

@@ -4,15 +4,26 @@ Every partner follows from the members in the directory, where a dead peer stays
 all others are taken. So a node that cannot reach its partner also knows which peers are free, as far as it knows which are dead,
 and need not search among the others. It considers a peer dead from when it could not be reached until it calls, or issues another
 record.
+
+A peer that spends this node's rounds, by breaking off again and again or by never being free for its partner, is passed over as if
+it were dead: for 8 rounds, and for 32 after each further failure in a row (`PASSED_OVER`). An honest peer on a bad link
+comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. The pairs of all others stay as they are.
+Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same failures agree about that,
+and an odd one out that has seen any listens for a moment, for others may have seen more.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from shoal.optim.exchange.pairing import candidates, groups, partner_of
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.wire.member import Member
+
+PASSED_OVER = (8, 32)  # rounds, after so many failures in a row
+FORGOTTEN = 64  # rounds after these
+REMEMBERED = 1024  # peers
 
 
 class PairSelector:
@@ -26,29 +37,65 @@ class PairSelector:
         self._context, self._departed = context, departed
         self._unreached: dict[str, float] = {}
         """Peer -> the time of issue of the record that it had when it could not be reached."""
+        self._misses: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Peer -> its failures in a row, and the last round in which it is passed over for them."""
 
     def of(self, round: int) -> tuple[str | None, list[str]]:
-        """Return the partner in ``round`` (None for the odd one out) and the peers to call: the partner first, unless it is
-        dead.
+        """Return the partner in ``round`` (None for the odd one out) and the others to call: the partner first, unless it is
+        dead. Where partners are passed over, those left over and the odd one out are paired once more.
         """
         here, peers = self._context.members(), self._in(round)
-        partner = partner_of(self._context.seed, round, self._context.me, peers)
+        partner = self.partner(round)
         others = self.left_over(round)
         order = [p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here]
-        return partner, order if others is None else [p for p in order if p in others]
+        if others is None:
+            return partner, order
+        if partner is None or (self._passes_over(partner, round) and partner not in self._unreached):
+            if not others:
+                return partner, order if partner is None else [partner]  # there is nobody better
+            partner = partner_of(self._context.seed, round, self._context.me, others)
+        return partner, sorted((p for p in order if p in others), key=lambda peer: peer != partner)
+
+    def partner(self, round: int) -> str | None:
+        """Return the partner in ``round`` if nobody is dead."""
+        return partner_of(self._context.seed, round, self._context.me, self._in(round))
 
     def left_over(self, round: int) -> set[str] | None:
-        """Return the other peers without a partner if this node's partner is dead; None if it is not, as far as is known."""
+        """Return the other peers without a partner if this node has none that is alive; None if it has, as far as is known."""
         here = self._context.members()
         self._unreached = {p: issued for p, issued in self._unreached.items() if p in here and here[p].issued == issued}
-        if not self._unreached:  # the usual case: no pairs need be computed
+        dead = {peer for peer in (*self._unreached, *self._misses) if peer in self._unreached or self._passes_over(peer, round)}
+        if not dead:  # the usual case: no pairs need be computed
             return None
         pairs = groups(self._context.seed, round, self._in(round) | {self._context.me})
-        living = [[peer for peer in pair if peer not in self._unreached] for pair in pairs]
+        living = [[peer for peer in pair if peer not in dead] for pair in pairs]
         mine = next(number for number, pair in enumerate(pairs) if self._context.me in pair)
-        if len(pairs[mine]) == len(living[mine]):
+        if len(living[mine]) == 2:
             return None
         return {pair[0] for pair in living if len(pair) == 1} - {self._context.me}
+
+    def takes(self, peer: str, round: int) -> bool:
+        """Return whether this node is free for ``peer`` if that calls unasked."""
+        return not self._passes_over(peer, round)
+
+    def wary(self, round: int) -> bool:
+        """Return whether any peer has spent this node's rounds lately."""
+        return any(round <= until + FORGOTTEN for _, until in self._misses.values())
+
+    def missed(self, peer: str, round: int) -> None:
+        """Note that ``peer`` spent this node's round without an exchange."""
+        count, until = self._misses.pop(peer, (0, 0))
+        count = min(count + 1 if round <= until + FORGOTTEN else 1, len(PASSED_OVER))
+        self._misses[peer] = count, round + PASSED_OVER[count - 1]
+        while len(self._misses) > REMEMBERED:
+            self._misses.popitem(last=False)
+
+    def met(self, peer: str) -> None:
+        """Note an exchange with ``peer``."""
+        self._misses.pop(peer, None)
+
+    def _passes_over(self, peer: str, round: int) -> bool:
+        return round <= self._misses.get(peer, (0, -1))[1]
 
     def failed(self, peer: str) -> None:
         """Note that no stream to ``peer`` could be opened."""

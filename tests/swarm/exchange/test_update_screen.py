@@ -259,7 +259,7 @@ def test_settings():
     assert (screen.robust, screen.times, screen.gathers) == ("centered-clip", 2.0, True)
     uneven = load(None, {"outer.round": "seconds:5"}).outer
     assert uneven.weighing == "tokens"
-    assert problem(make_screen(uneven), 0, 1e9) is None  # weights travel divided by tokens
+    assert problem(make_screen(uneven), 0, 1e9) is None  # suspect is off
     assert load(None, {"outer.round": "seconds:5", "outer.robust": "clipped-gossip"}).outer.weighing == "equal"
 
 

@@ -1,0 +1,188 @@
+"""Peers that spend others' rounds are passed over, for a while; the honest meet each other, and a bad link is forgiven."""
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.pairing import groups, partner_of
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.pair import matchmaking
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, REMEMBERED, PairSelector
+from shoal.swarm.exchange.pair.transfer import PairTransfer
+from tests.swarm.exchange.pair.test_pairing import MODEL, SEED, Directory, directory, selector
+
+SWARM = "a" * 52
+ROUNDS = 29
+
+
+def damaged(patch, exchange):
+    """Its payload does not match the digest that it announced."""
+    offer = exchange._matchmaker._offer
+
+    def lying(contribution, nonce):
+        wrong = hashlib.sha256(contribution.sha256).digest()
+        return offer(type(contribution)(**vars(contribution) | {"sha256": wrong}), nonce)
+
+    patch.setattr(exchange._matchmaker, "_offer", lying)
+
+
+def busy(patch, exchange):
+    """It is never free."""
+
+    async def judge(stream, offer):
+        from shoal.swarm.wire.pair import Answer
+
+        return None, Answer(verdict="busy", round=offer.round)
+
+    async def call(pairing, peer, seconds):
+        return None
+
+    patch.setattr(exchange._matchmaker, "_judge", judge)
+    patch.setattr(exchange._matchmaker, "_call", call)
+
+
+def hangs_up(patch, exchange):
+    """It ends the stream once it is to send its weights."""
+
+    async def run(self, stream, attempt, theirs, *, caller):
+        if self is exchange._matchmaker._transfers:
+            stream.abort()
+            return None
+        return await right(self, stream, attempt, theirs, caller=caller)
+
+    right = PairTransfer.run
+    patch.setattr(PairTransfer, "run", run)
+
+
+def not_a_number(patch, exchange):
+    """What it sends holds NaN."""
+
+
+def swarm(network, count):
+    hosts = [network.host() for _ in range(count)]
+    members = {host.peer_id: network.member(host.peer_id) for host in hosts}
+    return [
+        PairExchange(PeerContext(host, host.identity, SWARM, MODEL, SEED, lambda: members), ExchangeTimeouts(1.0, 1.0, 5.0))
+        for host in hosts
+    ]
+
+
+def trained(exchanges, rounds, values):
+    """All rounds, one after another; for each the members of every exchange's mean."""
+    met = []
+    for number in range(rounds):
+        handles = [
+            exchange.start(RoundKey(SWARM, number), [torch.full((4,), value)], 1.0, FLOAT32)
+            for exchange, value in zip(exchanges, values, strict=True)
+        ]
+        met.append([() if (mean := handle.result()) is None else mean.members for handle in handles])
+    return met
+
+
+@pytest.mark.parametrize("attack", [damaged, not_a_number, hangs_up, busy])
+def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, monkeypatch, attack):
+    """By turns they would meet in a third of the rounds."""
+    monkeypatch.setattr(matchmaking, "WORTH", 1e9)  # these rounds are too short to be worth a wait
+    exchanges = swarm(network, 3)
+    attack(monkeypatch, exchanges[2])
+    met = trained(exchanges, ROUNDS, [1.0, 3.0, float("nan") if attack is not_a_number else 1.0])
+    assert all(len(mine) in (0, 2) and (mine == theirs or not (mine and theirs)) for mine, theirs, _ in met)
+    assert not any(hostile for *_, hostile in met)
+    hostile = exchanges[2]._context.me
+    assert all(hostile in exchange._matchmaker._selector._misses for exchange in exchanges[:2])
+    assert sum(bool(mine) for mine, _, _ in met) >= ROUNDS / 3
+
+
+def test_three_honest_peers_are_all_met_in_turn(network):
+    met = trained(swarm(network, 3), 12, [1.0, 2.0, 3.0])
+    assert len({pair for members in met for pair in members if pair}) == 3
+    assert all(sum(bool(members) for members in round) == 2 for round in met)
+
+
+def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
+    node = selector("peer-0", directory(2))
+    round = 0
+    for rounds in (*PASSED_OVER, PASSED_OVER[-1]):
+        node.missed("peer-1", round)
+        assert [node.takes("peer-1", round + after) for after in (0, 1, rounds, rounds + 1)] == [False, False, False, True]
+        round += rounds + 1
+    node.met("peer-1")
+    assert node.takes("peer-1", round)
+    node.missed("peer-1", round)
+    assert node.takes("peer-1", round + PASSED_OVER[0] + 1)
+
+
+def test_failures_of_long_ago_are_forgotten():
+    node = selector("peer-0", directory(2))
+    for round in (0, 10, 20):
+        node.missed("peer-1", round)
+    later = 20 + PASSED_OVER[-1] + FORGOTTEN + 1
+    node.missed("peer-1", later)
+    assert node.takes("peer-1", later + PASSED_OVER[0] + 1)
+
+
+def test_no_more_peers_are_remembered_than_there_is_room_for():
+    node = selector("peer-0", directory(2))
+    for number in range(3 * REMEMBERED):
+        node.missed(f"peer-{number}", 0)
+    assert len(node._misses) == REMEMBERED
+
+
+def test_a_peer_with_nobody_else_is_tried_all_the_same():
+    node = selector("peer-0", directory(2))
+    node.missed("peer-1", 0)
+    assert node.of(1) == ("peer-1", ["peer-1"])
+
+
+@given(st.integers(3, 12), st.integers(0, 50), st.data())
+def test_who_has_seen_the_same_failures_agrees_and_the_other_pairs_stay(count, round, data):
+    here = directory(count)
+    hostile = data.draw(st.sets(st.sampled_from(sorted(here)), max_size=count - 1))
+    partners = {}
+    for me in sorted(here.keys() - hostile):
+        node = selector(me, here)
+        for peer in hostile:
+            node.missed(peer, round)
+        partner, order = node.of(round)
+        partners[me] = partner if partner not in hostile else None
+        usual = partner_of(SEED, round, me, here)
+        if usual is not None and usual not in hostile:
+            assert (partner, order[0]) == (usual, usual)
+    assert all(partners[partner] == me for me, partner in partners.items() if partner is not None)
+    assert sum(partner is None for partner in partners.values()) <= 1
+
+
+def test_pairs_are_computed_by_all_members():
+    """The order of pairs does not depend on who is passed over, so that views that differ disagree about few pairs."""
+    here = directory(8)
+    pairs = groups(SEED, 0, here)
+    node = PairSelector(selector(pairs[0][0], here)._context)
+    node.missed(pairs[1][0], 0)
+    assert node.of(0)[0] == pairs[0][1]
+
+
+@pytest.mark.parametrize("hostile", [True, False])
+def test_over_many_swarms_the_honest_two_meet_in_nine_of_ten_rounds_after_the_first(hostile):
+    """The choice of partners alone, of two honest peers and one that always breaks off (or never does)."""
+    share = []
+    for seed in range(60):
+        here = Directory()
+        for number in range(3):
+            here.see(f"{seed} {number}")
+        a, b, bad = here
+        nodes = {peer: selector(peer, here) for peer in (a, b)}
+        met = []
+        for round in range(ROUNDS):
+            chosen = {peer: node.of(round)[0] for peer, node in nodes.items()}
+            listens = {peer for peer, node in nodes.items() if chosen[peer] is None and node.wary(round)}
+            met.append(all(chosen[peer] == other or peer in listens for peer, other in ((a, b), (b, a))) and len(listens) < 2)
+            for peer, node in nodes.items():
+                if chosen[peer] == bad and hostile:
+                    node.missed(bad, round)
+        share.append(sum(met[8:]) / len(met[8:]))
+    assert (sum(share) / len(share) >= 0.85) == hostile
