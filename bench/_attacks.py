@@ -47,10 +47,21 @@ def _inner_product(scene: Scene) -> Tensors:
     return [start - 2 * (mean - start) for start, mean in zip(scene.start, scene.mean(), strict=True)]
 
 
+def _in_line(scene: Scene) -> Tensors:
+    """All attackers in one direction, 2.5 times as far from the mean as honest peers are, as a backdoor may be."""
+    mean = scene.mean()
+    apart = [torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]).norm() for one in scene.honest]
+    step = 2.5 * torch.stack(apart).mean() / sum(part.numel() for part in mean) ** 0.5
+    return [part + step for part in mean]
+
+
+STATED = {"weight": 1e30}
+"""What an attacker states as its weight, if it is a lie too."""
 ATTACKS: dict[str, Attack] = {
     "sign flip": lambda scene: [-tensor for tensor in scene.own],
     # The same where pseudo-gradients travel. Where weights do, a flip of what was learnt, not of all.
     "ascent": lambda scene: [2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)],
+    "weight": lambda scene: [2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)],
     "x1000": lambda scene: [1000 * tensor for tensor in scene.own],
     "NaN": lambda scene: [torch.full_like(tensor, torch.nan) for tensor in scene.own],
     "stale replay": lambda scene: scene.first,
@@ -58,6 +69,9 @@ ATTACKS: dict[str, Attack] = {
     "a little": lambda scene: [m - 1.5 * s for m, s in zip(scene.mean(), scene.spread(), strict=True)],
     # Inner-product manipulation (Xie et al., 2020), epsilon = 2.
     "inner product": _inner_product,
+    "in line": _in_line,
+    "shrinking": lambda scene: [0.5 * tensor for tensor in scene.own],
+    "slow drift": lambda scene: [tensor + 0.01 * tensor.abs().mean() for tensor in scene.own],
 }
 
 
@@ -92,8 +106,8 @@ class Hostile:
     ``slow``: its slow weights, where weights travel.
     """
 
-    def __init__(self, exchange: SimulatedExchange, board: Board, attack: Attack) -> None:
-        self.exchange, self.board, self.attack = exchange, board, attack
+    def __init__(self, exchange: SimulatedExchange, board: Board, attack: str) -> None:
+        self.exchange, self.board, self.attack, self.stated = exchange, board, ATTACKS[attack], STATED.get(attack)
         self.slow: Tensors | None = None
         self._first: Tensors | None = None
 
@@ -104,4 +118,4 @@ class Hostile:
         self._first = self._first or own
         start = [torch.zeros_like(tensor) for tensor in own] if self.slow is None else [tensor.clone() for tensor in self.slow]
         seen = self.board.posted.get((key.round, key.fragment)) or [own]
-        return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), weight, codec, even)
+        return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), self.stated or weight, codec, even)

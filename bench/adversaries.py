@@ -85,7 +85,7 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
         for group in inner.param_groups:
             group["lr"] = INNER_LR
         if exchange.peer in bad:
-            wire: Honest | Hostile = Hostile(exchange, board, ATTACKS[attack])
+            wire: Honest | Hostile = Hostile(exchange, board, attack)
         else:
             wire = Honest(exchange, board)
         optimizer = chosen.make(inner, wire, every=options.every, **METHODS[method][1])

@@ -28,6 +28,7 @@ FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL})
 
 MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
 MAX_HANDLERS_PER_PEER = 16
+MAX_FIRST = 256  # more of them, for members that have none yet: a few that hold all they may do not keep the others out
 MAX_STRANGERS = 64  # of those, streams of peers that are no members, so that they cannot keep the members out
 REASONS = ("denied", "uninvited", "crowded", "rate", "spent")
 
@@ -113,7 +114,8 @@ class ResourceManager:
             return "denied"
         if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
-        if self._busy.total() >= MAX_HANDLERS or self._busy[peer] >= MAX_HANDLERS_PER_PEER:
+        most = MAX_HANDLERS if peer in self._busy or not self.known(peer) else MAX_HANDLERS + MAX_FIRST
+        if self._busy.total() >= most or self._busy[peer] >= MAX_HANDLERS_PER_PEER:
             return "crowded"
         if not self.known(peer) and self._strangers.total() >= MAX_STRANGERS:
             return "crowded"

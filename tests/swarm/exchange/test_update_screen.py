@@ -183,7 +183,7 @@ def train(method, attack, make_defence, peers=8, hostile=2, rounds=24, warmup=0)
     def peer(exchange):
         random = torch.Generator().manual_seed(names.index(exchange.peer))
         weight = torch.nn.Parameter(torch.zeros(12))
-        wire = Hostile(exchange, board, ATTACKS[attack]) if exchange.peer in bad else Honest(exchange, board)
+        wire = Hostile(exchange, board, attack) if exchange.peer in bad else Honest(exchange, board)
         inner = torch.optim.SGD([weight], lr=0.05)
         warm = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
         opt = METHODS[method](inner, wire)

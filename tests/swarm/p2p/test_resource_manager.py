@@ -14,6 +14,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.rate_limit import HOUR, RateLimit, TokenBuckets
 from shoal.swarm.p2p.resource_manager import (
+    MAX_FIRST,
     MAX_HANDLERS,
     MAX_HANDLERS_PER_PEER,
     MAX_STRANGERS,
@@ -51,8 +52,21 @@ def test_one_peer_has_few_streams_at_a_time_and_strangers_few_of_all():
     assert at.acquire("s99", ECHO) == ""
     left = MAX_HANDLERS - MAX_HANDLERS_PER_PEER - MAX_STRANGERS - 1
     assert [at.acquire(f"m{i + 2}", ECHO) for i in range(left)] == [""] * left
-    assert at.acquire("m250", ECHO) == "crowded"
+    assert at.acquire("m1", ECHO) == "crowded"
     assert at.refused() == {"crowded": 3}
+
+
+def test_members_that_hold_all_their_streams_do_not_keep_out_one_that_has_none():
+    at, _ = resource_manager(Rates())
+    at.known = lambda peer: not peer.startswith("stranger")
+    hostile = [f"hostile{number}" for number in range(100)]
+    held = [peer for _ in range(MAX_HANDLERS_PER_PEER) for peer in hostile if not at.acquire(peer, ECHO)]
+    assert len(held) == MAX_HANDLERS
+    assert at.acquire("honest", ECHO) == ""
+    assert at.acquire("honest", ECHO) == "crowded"
+    assert at.acquire("stranger", ECHO) == "crowded"
+    assert sum(not at.acquire(f"late{number}", ECHO) for number in range(1000)) == MAX_FIRST - 1
+    assert at._busy.total() == MAX_HANDLERS + MAX_FIRST
 
 
 def test_who_becomes_a_member_meanwhile_leaves_nothing_behind():
