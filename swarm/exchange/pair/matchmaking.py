@@ -150,9 +150,9 @@ class PairMatchmaker:
                 received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
                 if received is not None or pairing.broken:
                     return received
-                if peer == self._selector.partner(pairing.key.round) and pairing.swarm_round <= pairing.key.round:
-                    self._selector.missed(peer, pairing.key.round)
-                if pairing.swarm_round > pairing.key.round:
+                if pairing.swarm_round <= pairing.key.round:
+                    self._selector.tried(peer, pairing.key.round)
+                else:
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
                     self.next_round = pairing.swarm_round
                     moved = True
@@ -258,13 +258,8 @@ class PairMatchmaker:
                 return None
             theirs = await self._receive_offer(stream)
             difference = pairing.attempt.contribution.differs(theirs)
-            same = (theirs.nonce, theirs.swarm, theirs.model, theirs.round) == (
-                nonce,
-                self._context.swarm,
-                self._context.model,
-                pairing.key.round,
-            )
-            if difference is not None or not same:
+            offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
+            if difference is not None or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
             pairing.dialing = None  # a call from this peer no longer crosses this node's
@@ -276,10 +271,7 @@ class PairMatchmaker:
 
     def _ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None) -> None:
         pairing.broken = received is None
-        if pairing.broken:
-            self._selector.missed(peer, pairing.key.round)
-        else:
-            self._selector.met(peer)
+        self._selector.ended(peer, pairing.key.round, met=received is not None)
 
     def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
@@ -375,10 +367,9 @@ class PairMatchmaker:
     def _turn_away(self, peer: str, round: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
         pairing = self._pairing
-        if pairing is None or pairing.key.round != round or peer in pairing.turned_away:
+        if pairing is None or pairing.key.round != round or peer in pairing.turned_away or not self._selector.takes(peer, round):
             return
-        if self._selector.takes(peer, round):
-            pairing.turned_away.append(peer)
+        pairing.turned_away.append(peer)
 
     def _rank(self, peer: str, round: int) -> bytes:
         return rank(self._context.seed, round, peer)

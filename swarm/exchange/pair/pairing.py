@@ -90,6 +90,18 @@ class PairSelector:
         while len(self._misses) > REMEMBERED:
             self._misses.popitem(last=False)
 
+    def tried(self, peer: str, round: int) -> None:
+        """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be busy."""
+        if peer == self.partner(round):
+            self.missed(peer, round)
+
+    def ended(self, peer: str, round: int, *, met: bool) -> None:
+        """Note the end of a transfer."""
+        if met:
+            self.met(peer)
+        else:
+            self.missed(peer, round)
+
     def met(self, peer: str) -> None:
         """Note an exchange with ``peer``."""
         self._misses.pop(peer, None)
