@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership.dht_record import MAX_DEPTH, bits_of
 
 CAP = 32  # records per key, but for a few that raced
+CROWD = 2  # times ``cap`` records of a key are used at most: the first by their bits, whoever is beyond moves on by `place`
+MAX_KEYS = 128  # keys that are read for the sake of known peers, when strangers' records have used up the limit
 AT_ONCE = 8  # keys read at a time
 RISE = 1 / 8  # chance per reading to move up to a half-empty parent: otherwise all below would move there together
 RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
@@ -23,11 +25,18 @@ Names = Mapping[str, object]  # peer id -> its record: the peers under a key
 
 
 async def read(
-    get: Callable[[str], Awaitable[Names]], own: str, *, now: str | None = None, cap: int = CAP, limit: int = 1024
+    get: Callable[[str], Awaitable[Names]],
+    own: str,
+    *,
+    now: str | None = None,
+    cap: int = CAP,
+    limit: int = 1024,
+    known: Collection[str] = (),
 ) -> dict[str, Names]:
     """Return the records under each prefix of the trie, about ``limit`` in all, those near the ``own`` bits first.
 
-    The path down to the reader's own prefix ``now`` is read in any case. A key that cannot be read is left out, with all below it.
+    The path down to the reader's own prefix ``now`` is read in any case, and for the peers in ``known`` up to `MAX_KEYS` keys, so
+    that no number of strangers' records hides them. A key that cannot be read is left out, with all below it.
 
     Raises:
         NetworkError: the root cannot be read.
@@ -35,7 +44,11 @@ async def read(
     found: dict[str, Names] = {"": await get("")}
     total = len(found[""])
     queue = _children("", found[""], own, now or "", cap)
-    while queue and total < limit:
+    missing = {peer: bits_of(peer) for peer in known if peer not in found[""]}
+    while queue:
+        if total >= limit:
+            ways = {bits[:depth] for bits in missing.values() for depth in {len(prefix) for prefix in queue}}
+            queue = [prefix for prefix in queue if prefix in ways] if len(found) < MAX_KEYS else []
         batch, queue = queue[:AT_ONCE], queue[AT_ONCE:]
         answers = await asyncio.gather(*(get(prefix) for prefix in batch), return_exceptions=True)
         for prefix, answer in zip(batch, answers, strict=True):
@@ -44,6 +57,8 @@ async def read(
             if isinstance(answer, BaseException):
                 raise answer
             found[prefix] = answer
+            for peer in answer:
+                missing.pop(peer, None)
             total += len(answer)
             queue += _children(prefix, answer, own, now or "", cap)
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import random
 import threading
@@ -21,6 +22,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht_index
 from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.room import ROOM, Room
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import Member
 
@@ -30,7 +32,8 @@ T = TypeVar("T")
 State = Literal["waiting", "training", "leaving", "done"]
 
 TTL, PERIOD = 30.0, 5.0  # seconds: how long a record lives, and how often one is published and all are read
-LIMIT = 1024  # about as many records are read
+MET = 256  # of the peers met last, whose records are looked for however many others there are
+DRAW = 60.0  # seconds after which other newcomers get a place, if there is no room for all
 GAP = 1.0  # seconds between two publications or two readings, at least
 HASTE = 0.5  # seconds between readings while a caller waits for members
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
@@ -64,7 +67,8 @@ class Directory:
     """Members of ``swarm`` as the node with ``identity`` sees them. The host must have a `MemberValidator`.
 
     ``ttl``: seconds after which a silent peer is no longer a member, the same in all of a swarm. ``period``: seconds between two
-    publications, and two readings. ``cap``: records per DHT key. ``limit``: about the largest number of members to read.
+    publications, and two readings. ``cap``: records per DHT key. ``limit``: the largest number of members in view, and
+    about as many are read. ``met``: where this node met a peer, the newest last (`Room`).
     ``barred``: predicate of peers to leave out of ``members`` and ``departed``; it is called often, from any thread, and must be
     quick. It may be set later, because bans are known only after the directory exists. ``access_policy``: a peer that it does not
     admit is never listed, whatever the records say.
@@ -79,9 +83,10 @@ class Directory:
         ttl: float = TTL,
         period: float = PERIOD,
         cap: int = dht_index.CAP,
-        limit: int = LIMIT,
+        limit: int = ROOM,
         barred: Callable[[str], bool] = lambda peer: False,
         access_policy: AccessPolicy | None = None,
+        met: Mapping[str, str] | None = None,
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
@@ -92,6 +97,8 @@ class Directory:
         self._period = period
         self._cap = cap
         self._limit = limit
+        self._met = {} if met is None else met
+        self._room = Room(self._met, limit)
         self.barred = barred
         self.access_policy = access_policy or AccessPolicy()
         self._changed = threading.Condition()  # guards the next four
@@ -327,12 +334,14 @@ class Directory:
     async def _read(self) -> None:
         async def under(prefix: str) -> dict[str, Member]:
             values = await self._host.get(key_of(self._swarm, prefix))
-            opened = ((peer, open_record(value)) for peer, value in values.items())
+            first = heapq.nsmallest(dht_index.CROWD * self._cap, values, key=bits_of)
+            opened = ((peer, open_record(values[peer])) for peer in first)
             return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
 
         own = bits_of(self._identity.peer_id)
-        keys = await dht_index.read(under, own, now=self._prefix, cap=self._cap, limit=self._limit)
-        self._keys = keys
+        known = {peer for peer in self._seen if peer in self._met}.union(list(self._met)[-MET:])
+        keys = await dht_index.read(under, own, now=self._prefix, cap=self._cap, limit=self._limit, known=known)
+        self._keys = {prefix: dict.fromkeys(names) for prefix, names in keys.items()}
         found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
         oldest = time.time() - self._ttl
         with self._changed:
@@ -340,7 +349,7 @@ class Directory:
             for member in found:
                 if member.peer not in seen or member.issued > seen[member.peer].issued:
                     seen[member.peer] = member
-            self._seen = seen
+            self._seen = self._room.choose(seen, int(time.time() / DRAW))
             self._changed.notify_all()
         # One address each: a few peers are enough to find the swarm again.
         others = (m for m in found if m.peer != self._identity.peer_id and m.state in HERE)

@@ -231,7 +231,7 @@ def _membership(
     serve_manifest(host, swarm, sealed)
     host.serve(DIAL_PROTOCOL, ReachabilityProbe().answer)
     host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
-    directory = Directory(host, identity, swarm, access_policy=access_policy)
+    directory = Directory(host, identity, swarm, access_policy=access_policy, met=host.met)
     host.resource_manager.known = directory.knows
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     return Membership(identity, host, directory, swarm, sealed, manifest, announcer, network, ClockCheck(host, directory))

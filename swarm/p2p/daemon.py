@@ -33,6 +33,7 @@ from shoal.swarm.p2p.daemon_process import (
     start_guarded,
 )
 from shoal.swarm.p2p.multiaddr import MAX_ID, is_loopback, origin, peer_bytes, to_bytes, to_text, unix_address, varint, without_peer
+from shoal.swarm.p2p.peerstore import DialBackoff
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,10 @@ Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awai
 
 class DaemonError(NetworkError):
     """The daemon refused a request or could not fulfil it; the text is the daemon's."""
+
+
+class PutOffError(DaemonError):
+    """No address of a peer is due to be dialled; the daemon was not asked."""
 
 
 DAEMON_GONE = (DaemonError, OSError, EOFError)  # raised by requests when the daemon refuses, or is dead
@@ -93,6 +98,7 @@ class Daemon:
 
     def __init__(self, peer_id: str, run_dir: Path) -> None:
         self.peer_id = peer_id
+        self.backoff = DialBackoff()
         self._owner = os.getpid()
         self._run_dir = run_dir
         self._control, self._inbound = run_dir / "daemon.sock", run_dir / "client.sock"
@@ -217,8 +223,10 @@ class Daemon:
         try:
             info = await read_message(reader, messages().StreamInfo())
             timer.cancel()
+            peer, at = b58encode(info.peer[:MAX_ID]), origin(info.addr)
+            self.backoff.meet(peer, at)
             if (handler := self._handlers.get(info.proto)) is not None:
-                await handler(b58encode(info.peer[:MAX_ID]), origin(info.addr), reader, writer)
+                await handler(peer, at, reader, writer)
         except (OSError, EOFError) as error:
             log.debug("an incoming stream ended early: %r", error)
         finally:
@@ -262,19 +270,30 @@ class Daemon:
         return tuple(f"{address}/p2p/{self.peer_id}" for address in sorted(found, key=is_loopback))
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer, unless this node is connected to it.
+        """Connect to a peer, unless this node is connected to it. Addresses that failed lately are put off (`DialBackoff`).
 
-        Raises ValueError if none of the addresses is one (a peer may send us anything), or one of `DAEMON_GONE`.
+        Raises ValueError if none of the addresses is one (a peer may send us anything), `PutOffError` if none is due, or another of
+        `DAEMON_GONE`.
         """
-        bare, wrong = [], ""
+        bare, wrong = {}, ""
         for address in addresses:
             try:
-                bare.append(to_bytes(without_peer(address)))
+                bare[address] = to_bytes(without_peer(address))
             except ValueError as error:
                 wrong = str(error)
         if not bare:
             raise ValueError(wrong or "no address")
-        await self._ask("CONNECT", connect=messages().ConnectRequest(peer=peer_bytes(peer_id), addrs=bare))
+        due = self.backoff.due(peer_id, list(bare))
+        if not due:
+            if peer_id in await self.peers():
+                return
+            raise PutOffError("not dialled again yet")
+        ask = messages().ConnectRequest(peer=peer_bytes(peer_id), addrs=[bare[address] for address in due])
+        try:
+            await self._ask("CONNECT", connect=ask)
+        except (DaemonError, asyncio.CancelledError) as error:  # cancelled: it did not answer in time
+            self.backoff.fail(peer_id, due, str(error))
+            raise
 
     async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream. Raises ValueError or one of `DAEMON_GONE`."""
@@ -283,8 +302,11 @@ class Daemon:
         return reader, writer
 
     async def peers(self) -> tuple[str, ...]:
-        """Return the ids of all connected peers."""
-        return tuple(dict.fromkeys(b58encode(peer.id[:MAX_ID]) for peer in (await self._ask("LIST_PEERS")).peers))
+        """Return the ids of all connected peers, and note where they are."""
+        found = {b58encode(peer.id[:MAX_ID]): peer.addrs for peer in (await self._ask("LIST_PEERS")).peers}
+        for peer, addresses in found.items():
+            self.backoff.meet(peer, next(filter(None, map(origin, addresses)), ""))
+        return tuple(found)
 
     async def is_local(self, peer_id: str) -> bool:
         """Return whether every connection to a peer stays on this machine. Raises one of `DAEMON_GONE`."""

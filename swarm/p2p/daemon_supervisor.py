@@ -22,7 +22,7 @@ from shoal.swarm.p2p.dial import answering
 from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE, HivemindDaemon
 from shoal.swarm.p2p.listen import as_before, check_free, fixed_ports
 from shoal.swarm.p2p.multiaddr import is_loopback
-from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.p2p.peerstore import DialBackoff, Peerstore
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class DaemonSupervisor:
         self.addresses: tuple[str, ...] = ()
         self.restarts = 0
         self.known = Peerstore(identity.peer_id) if known is None else known
+        self.backoff = DialBackoff(bootstrap)
         self.bootstrapper = Bootstrapper(
             self,
             identity.peer_id,
@@ -153,7 +154,7 @@ class DaemonSupervisor:
             light=self._light,
             timeout=timeout,
         )
-        daemon.calls.refuses = self._calls
+        daemon.calls.refuses, daemon.backoff = self._calls, self.backoff
         return daemon
 
     async def _settle(self, daemon: HivemindDaemon, dht: DHTNode) -> None:

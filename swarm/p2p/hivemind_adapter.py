@@ -6,6 +6,7 @@ so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind gets no mo
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.utils.logging import use_hivemind_log_handler
@@ -30,6 +32,28 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
 DAEMON_GONE = (*daemon.DAEMON_GONE, P2PDaemonError)  # also raised by calls of the DHT
+
+
+MAX_SUBKEYS = 64  # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be read
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """hivemind's records, of each key the first `MAX_SUBKEYS` by the hash of the subkey, so that all nodes keep the same."""
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """Store a record, in place of the last of them if there is no more room; return False if it comes after that."""
+        held = self.get(key)
+        names = held[0] if held is not None and isinstance(held[0], DictionaryDHTValue) else None
+        if names is not None and names.get(subkey) is None and len(names.data) >= MAX_SUBKEYS:
+            last = max(names.data, key=_rank)
+            if _rank(subkey) >= _rank(last):
+                return False
+            del names.data[last], names.key_to_heap[last]
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+def _rank(subkey: Any) -> bytes:
+    return hashlib.sha256(str(subkey).encode()).digest()  # the order of `shoal.swarm.membership.dht_record.bits_of`
 
 
 class _Calls(P2P):  # type: ignore[misc]
@@ -98,6 +122,7 @@ class HivemindDaemon(daemon.Daemon):
             cache_locally=False,  # we always ask for the newest
             cache_refresh_before_expiry=0,
         )
+        node.protocol.storage = BoundedStorage()  # what was stored meanwhile is published again within seconds
         for peer in peers[:1]:
             try:
                 await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)

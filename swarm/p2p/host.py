@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial
-from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.daemon import DaemonError, PutOffError
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE
@@ -62,6 +62,7 @@ class Host:
         self.resource_manager = resource_manager
         self.introduce: Introduce | None = None
         """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
+        self.met: Mapping[str, str] = supervisor.backoff.met
         self.pubsub = PubSub(supervisor, upload)
         self._supervisor = supervisor
         self._lock = contextlib.ExitStack()
@@ -277,6 +278,8 @@ class Host:
                 # If these fail, the daemon may know better ones.
                 try:
                     await daemon.connect(peer_id, addresses)
+                except PutOffError:
+                    raise
                 except DaemonError as error:
                     refusal = error
                 except ValueError as error:

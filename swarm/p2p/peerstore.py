@@ -1,16 +1,21 @@
-"""Addresses of peers met before, kept in a file: they lead to the swarm when every address of the link is dead.
+"""Addresses of peers: those met before, kept in a file, and those that did not answer, which are not dialled again at once.
 
-The file also has the addresses that this node listened on: peers that have only old addresses find it again on the same port.
+The first lead to the swarm when every address of the link is dead. The file also has the addresses that this node listened on:
+peers that have only old addresses find it again on the same port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Iterable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shoal.swarm.access.link import address_problem
@@ -21,6 +26,14 @@ MAX_PEERS = 64
 MAX_EACH = 4  # addresses of one peer
 MAX_LISTEN = 8  # own addresses
 MAX_BYTES = 256 * 1024  # of the file; 64 peers with 4 addresses of 512 characters fit in
+
+FIRST, LONGEST = 2.0, 300.0  # seconds until an address that did not answer is dialled again, doubled each time
+FORGET = 3600.0  # seconds without a failure after which an address begins anew
+MAX_HOSTS, PORTS = 1024, 8  # hosts with failures; and ports of one that are told apart, all further ones share a place
+MAX_MET = 4096  # peers of whom it is known where they are
+RELAYED = "relayed"
+_NOT_OURS = re.compile(r"network is unreachable|opening relay circuit|NO_RESERVATION")  # no fault of the host that was dialled
+_OTHER_KEY = re.compile(r"remote key matches (\w+)")
 
 
 class Peerstore:
@@ -104,3 +117,82 @@ class Peerstore:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             log.warning("the addresses of known peers in %s are damaged and ignored (%s)", path, error)
             return []
+
+
+class DialBackoff:
+    """The dials that are put off, because made-up members can name anybody's address under any number of peer ids.
+
+    So failures count for an address, whoever was expected there, and the ports of a host beyond `PORTS` share one count. A peer
+    that was met at a host, because it called from there or answered there, is dialled there whatever failed for others. ``chosen``:
+    full multiaddrs that the user gave; they are never put off. For any thread.
+    """
+
+    def __init__(self, chosen: Iterable[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._chosen, self._clock = frozenset(chosen), clock
+        self._lock = threading.Lock()
+        self._failed: OrderedDict[str, dict[str, tuple[int, float]]] = OrderedDict()
+        """Host -> port, or "" for all further ones -> failures in a row and the time of the last. The newest host last."""
+        self.met: OrderedDict[str, str] = OrderedDict()
+        """Peer -> the IP address at which it was met last, or `RELAYED`. The newest last; to be read only."""
+
+    def meet(self, peer: str, host: str) -> None:
+        """Note that ``peer`` is at the IP address ``host``, or behind a relay if that is empty."""
+        with self._lock:
+            self.met[peer] = host or RELAYED
+            self.met.move_to_end(peer)
+            if len(self.met) > MAX_MET:
+                self.met.popitem(last=False)
+
+    def due(self, peer: str, addresses: Sequence[str]) -> list[str]:
+        """Return those of the ``addresses`` of ``peer`` that may be dialled now."""
+        with self._lock:
+            return [address for address in addresses if self._wait(peer, address) <= 0]
+
+    def fail(self, peer: str, addresses: Iterable[str], reason: str = "") -> None:
+        """Note that no connection to ``peer`` came about at ``addresses``. ``reason``: the daemon's text."""
+        now, places = self._clock(), {_place(address): address for address in addresses}
+        with self._lock:
+            for (host, port), address in places.items():
+                at = f"[{'/'.join(address.split('/')[:5])}"
+                if any(at in line and _NOT_OURS.search(line) for line in reason.splitlines()):
+                    continue
+                ports = self._failed.setdefault(host, {})
+                self._failed.move_to_end(host)
+                slot = port if port in ports or len(ports) < PORTS else ""
+                count, last = ports.get(slot, (0, now))
+                ports[slot] = (1 if now - last > FORGET else count + 1), now
+            while len(self._failed) > MAX_HOSTS:
+                self._failed.popitem(last=False)
+        if len(hosts := {host for host, _ in places}) == 1:  # otherwise it is not known which of them has that key
+            for other in _OTHER_KEY.findall(reason):
+                self.meet(other, *hosts)
+
+    def _wait(self, peer: str, address: str) -> float:
+        """Return the seconds until ``address`` is due; 0 or less if it is."""
+        direct, circuit, _ = address.partition("/p2p-circuit")
+        called = direct.rpartition("/p2p/")[2] if circuit else peer  # by a relay, that is whom this node connects to
+        host, port = _place(address)
+        ports = self._failed.get(host)
+        if ports is None or direct in self._chosen or _area(self.met.get(called, "")) == host:
+            return 0.0
+        count, last = ports.get(port) or (ports.get("", (0, 0.0)) if len(ports) >= PORTS else (0, 0.0))
+        since = self._clock() - last
+        return 0.0 if not count or since > FORGET else min(FIRST * 2.0 ** min(count - 1, 20), LONGEST) - since
+
+
+def _place(address: str) -> tuple[str, str]:
+    """Return the host that a dial of ``address`` goes to, and what tells its ports apart."""
+    _, _, host, *rest = [*address.split("/"), "", ""]
+    area = _area(host)
+    return area, "/".join((host, *rest[:2]) if area != host else rest[:2])
+
+
+def _area(host: str) -> str:
+    """Return what counts as one host: an IPv4 address, a /64 of IPv6, or the last two labels of a name."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return ".".join(host.lower().rstrip(".").split(".")[-2:])
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ip.ipv4_mapped or ipaddress.ip_network((ip.packed[:8] + bytes(8), 64)))
+    return str(ip)

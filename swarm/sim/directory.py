@@ -15,7 +15,8 @@ from typing import NamedTuple, cast
 
 from shoal.swarm.membership import dht_index as trie
 from shoal.swarm.membership.dht_record import bits_of, make_record
-from shoal.swarm.membership.directory import GAP, HASTE, HERE, LIMIT, PERIOD, TTL
+from shoal.swarm.membership.directory import GAP, HASTE, HERE, PERIOD, TTL
+from shoal.swarm.membership.room import ROOM
 from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.sim.network import SimHost, SimNetwork
 from shoal.swarm.wire.member import Member
@@ -79,9 +80,7 @@ class SimDirectory:
     ``record``: returns the peer's current record. ``chance``: source of random numbers. ``limit``: about as many records are read.
     """
 
-    def __init__(
-        self, board: Board, host: SimHost, record: Callable[[], Member], chance: random.Random, limit: int = LIMIT
-    ) -> None:
+    def __init__(self, board: Board, host: SimHost, record: Callable[[], Member], chance: random.Random, limit: int = ROOM) -> None:
         self._board, self._host, self._record, self._chance, self._limit = board, host, record, chance, limit
         self._now = board.network.loop.time
         self._seen: dict[str, Member] = {}

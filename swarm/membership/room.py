@@ -1,0 +1,73 @@
+"""The members that a node keeps in view when the directory has more records than there is room for.
+
+A key costs nothing, so a stranger can write any number of records. As long as all fit, all are in view, and all nodes see the same.
+Beyond that the places go to
+
+1. the members that were met, because they called or answered; an address that nobody was met at proves nothing;
+2. the others, those in view for longest first;
+3. and an eighth of the places to newcomers, drawn anew from time to time, so that each is seen once, whatever came before it.
+
+In each part one member of each address range comes before the second of any: the /16 of IPv4, the /32 of IPv6. Private ranges and
+loopback count as ranges too: a team in one of them is met, and so in the first part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from shoal.swarm.membership.dht_record import bits_of
+from shoal.swarm.wire.member import Member
+
+ROOM = 1024  # members in view: 5 MB for as many of the largest records, which are read every few seconds
+NEWCOMERS = 8  # one place in so many is for them
+
+
+class Room:
+    """The choice of at most ``most`` members. ``met``: where each peer was met, an IP address or a word."""
+
+    def __init__(self, met: Mapping[str, str], most: int = ROOM, salt: bytes | None = None) -> None:
+        self._met, self._most = met, most
+        self._salt = os.urandom(16) if salt is None else salt  # or ids could be made that are drawn every time
+        self._in_view: dict[str, None] = {}  # those in view for longest first
+
+    def choose(self, members: Mapping[str, Member], draw: int) -> dict[str, Member]:
+        """Return the ``members`` that are kept. ``draw``: a number that is another when newcomers are to be drawn anew."""
+        order = [peer for peer in self._in_view if peer in members]
+        order += sorted(members.keys() - set(order), key=bits_of)  # the same on all nodes
+        if len(order) > self._most:
+            order = self._best(order, members, draw)
+        self._in_view = dict.fromkeys(order)
+        return {peer: members[peer] for peer in order}
+
+    def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
+        met = {peer: at for peer in order if (at := self._met.get(peer))}
+        claimed = {peer: next(iter(members[peer].addresses), "").split("/")[2:3] for peer in order if peer not in met}
+        ranked = [*_by_turns(met.items()), *_by_turns((peer, "".join(host)) for peer, host in claimed.items())]
+        kept = ranked[: self._most - self._most // NEWCOMERS]
+        rest = sorted(ranked[len(kept) :], key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest())
+        chosen = {*kept, *rest[: self._most - len(kept)]}
+        return [peer for peer in order if peer in chosen]
+
+
+def range_of(host: str) -> str:
+    """Return the address range of an IP address; of anything else, as a name, its last two labels."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return ".".join(host.lower().split(".")[-2:])
+    return str(ipaddress.ip_network((ip, 16 if ip.version == 4 else 32), strict=False))
+
+
+def _by_turns(hosts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the peers of (peer, host): first one of each address range, then a second of each, and so on."""
+    turns: Counter[str] = Counter()
+    placed = []
+    for peer, host in hosts:
+        where = range_of(host)
+        placed.append((turns[where], peer))
+        turns[where] += 1
+    return [peer for _, peer in sorted(placed, key=lambda each: each[0])]

@@ -1,0 +1,184 @@
+"""Thousands of made-up members in the directory: honest ones stay visible, and memory and reading are bounded."""
+
+import asyncio
+import random
+import time
+from concurrent.futures import Future
+
+import pytest
+from hivemind.dht.routing import DHTID
+
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership import dht_index
+from shoal.swarm.membership.dht_record import bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.room import NEWCOMERS, Room, range_of
+from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
+from shoal.swarm.wire.member import Member
+from tests.swarm.membership.test_directory_loops import ABOUT, SWARM
+
+MOST = 64
+
+
+def record(peer, address="/ip4/203.0.113.1/tcp/1", issued=0.0):
+    return Member.model_construct(peer=peer, addresses=(address,) if address else (), state="training", issued=issued)
+
+
+def crowd(count, address="/ip4/198.51.{n}.7/tcp/1", name="made-up"):
+    return {f"{name}{n}": record(f"{name}{n}", address.format(n=n % 256, m=n)) for n in range(count)}
+
+
+def test_as_long_as_there_is_room_all_nodes_see_all():
+    members = crowd(MOST)
+    assert Room({}, MOST).choose(members, 0) == Room({"made-up3": "192.0.2.1"}, MOST, b"x").choose(members, 9) == members
+
+
+@pytest.mark.parametrize("honest_at", ["/ip4/127.0.0.1/tcp/{m}", "/ip4/192.168.0.{n}/tcp/1", "/ip6/2001:db8::{n}/tcp/1", ""])
+@pytest.mark.parametrize("made_up_at", ["/ip4/198.51.{n}.7/tcp/1", "/ip4/{n}.{m}.0.1/tcp/1", "/ip4/127.0.0.1/tcp/{m}", ""])
+def test_members_that_were_met_keep_their_place(honest_at, made_up_at):
+    honest = crowd(30, honest_at, "honest")
+    met = dict.fromkeys(honest, "127.0.0.1")
+    room = Room(met, MOST)
+    for look in range(3):  # the made-up ones may be the first, and are others each time
+        made_up = crowd(1500, made_up_at, f"{look}made-up")
+        kept = room.choose(made_up if look == 0 else made_up | honest, look)
+        assert len(kept) == len(room._in_view) == MOST
+        assert look == 0 or honest.keys() <= kept.keys()
+
+
+def test_members_that_were_met_at_one_range_do_not_keep_out_those_of_others():
+    hostile, honest = crowd(2000), crowd(20, name="honest")
+    met = dict.fromkeys(hostile, "198.51.100.1") | {peer: f"203.{n}.113.1" for n, peer in enumerate(honest)}
+    assert honest.keys() <= Room(met, MOST).choose(hostile | honest, 0).keys()
+
+
+def test_members_that_nobody_met_stay_if_they_were_there_first_and_in_ranges_of_their_own():
+    first = crowd(20, "/ip4/{n}.7.0.1/tcp/1", "first")
+    room = Room({}, MOST)
+    room.choose(first, 0)
+    assert first.keys() <= room.choose(crowd(1500, "/ip4/203.0.{n}.1/tcp/1") | first, 1).keys()
+    assert first.keys() <= room.choose(crowd(1500, "/ip4/{n}.{m}.0.1/tcp/1") | first, 2).keys()
+
+
+def test_each_newcomer_is_seen_sooner_or_later_whatever_was_there_before():
+    met = {f"made-up{n}": f"{n}.0.0.1" for n in range(500)}
+    members, room, seen = crowd(500), Room(met, MOST), set()
+    for draw in range(400):
+        kept = room.choose(members | {"newcomer": record("newcomer")}, draw)
+        seen.update(kept)
+        assert sum(peer in met for peer in kept) >= MOST - MOST // NEWCOMERS
+    assert "newcomer" in seen
+
+
+def test_address_ranges():
+    assert range_of("10.1.2.3") == range_of("10.1.9.9") != range_of("10.2.2.3")
+    assert range_of("2001:db8::1") == range_of("2001:db8:ffff::1") != range_of("2001:db9::1")
+    assert range_of("a.example.org") == range_of("B.example.org") == "example.org"
+    assert range_of("") == ""
+
+
+# -- the trie --------------------------------------------------------------------------------------------------------------
+
+
+def grind(prefix, count, rng):
+    found = []
+    while len(found) < count:
+        peer = f"made-up{rng.getrandbits(64):x}"
+        if bits_of(peer).startswith(prefix):
+            found.append(peer)
+    return found
+
+
+def test_members_that_were_met_are_read_below_keys_full_of_strangers():
+    rng, cap, limit = random.Random(3), 4, 40
+    shelf = {f"{k:0{depth}b}" if depth else "": None for depth in range(6) for k in range(2**depth)}
+    shelf = {prefix: dict.fromkeys(grind(prefix, cap * dht_index.CROWD, rng), True) for prefix in shelf}
+    honest = [f"honest{n}" for n in range(12)]
+    for peer in honest:  # a level below those that are full
+        shelf.setdefault(bits_of(peer)[:6], {})[peer] = True
+    reads = []
+
+    async def get(prefix):
+        reads.append(prefix)
+        return shelf.get(prefix, {})
+
+    def look(known):
+        reads.clear()
+        keys = asyncio.run(dht_index.read(get, bits_of("me"), cap=cap, limit=limit, known=known))
+        return {peer for names in keys.values() for peer in names}
+
+    assert not look([]) & set(honest)
+    assert set(honest) <= look(honest)
+    assert len(reads) == len(set(reads)) <= dht_index.MAX_KEYS
+    look([f"someone{n}" for n in range(4000)])
+    assert len(reads) < dht_index.MAX_KEYS + dht_index.AT_ONCE
+
+
+class Board:
+    """A DHT in memory, read by a directory whose own loops do not run."""
+
+    def __init__(self):
+        self.keys, self.reads = {}, 0
+
+    def addresses(self):
+        return ()
+
+    def remember(self, addresses):
+        list(addresses)
+
+    def submit(self, coroutine):
+        coroutine.close()
+        return Future()
+
+    def call(self, coroutine, timeout):
+        return asyncio.run(coroutine)
+
+    async def get(self, key):
+        self.reads += 1
+        return dict(self.keys.get(key, {}))
+
+
+def signed(identity, prefix, issued):
+    member = Member(**ABOUT, swarm=SWARM, peer=identity.peer_id, addresses=(), issued=issued)
+    return make_record(prefix, member, identity)
+
+
+def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypatch):
+    board, now = Board(), time.time()
+    people = sorted((Identity.ephemeral() for _ in range(200)), key=lambda who: bits_of(who.peer_id))
+    *_, last = people  # the one that the strangers displace
+    board.keys[key_of(SWARM, "")] = {who.peer_id: signed(who, "", now) for who in people[:-1]}
+    strangers, depth = people[:-1], 0
+    while len(strangers) >= 4:  # it goes down until there is room
+        depth += 1
+        prefix = bits_of(last.peer_id)[:depth]
+        strangers = [who for who in strangers if bits_of(who.peer_id).startswith(prefix)]
+        board.keys[key_of(SWARM, prefix)] = {who.peer_id: signed(who, prefix, now) for who in strangers}
+    board.keys[key_of(SWARM, prefix)][last.peer_id] = signed(last, prefix, now)
+    met = {last.peer_id: "192.0.2.1"}
+    directory = Directory(board, Identity.ephemeral(), SWARM, cap=4, limit=8, met=met)
+    opened = []
+    monkeypatch.setattr("shoal.swarm.membership.directory.open_record", lambda data: opened.append(data) or open_record(data))
+    for _ in range(3):
+        board.reads = 0
+        opened.clear()
+        directory.refresh(10)
+        assert last.peer_id in directory.members()
+        assert len(directory._seen) <= 8
+        assert len(opened) <= board.reads * 4 * dht_index.CROWD
+
+
+def test_a_node_stores_a_bounded_number_of_records_under_a_key_the_same_as_any_other():
+    key, end = DHTID.generate(source="key"), time.time() + 60
+    peers = [f"peer{n}" for n in range(500)]
+    kept = []
+    for order in (peers, peers[::-1]):
+        storage = BoundedStorage()
+        for peer in order:
+            storage.store_subkey(key, peer, b"x", end)
+        kept.append({peer for peer, _ in storage.get(key).value.items()})
+        assert len(kept[-1]) == MAX_SUBKEYS
+        last = max(kept[-1], key=bits_of)
+        assert storage.store_subkey(key, last, b"newer", end + 1)  # who has a place renews it
+        assert storage.get(key).value.get(last).value == b"newer"
+    assert kept[0] == kept[1] == set(sorted(peers, key=bits_of)[:MAX_SUBKEYS])

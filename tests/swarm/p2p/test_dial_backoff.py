@@ -1,0 +1,173 @@
+"""Dials that are put off: made-up members name a victim's address, and honest nodes must not dial it again and again."""
+
+import asyncio
+import sys
+
+import pytest
+
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
+from shoal.swarm.p2p.multiaddr import peer_bytes
+from shoal.swarm.p2p.peerstore import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, DialBackoff
+
+HOUR = 3600
+OWN, OTHER, RELAY = (Identity.ephemeral().peer_id for _ in range(3))
+VICTIM = "/ip4/198.51.100.7/tcp/443"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def backoff(clock):
+    return DialBackoff(clock=clock)
+
+
+def dials(backoff, clock, named, seconds=HOUR, every=1):
+    """How often a node dials that wants to each so many seconds; ``named`` gives peer and addresses of the next member."""
+    count = 0
+    for _ in range(0, seconds, every):
+        peer, addresses = named()
+        due = backoff.due(peer, addresses)
+        count += len(due)
+        if due:
+            backoff.fail(peer, due, "i/o timeout")
+        clock.now += every
+    return count
+
+
+def numbers():
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backoff, clock):
+    ids = numbers()
+    most = 9 + HOUR / LONGEST  # 2, 4, 8, ... seconds, and then every five minutes
+    assert 5 <= dials(backoff, clock, lambda: (f"made-up{next(ids)}", [f"{VICTIM}/p2p/x"])) <= most
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "/ip4/198.51.100.7/tcp/{n}",
+        "/ip4/198.51.100.7/udp/{n}/quic-v1",
+        "/ip6/2001:db8:0:1::{n:x}/tcp/443",
+        "/ip6/::ffff:198.51.100.7/tcp/{n}",
+        "/dns4/n{n}.example.org/tcp/443",
+        f"{VICTIM}/p2p/{RELAY}{{n}}/p2p-circuit",
+    ],
+)
+def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(backoff, clock, pattern):
+    ids = numbers()
+
+    def named():
+        number = next(ids) % 65_000
+        return f"made-up{number}", [f"{pattern.format(n=number)}/p2p/made-up{number}"]
+
+    assert dials(backoff, clock, named) <= (PORTS + 1) * (9 + HOUR / LONGEST)
+
+
+def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):
+    for number in range(20_000):
+        host = f"/ip4/10.{number >> 16}.{number >> 8 & 255}.{number & 255}/tcp"
+        backoff.fail("made-up", [f"{host}/{port}/p2p/made-up" for port in range(PORTS + 4)])
+        backoff.meet(f"peer{number}", "203.0.113.1")
+    assert len(backoff._failed) == MAX_HOSTS
+    assert max(map(len, backoff._failed.values())) == PORTS + 1
+    assert len(backoff.met) == MAX_MET
+    assert sum(sys.getsizeof(ports) for ports in backoff._failed.values()) < 1 << 20
+    assert not backoff.due("other", [f"{host}/1/p2p/other"])
+    clock.now += FORGET + 1
+    backoff.fail("made-up", [f"{host}/1/p2p/made-up"])
+    clock.now += FIRST
+    assert backoff.due("other", [f"{host}/1/p2p/other"])  # it began anew
+
+
+def test_an_honest_peer_that_calls_is_dialled_and_so_is_one_with_another_address(backoff, clock):
+    at = f"{VICTIM}/p2p/{OTHER}"
+    for _ in range(20):
+        backoff.fail(OTHER, [at])
+    assert backoff.due(OTHER, [at]) == []
+    elsewhere = f"/ip4/203.0.113.9/tcp/1/p2p/{OTHER}"
+    assert backoff.due(OTHER, [at, elsewhere]) == [elsewhere]
+    backoff.meet(OTHER, "203.0.113.50")  # it called, but not from there
+    assert backoff.due(OTHER, [at]) == []
+    backoff.meet(OTHER, "198.51.100.7")
+    assert backoff.due(OTHER, [at]) == [at]
+    assert backoff.due("made-up", [at]) == []  # only it
+    assert backoff.due("x", [f"{VICTIM}/p2p/{OTHER}/p2p-circuit/p2p/x"])  # and those behind it
+
+
+def test_made_up_members_that_name_an_honest_one_do_not_keep_others_from_it(backoff, clock):
+    text = f"all dials failed\n  * [{VICTIM}] peer id mismatch: expected x, but remote key matches {OTHER}"
+    for _ in range(20):
+        backoff.fail("made-up", [f"{VICTIM}/p2p/made-up"], text)
+    assert backoff.due("made-up", [f"{VICTIM}/p2p/made-up"]) == []
+    assert backoff.due(OTHER, [f"{VICTIM}/p2p/{OTHER}"])
+
+
+def test_faults_that_are_not_the_hosts_do_not_count(clock):
+    chosen = f"/ip4/192.0.2.1/tcp/1/p2p/{OWN}"
+    backoff = DialBackoff([chosen], clock)
+    other = f"/ip4/192.0.2.2/tcp/1/p2p/{OTHER}"
+    backoff.fail(OTHER, [other], "all dials failed\n  * [/ip4/192.0.2.2/tcp/1] connect: network is unreachable")
+    assert backoff.due(OTHER, [other])
+    both = [other, "/ip6/2001:db8::1/tcp/1/p2p/x"]  # of one line it does not follow for the other
+    backoff.fail("x", both, "* [/ip6/2001:db8::1/tcp/1] network is unreachable\n* [/ip4/192.0.2.2/tcp/1] i/o timeout")
+    assert backoff.due("x", both) == both[1:]
+    backoff.fail(OWN, [chosen])
+    assert backoff.due(OWN, [chosen])  # the user gave it
+
+
+class Silent(Daemon):
+    """A daemon none of whose dials is answered."""
+
+    def __init__(self, backoff, path):
+        super().__init__(OWN, path)
+        self.backoff, self.asked, self.here, self.hangs = backoff, [], [], False
+
+    async def _ask(self, kind, **fields):
+        if kind == "LIST_PEERS":
+            return messages().Response(type=0, peers=[messages().PeerInfo(id=peer_bytes(p), addrs=[]) for p in self.here])
+        self.asked.append(len(fields["connect"].addrs))
+        if self.hangs:
+            await asyncio.Event().wait()
+        raise DaemonError("i/o timeout")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_daemon_is_not_asked_for_a_dial_that_is_put_off(backoff, clock, tmp_path, hangs):
+    daemon, at = Silent(backoff, tmp_path), [f"{VICTIM}/p2p/{OTHER}"]
+    daemon.hangs = hangs
+
+    async def dial(peer):
+        task = asyncio.create_task(daemon.connect(peer, at))
+        while not task.done() and not daemon.asked:
+            await asyncio.sleep(0)
+        if hangs and not task.done():
+            task.cancel()
+        await task
+
+    async def check():
+        with pytest.raises(asyncio.CancelledError if hangs else DaemonError):
+            await dial(OTHER)
+        for peer in (OTHER, RELAY, Identity.ephemeral().peer_id):
+            with pytest.raises(PutOffError):
+                await daemon.connect(peer, at)
+        daemon.here = [OTHER]
+        await daemon.connect(OTHER, at)  # it is connected: nothing is dialled
+
+    asyncio.run(check())
+    assert daemon.asked == [1]
