@@ -172,7 +172,7 @@ def test_every_method_trains_two_rounds_between_two_peers(name, finish):
 class Echo:
     """A group of one that gets back what the codec made of its own."""
 
-    def start(self, key, tensors, weight=1.0, codec=None):
+    def start(self, key, tensors, weight=1.0, codec=None, even=0):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         mean = Mean(codec.decode(codec.encode(tensors), shapes), weight, ("me",))
         return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()

@@ -88,11 +88,6 @@ def test_a_round_that_is_none_is_one_sentence(text, words):
     assert str(caught.value) == f"The setting outer.round={text!r} cannot be used: {words}."
 
 
-def test_float16_with_weights_is_one_sentence():
-    with pytest.raises(OuterError, match=r"^The outer settings cannot be used for 'noloco': .* choose bfloat16 or float32\.$"):
-        made(round="seconds:5", codec="float16")
-
-
 def test_tokens_are_what_the_task_says_or_the_first_tensor():
     class Own(Tiny):
         def tokens(self, batch):

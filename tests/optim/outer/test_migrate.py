@@ -230,7 +230,7 @@ def test_the_shapes_of_a_contribution_are_known_before_it_is_sent(name):
     sent = []
 
     class Noting(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None):
+        def start(self, key, tensors, weight=1.0, codec=None, even=0):
             sent.append([tensor.shape for tensor in tensors])
             return super().start(key, tensors)
 

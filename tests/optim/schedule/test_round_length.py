@@ -269,7 +269,7 @@ def test_an_optimizer_that_counts_weighs_only_if_asked_to():
     weights = []
 
     class Spy(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None):
+        def start(self, key, tensors, weight=1.0, codec=None, even=0):
             weights.append((weight, len(tensors)))
             return super().start(key, tensors, weight)
 
