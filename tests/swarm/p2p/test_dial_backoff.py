@@ -68,6 +68,7 @@ def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backof
         "/dns4/n{n}.example.org/tcp/443",
         f"{VICTIM}/p2p/{RELAY}{{n}}/p2p-circuit",
     ],
+    ids=["tcp", "quic", "ip6", "mapped", "dns", "relay"],
 )
 def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(backoff, clock, pattern):
     ids = numbers()
