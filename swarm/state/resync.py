@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import median_low
@@ -33,6 +34,7 @@ SECOND_S = 1.0  # seconds that a second member may take to offer the same weight
 PATIENCE = 5  # failed tries after which the user is warned
 FAR = 2  # missed rounds of a fragment from which on the fast weights are replaced too
 LONGEST = 16  # rounds between two tries, at most
+SLOW_S = 5.0  # seconds from which on a fetch takes a link's place from exchanges; a quicker one in vain is tried again at once
 TURNED_DOWN = 2  # peers in a row that refuse a node that comes from far behind: one may be hostile
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Resynchronizer:
         server: hands out this node's weights, and must know when they have diverged.
         stats: outcomes of this node's exchanges.
         moved: called when the slow weights were replaced by others'.
+        clock: seconds; a simulation has its own.
     """
 
     def __init__(
@@ -56,9 +59,10 @@ class Resynchronizer:
         opt: OuterOptimizer,
         stats: ExchangeStats | None = None,
         moved: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership, self._model, self._server, self._opt = membership, model, server, opt
-        self._stats, self._moved = stats or ExchangeStats(), moved
+        self._stats, self._moved, self._clock = stats or ExchangeStats(), moved, clock
         self._diverged: set[int] = set()
         """Fragments that have diverged."""
         self._missed: Counter[int] = Counter()
@@ -71,8 +75,10 @@ class Resynchronizer:
         """True if the state being fetched is to start from, as a newcomer does."""
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
-        self._began = self._pause = self._next = 0
-        """The round in which the last try began, the rounds to wait after one that took rounds and failed, and the next try's."""
+        self._began, self._began_s = 0, 0.0
+        """The round and the time in which the last try began."""
+        self._pause = self._next = 0
+        """The rounds to wait after a slow try in vain, and the round of the next one."""
 
     @property
     def diverged(self) -> bool:
@@ -119,7 +125,7 @@ class Resynchronizer:
 
     def _ask(self) -> None:
         others = self._sources()
-        self._began = self._opt.round
+        self._began, self._began_s = self._opt.round, self._clock()
         # Of two that have diverged the one that is further keeps its weights: its swarm went on while the other was away.
         own = max(self._opt.round - self._late, 0)
         self._server.diverged = own if others and not self._afresh else None
@@ -194,9 +200,10 @@ class Resynchronizer:
         return False
 
     def _back_off(self) -> None:
-        """Wait longer each time a fetch took rounds in vain: on a slow link it takes the place of the exchanges that are due."""
+        """Wait longer each time a slow fetch was in vain: on a slow link it takes the place of the exchanges that are due."""
         took = self._opt.round - self._began
-        self._pause = min(max(2 * self._pause, took), LONGEST) if took else 0
+        slow = self._clock() - self._began_s >= SLOW_S
+        self._pause = min(max(2 * self._pause, took), LONGEST) if slow else 0
         self._next = self._opt.round + self._pause
 
     def _returned(self) -> None:

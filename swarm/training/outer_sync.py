@@ -44,7 +44,7 @@ class OuterSync:
         shapes = [tuple(tensor.shape) for tensor in opt.slow]
         host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
-        self._resynchronizer = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over)
+        self._resynchronizer = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over, clock)
         self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
         self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
         """This node's account of its own exchanges, for its record in the directory."""

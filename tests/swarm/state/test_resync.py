@@ -13,7 +13,7 @@ from shoal.swarm.exchange.robust import LEAST, DistanceScreen
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.state import resync as anchoring
 from shoal.swarm.state.drift import SplitDecision
-from shoal.swarm.state.resync import FAR, Resynchronizer
+from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer
 from shoal.swarm.state.snapshot import State
 
 EVERY, MODEL = 4, "0" * 64
@@ -46,8 +46,8 @@ class Swarm:
         directory = SimpleNamespace(members=lambda: self.members)
         membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
         self.stats, self.moves, self.behind, self.met, self.split = ExchangeStats(), 0, 0, (), None
-        self.server = SimpleNamespace(diverged=None)
-        self.resynchronizer = Resynchronizer(membership, MODEL, self.server, self.opt, self.stats, self.moved)
+        self.server, self.now = SimpleNamespace(diverged=None), 0.0
+        self.resynchronizer = Resynchronizer(membership, MODEL, self.server, self.opt, self.stats, self.moved, lambda: self.now)
         monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
         self.theirs = [torch.zeros(1, 4)]
 
@@ -83,8 +83,9 @@ def test_a_lone_peer_that_is_refused_each_round_stays_near(monkeypatch):
     assert swarm.away() < 5.0
 
 
-def test_fetches_that_take_rounds_and_fail_are_tried_ever_more_rarely(monkeypatch):
-    """On a slow uplink each would take the place of the exchanges that are due."""
+@pytest.mark.parametrize(("seconds", "rarely"), [(SLOW_S, True), (SLOW_S - 1, False)])
+def test_slow_fetches_that_fail_are_tried_ever_more_rarely(monkeypatch, seconds, rarely):
+    """On a slow uplink each would take the place of the exchanges that are due. Where only the rounds are quick they do not."""
     swarm = Swarm(monkeypatch)
     began, pending = [], []
 
@@ -97,8 +98,12 @@ def test_fetches_that_take_rounds_and_fail_are_tried_ever_more_rarely(monkeypatc
     for _ in range(60):
         swarm.train(1)
         if pending and swarm.opt.round >= began[-1] + 2 and not pending[-1].done():
+            swarm.now += seconds
             pending[-1].set_exception(NetworkError("the peers that hold the weights are gone."))
     gaps = [later - earlier for earlier, later in itertools.pairwise(began)]
+    if not rarely:
+        assert max(gaps) <= 3
+        return
     assert gaps == sorted(gaps)
     assert 4 <= len(began) <= 8  # not 20
     assert max(gaps) <= anchoring.LONGEST + 4
