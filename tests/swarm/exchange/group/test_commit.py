@@ -119,7 +119,7 @@ def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all
 @WAYS
 @pytest.mark.parametrize("how", ["dies", "stops"])
 def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkeypatch, attempts, codec, how):
-    peers = school.ranked(school.peers(5, chunk_timeout=1.0))
+    peers = school.ranked(school.peers(5, chunk_timeout=3.0))
     victim, frozen = peers[-1], []
     freeze(monkeypatch, frozen)
     received, swap = group_allreduce._Runner._received, AllGather._swap
