@@ -30,11 +30,13 @@ class Curve:
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float]] = []
+        self._smooth: list[tuple[float, float]] | None = None
         self._every = 1
         self._skipped = 0
 
     def add(self, x: float, y: float) -> None:
         """Append a point; one with no larger x begins the curve anew (a node that resumed from a checkpoint)."""
+        self._smooth = None
         if self.points and x < self.points[-1][0]:
             self.points = [point for point in self.points if point[0] < x]
         self._skipped += 1
@@ -47,12 +49,14 @@ class Curve:
             self._every *= 2
 
     def smooth(self) -> list[tuple[float, float]]:
-        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve."""
-        share = 1 / max(len(self.points) * SMOOTHED, 1)
-        found: list[tuple[float, float]] = []
-        for x, y in self.points:
-            found.append((x, found[-1][1] + (y - found[-1][1]) * share if found else y))
-        return found
+        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve; made anew only after `add`."""
+        if self._smooth is None:
+            share = 1 / max(len(self.points) * SMOOTHED, 1)
+            found: list[tuple[float, float]] = []
+            for x, y in self.points:
+                found.append((x, found[-1][1] + (y - found[-1][1]) * share if found else y))
+            self._smooth = found
+        return self._smooth
 
 
 def mean_curve(curves: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
