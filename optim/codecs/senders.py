@@ -14,10 +14,11 @@ class TopK2SendersCodec(TopK2Codec):
     name = "topk2-senders"
 
 
-def by_sender(codec: Codec, count: int) -> int:
-    """Return how many of ``count`` tensors, the first ones, are averaged at each index over the peers that sent it."""
+def beyond_senders(codec: Codec) -> int | None:
+    """Return how many tensors, the last ones, are not averaged at each index over the peers that sent it; None if none is."""
     if isinstance(codec, BufferTailCodec):
-        return by_sender(codec.codec, count - codec.count)
+        inner = beyond_senders(codec.codec)
+        return None if inner is None else inner + codec.count
     if isinstance(codec, ErrorFeedback):
-        return by_sender(codec.codec, count)
-    return count if isinstance(codec, TopK2SendersCodec) else 0
+        return beyond_senders(codec.codec)
+    return 0 if isinstance(codec, TopK2SendersCodec) else None

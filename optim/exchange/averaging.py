@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
-from shoal.optim.codecs.senders import by_sender
+from shoal.optim.codecs.senders import beyond_senders
 from shoal.optim.exchange.base import Mean, counted_weights, weighted_mean
 from shoal.optim.exchange.robust import Contributions, UpdateScreen
 
@@ -19,10 +19,11 @@ def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contribu
 
     A codec that averages by sender takes the place of the screen's mean, and needs all decoded contributions at once.
     """
-    if not by_sender(codec, 1 << 30):
+    tail = beyond_senders(codec)
+    if tail is None:
         return screen.mean(me, fragment, contributions, even)
     held = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
-    count = by_sender(codec, len(held[0][2]))
+    count = len(held[0][2]) - tail
     rest = weighted_mean([(peer, weight, tensors[count:]) for peer, weight, tensors in held])
     stated, _ = counted_weights([weight for _, weight, _ in held])
     counted = [(weight, tensors) for weight, (_, _, tensors) in zip(stated, held, strict=True) if weight]
