@@ -34,6 +34,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
 from shoal.swarm.exchange.group.roster import Roster
+from shoal.swarm.exchange.group.tasks import stop
 from shoal.swarm.p2p.stream import short
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
             return whole.result()
         finally:
             try:
-                await _stop(whole, failing)
+                await stop(whole, failing)
             finally:  # also if this is cancelled once more meanwhile, as in a process that slept
                 for stream in self._calls:  # of abandoned generators: the garbage collector may be slow
                     stream.abort()
@@ -231,7 +232,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         finally:
             stream.close()
             self._calls.pop(stream, None)
-            await _stop(sending)
+            await stop(sending)
 
     async def serve(self, stream: Stream) -> None:
         """Serve the other end of ``averages``."""
@@ -302,15 +303,3 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
     async def _ban_sender(self, peer_id: PeerID) -> None:
         await super()._ban_sender(peer_id)
         self.failed.set()
-
-
-async def _stop(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.add_done_callback(_retrieve)
-        task.cancel()
-    await asyncio.wait(tasks)
-
-
-def _retrieve(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # so that asyncio does not report it

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.group.tasks import stop
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import M, Message, pack, unpack
 from shoal.swarm.wire.group import GroupAlive
@@ -62,9 +63,7 @@ class HeartbeatChannel:
                             return message
         finally:
             if reading is not None:
-                reading.add_done_callback(lambda read: None if read.cancelled() else read.exception())  # retrieved, for asyncio
-                reading.cancel()
-                await asyncio.wait({reading})  # only one may read from a stream
+                await stop(reading)  # only one may read from a stream
 
     def close(self) -> None:
         """Send what is buffered, then close the channel."""
