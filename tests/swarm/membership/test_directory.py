@@ -4,7 +4,6 @@ import asyncio
 import random
 import threading
 import time
-from concurrent.futures import Future
 
 import msgpack
 import pytest
@@ -20,20 +19,9 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
+from tests.swarm.membership.conftest import ABOUT, Quiet
 
 SWARM = "a" * 52
-ABOUT = {
-    "name": "tester",
-    "round": 1,
-    "step": 25,
-    "loss": 2.5,
-    "steps_per_s": 4.0,
-    "shard": 0,
-    "shards": 4,
-    "model": "0" * 64,
-    "state": "training",
-    "version": "0.1.0",
-}
 
 
 def until(condition, seconds=30.0):
@@ -236,17 +224,6 @@ def test_hostile_bytes_never_raise(me):
 
 
 # -- who is barred, without a network ----------------------------------------------------------------------------------------
-
-
-class Quiet:
-    """A board on which nothing is ever written."""
-
-    def addresses(self):
-        return ()
-
-    def submit(self, coroutine):
-        coroutine.close()
-        return Future()
 
 
 def test_who_is_barred_is_no_member_but_can_be_found():

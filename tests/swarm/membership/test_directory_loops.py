@@ -11,12 +11,9 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht_record import bits_of, key_of, make_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.member import Member
+from tests.swarm.membership.conftest import ABOUT
 
 SWARM = "a" * 52
-ABOUT = {
-    "name": "tester", "round": 1, "step": 25, "loss": 2.5, "steps_per_s": 4.0, "shard": 0, "shards": 4, "model": "0" * 64,
-    "state": "training", "version": "0.1.0",
-}  # fmt: skip
 
 
 class Board:
