@@ -32,11 +32,11 @@ from shoal.optim.exchange.base import (
 from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise
 from shoal.optim.outer.fragments import positions, trained
-from shoal.optim.outer.fsdp import check_whole, local
 from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.sketch import sketch
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
+from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, AveragesEvenly, RoundContext, Rule, State, assign
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedule import Schedule, Send
@@ -116,18 +116,9 @@ class OuterOptimizer(OuterState):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
-        check_whole(self._params, model)
-        self._model = model
+        self._weights = ModelWeights(self._params, model, torch.device(slow_device))
+        self.slow = self._weights.slow
         self._buffers = AveragedBuffers(model if buffers == "average" else None)
-        device = torch.device(slow_device)
-        # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
-        pin = device.type == "cpu" and any(p.is_cuda for p in self._params)
-        parts = [local(p) for p in self._params]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
-        self._fast = [torch.empty(p.shape, dtype=dtype, device=device, pin_memory=pin) for p in parts]
-        self.slow = [torch.empty(p.shape, dtype=dtype, device=device).copy_(p.detach()) for p in parts]
-        self._rounding: dict[int, Tensor] = {}
-        """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
         self.rule_state: State = rule.initial(self.slow)
         self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
         self.steps = 0
@@ -217,22 +208,10 @@ class OuterOptimizer(OuterState):
         """
         self._listening = set(range(len(self._parts)))
 
-    @torch.no_grad()
-    def _read_fast(self, part: Sequence[int]) -> None:
-        for index in part:
-            param = local(self._params[index])
-            self._fast[index].copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
-        self._synchronize()
-        # A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
-        # would drift back to the model's coarse grid even when nothing is learnt.
-        for index in part:
-            if self._params[index].dtype.itemsize < self._fast[index].dtype.itemsize:
-                self._fast[index].add_(self._rounding_error(index))
-
     def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
         part = self._parts[fragment]
         state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
-        return [self.slow[index] for index in part], [self._fast[index] for index in part], state
+        return [self.slow[index] for index in part], [self._weights.fast[index] for index in part], state
 
     def _weigh(self, fragment: int) -> float:
         steps, tokens = self._sent_at[fragment]
@@ -249,7 +228,7 @@ class OuterOptimizer(OuterState):
             pending.wait(self._codecs[fragment])  # a fragment is in one exchange at a time
         weight = self._weigh(fragment)
         tail = self._buffers.now() if fragment == 0 else []
-        self._read_fast(self._parts[fragment])
+        self._weights.read(self._parts[fragment])
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
         self._listening.discard(fragment)
@@ -292,12 +271,12 @@ class OuterOptimizer(OuterState):
             self._detach()
             with torch.no_grad():
                 self.rule.apply(slow, fast, [], state, RoundContext(exchanges[-1].context.key, members=0))
-            self._restart(self._parts[fragment])
+            self._weights.restart(self._parts[fragment])
 
     def _detach(self) -> None:
         """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
         just_sent = [pending for exchanges in self._in_flight.values() for pending in exchanges if pending.step == self.steps]
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._fast, *self.slow)} if just_sent else set()
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)} if just_sent else set()
         for pending in just_sent:
             pending.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in pending.contribution]
 
@@ -307,7 +286,7 @@ class OuterOptimizer(OuterState):
         lag, mean, part = self.steps - pending.step, pending.mean, self._parts[fragment]
         if lag > 0:
             self._detach()
-            self._read_fast(part)
+            self._weights.read(part)
         if mean is not None and mean.states and isinstance(self.exchange, ComparesStates):
             equalise(self, self.exchange, pending.context.key, mean)
         slow, fast, state = self._of(fragment)
@@ -321,7 +300,7 @@ class OuterOptimizer(OuterState):
         context = RoundContext(pending.context.key, weight, total, members, lag, pending.contribution)
         tensors = pending.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
         self.rule.apply(slow, fast, tensors, state, context)
-        self._restart(part)
+        self._weights.restart(part)
         if mean is not None and fragment == 0:
             assign(self._buffers.now(), mean.tensors[count:])
         # Removed last: had anything above raised, a second call would still find the exchange.
@@ -339,16 +318,13 @@ class OuterOptimizer(OuterState):
 
         Steps, ``finish`` and ``adopt`` within it raise RuntimeError: what they did to the model would be lost.
         """
-        everything = range(len(self._params))
-        with torch.no_grad():
-            kept = [local(param).detach().clone() for param in self._params]
-        self._write(everything, self.slow)
-        outside, self._averaged = self._averaged, True
-        try:
-            yield
-        finally:
-            self._averaged = outside
-            self._write(everything, kept)
+        outside = self._averaged
+        with self._weights.showing_slow():
+            self._averaged = True
+            try:
+                yield
+            finally:
+                self._averaged = outside
 
     @torch.no_grad()
     def finish(self, *, average: bool = False) -> None:
@@ -371,8 +347,8 @@ class OuterOptimizer(OuterState):
         mean = self.exchange.start(key, [*(t.float() for t in self.slow), *self._buffers.now()], 1.0, FLOAT32).result()
         if mean is not None:
             assign([*self.slow, *self._buffers.now()], mean.tensors)
-        assign(self._fast, self.slow)
-        self._restart(range(len(self._params)))
+        assign(self._weights.fast, self.slow)
+        self._weights.restart(self._weights.everything)
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
         self._report(key, mean, 0)

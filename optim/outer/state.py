@@ -9,14 +9,14 @@ from copy import copy as shallow
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.state import codec_state
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.outer.fsdp import local, reshard
 from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.state_checks import check_keys, check_shapes, settings_changed, settings_of
+from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
 from shoal.optim.schedule.round_length import RoundLength
 from shoal.optim.schedule.schedule import Schedule
@@ -39,17 +39,11 @@ class OuterState(torch.optim.Optimizer):
     applied: list[int]
     _params: list[Tensor]
     _parts: list[list[int]]
-    _fast: list[Tensor]
-    _rounding: dict[int, Tensor]
+    _weights: ModelWeights
     _codecs: list[Codec]
     _sent_at: list[tuple[int, int]]
     _in_flight: dict[int, list[PendingExchange]]
-    _model: nn.Module | None
     _averaged: bool
-
-    def _read_fast(self, part: Sequence[int]) -> None:
-        """Copy the model's weights and their rounding errors into the staging buffers."""
-        raise NotImplementedError
 
     def _check_not_averaged(self, what: str) -> None:
         if self._averaged:
@@ -57,33 +51,6 @@ class OuterState(torch.optim.Optimizer):
 
     def _share_with_inner(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    def _rounding_error(self, index: int) -> Tensor:
-        """Return the rounding error of the model's starting point, which is the slow weight unless noted."""
-        slow = self.slow[index]
-        return self._rounding[index] if index in self._rounding else slow - slow.to(self._params[index].dtype)
-
-    @torch.no_grad()
-    def _restart(self, part: Sequence[int]) -> None:
-        """Copy the staged fast weights into the model and note their rounding errors."""
-        self._write(part, self._fast)
-        for index in part:
-            fast, dtype = self._fast[index], self._params[index].dtype
-            self._rounding.pop(index, None)
-            if dtype.itemsize < fast.dtype.itemsize and not torch.equal(fast, self.slow[index]):
-                self._rounding[index] = fast - fast.to(dtype)
-
-    @torch.no_grad()
-    def _write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
-        for index in part:
-            param = local(self._params[index])
-            param.copy_(weights[index], non_blocking=param.is_cuda)
-        self._synchronize()
-        reshard(self._model)
-
-    def _synchronize(self) -> None:
-        for device in {p.device for p in self._params if p.is_cuda}:
-            torch.cuda.synchronize(device)
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return everything needed to go on. Exchanges in flight are not saved: their contribution is sent again with the next one.
@@ -108,7 +75,7 @@ class OuterState(torch.optim.Optimizer):
         return {
             "inner": self.inner.state_dict(),
             "slow": [_copied(tensor, copy) for tensor in self.slow],
-            "rounding": {index: _copied(tensor, copy) for index, tensor in self._rounding.items()},
+            "rounding": {index: _copied(tensor, copy) for index, tensor in self._weights.rounding.items()},
             "rule": rule,
             "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
             "steps": self.steps,
@@ -146,7 +113,7 @@ class OuterState(torch.optim.Optimizer):
         self.length.load_state_dict(length, counts["tokens"])
         self._codecs, self.codec = codecs, codecs[0]
         in_place(self.slow, state["slow"])
-        self._rounding = {int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()}
+        self._weights.rounding = {int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()}
         self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
         for name, tensors in state["rule"].items():
             in_place(rule_state[name], tensors)
@@ -290,18 +257,18 @@ class OuterState(torch.optim.Optimizer):
         for fragment in taken:
             moves = fragment in rebase and not into_model
             if moves:
-                self._read_fast(self._parts[fragment])
+                self._weights.read(self._parts[fragment])
             for i in self._parts[fragment]:
                 # The model goes on from its weights, so their rounding errors stay the same.
-                if not into_model and not moves and self._params[i].dtype.itemsize < self.slow[i].dtype.itemsize:
-                    self._rounding[i] = self._rounding_error(i)
+                if not into_model and not moves:
+                    self._weights.keep_rounding(i)
                 if moves:
                     self.move(i, slow[i])
                 self.slow[i].copy_(slow[i])
                 for name, tensors in (shared or {}).items():
                     self.rule_state[name][i].copy_(tensors[i])
             if moves:
-                self._restart(self._parts[fragment])
+                self._weights.restart(self._parts[fragment])
             self._drop(fragment, math.inf if applied is None else applied[fragment])
             if applied is not None:
                 self.applied[fragment] = applied[fragment]
@@ -309,8 +276,8 @@ class OuterState(torch.optim.Optimizer):
         if into_model:
             self._codecs = [codec.fresh() for codec in self._codecs]
             self.codec = self._codecs[0]
-            assign(self._fast, self.slow)
-            self._restart(range(len(self._params)))
+            assign(self._weights.fast, self.slow)
+            self._weights.restart(self._weights.everything)
             if START in self.rule_state:
                 assign(self.rule_state[START], self.slow)
         return taken
@@ -319,7 +286,7 @@ class OuterState(torch.optim.Optimizer):
     def move(self, index: int, slow: Tensor) -> None:
         """Replace the slow weights of one parameter; its staged fast weights and its start move by as much."""
         by = slow.to(self.slow[index].device) - self.slow[index]
-        for follows in (self._fast, self.rule_state.get(START, ())):
+        for follows in (self._weights.fast, self.rule_state.get(START, ())):
             if follows:
                 follows[index].add_(by)
         self.slow[index].copy_(slow)

@@ -33,7 +33,7 @@ def test_slow_weights_on_the_cpu_are_pinned_and_equal_those_on_the_device() -> N
         model = small_model().cuda()
         opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=3, slow_device=place)
         if place == "cpu":
-            assert all(tensor.is_pinned() for tensor in opt._fast)
+            assert all(tensor.is_pinned() for tensor in opt._weights.fast)
         train(model, opt, 9, "cuda")
         assert all(slow.device.type == place for slow in opt.slow)
         results.append([slow.cpu() for slow in opt.slow])

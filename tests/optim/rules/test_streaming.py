@@ -280,7 +280,7 @@ def test_a_mix_that_bfloat16_cannot_hold_is_remembered_saved_and_restored():
         if number % 2 == 0:
             sent = exact_slow - exact_fast
         assert opt.slow[0][0].item() == pytest.approx(exact_slow, abs=1e-6)
-    assert opt._rounding
+    assert opt._weights.rounding
     saved, bits = copy.deepcopy(opt.state_dict()), weight.detach().clone()
     step(weight, opt, 7)
     other, resumed = make()

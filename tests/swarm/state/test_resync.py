@@ -171,9 +171,9 @@ def test_fast_weights_that_move_keep_what_was_learnt_since_the_last_round(method
         opt.step()
 
     def learnt():
-        opt._read_fast([0])
+        opt._weights.read([0])
         start = opt.rule_state.get("start", opt.slow)
-        return (start[0] - opt._fast[0]).clone()
+        return (start[0] - opt._weights.fast[0]).clone()
 
     before = learnt()
     theirs = [opt.slow[0] + torch.randn(8, 8)]

@@ -1,0 +1,111 @@
+"""The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and those in the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.outer.fsdp import check_whole, local, reshard
+
+
+class ModelWeights:
+    """Slow weights of a model's averaged parameters, and staging through which fast weights are read from it and written to it.
+
+    Weights are float32 (float64 if a parameter is), on ``device``. ``part`` is always a sequence of positions in ``params``.
+
+    Args:
+        params: the averaged parameters, of any floating-point dtype and on any device.
+        model: the module, whose copies of weights FSDP2 must drop when they change; needed if a parameter is sharded.
+        device: where slow weights and staging live.
+
+    Raises:
+        ValueError: a parameter is sharded and there is no model.
+    """
+
+    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> None:
+        check_whole(params, model)
+        self.params, self.model = list(params), model
+        # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
+        pin = device.type == "cpu" and any(p.is_cuda for p in self.params)
+        parts = [local(p) for p in self.params]
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+        self.fast = [torch.empty(p.shape, dtype=dtype, device=device, pin_memory=pin) for p in parts]
+        """Staging: the fast weights as last read, or to be written next."""
+        self.slow = [torch.empty(p.shape, dtype=dtype, device=device).copy_(p.detach()) for p in parts]
+        self.rounding: dict[int, Tensor] = {}
+        """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
+
+    @property
+    def everything(self) -> range:
+        """The positions of all parameters."""
+        return range(len(self.params))
+
+    @torch.no_grad()
+    def read(self, part: Sequence[int]) -> None:
+        """Copy the model's weights and their rounding errors into staging.
+
+        A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
+        would drift back to the model's coarse grid even when nothing is learnt.
+        """
+        for index in part:
+            param = local(self.params[index])
+            self.fast[index].copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
+        self._synchronize()
+        for index in part:
+            if self.coarse(index):
+                self.fast[index].add_(self.rounding_error(index))
+
+    @torch.no_grad()
+    def restart(self, part: Sequence[int]) -> None:
+        """Copy staging into the model and note the rounding errors."""
+        self.write(part, self.fast)
+        for index in part:
+            fast = self.fast[index]
+            self.rounding.pop(index, None)
+            if self.coarse(index) and not torch.equal(fast, self.slow[index]):
+                self.rounding[index] = fast - fast.to(self.params[index].dtype)
+
+    @torch.no_grad()
+    def write(self, part: Sequence[int], weights: Sequence[Tensor]) -> None:
+        """Copy ``weights`` (of all parameters; those of ``part`` are used) into the model."""
+        for index in part:
+            param = local(self.params[index])
+            param.copy_(weights[index], non_blocking=param.is_cuda)
+        self._synchronize()
+        reshard(self.model)
+
+    def coarse(self, index: int) -> bool:
+        """Return True if the parameter's dtype is narrower than that of the slow weights."""
+        return self.params[index].dtype.itemsize < self.slow[index].dtype.itemsize
+
+    def rounding_error(self, index: int) -> Tensor:
+        """Return the rounding error of the model's starting point, which is the slow weight unless noted."""
+        slow = self.slow[index]
+        return self.rounding[index] if index in self.rounding else slow - slow.to(self.params[index].dtype)
+
+    def keep_rounding(self, index: int) -> None:
+        """Note the present rounding error, before the slow weight changes and the model does not."""
+        if self.coarse(index):
+            self.rounding[index] = self.rounding_error(index)
+
+    @contextmanager
+    def showing_slow(self) -> Iterator[None]:
+        """Put the slow weights into the model within the block; afterwards the model's own are restored bit by bit."""
+        with torch.no_grad():
+            kept = [local(param).detach().clone() for param in self.params]
+        self.write(self.everything, self.slow)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for param, own in zip(self.params, kept, strict=True):
+                    local(param).copy_(own)
+            self._synchronize()
+            reshard(self.model)
+
+    def _synchronize(self) -> None:
+        for device in {p.device for p in self.params if p.is_cuda}:
+            torch.cuda.synchronize(device)
