@@ -18,7 +18,7 @@ from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, w
 from shoal.optim.exchange.distributed import Distributed
 from shoal.optim.exchange.pairing import candidates, groups, order, partner_of
 from shoal.optim.exchange.simulation import Faults, Simulation
-from shoal.optim.methods.factories import (
+from shoal.optim.methods.optimizers import (
     CO2,
     SPARTA,
     DecoupledDiLoCo,

@@ -1,4 +1,4 @@
-"""Table of the methods by name: factory, intended group, what is sent, and knobs.
+"""Table of the methods by name: optimizer, intended group, what is sent, and knobs.
 
     method = method_named("streaming")
     opt = method.make(inner, exchange, every=50, lag=5, model=model)      # other arguments: the method's defaults
@@ -18,7 +18,7 @@ import torch
 
 from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.methods.factories import (
+from shoal.optim.methods.optimizers import (
     CO2,
     SPARSE,
     SPARTA,
@@ -34,7 +34,7 @@ from shoal.optim.methods.factories import (
 from shoal.optim.outer.optimizer import OuterOptimizer
 
 NO_KNOBS = ("codec", "plain")
-"""Arguments of factories that are objects, not settings."""
+"""Arguments of optimizers that are objects, not settings."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Method:
     """Method of outer optimization, as a row of the table."""
 
     name: str
-    factory: Callable[..., OuterOptimizer]
+    optimizer: Callable[..., OuterOptimizer]
     group: Literal["pair", "everyone", "nobody"]
     """Peers that the mean is meant to be over."""
     sends: Literal["weights", "displacement"]
@@ -52,7 +52,7 @@ class Method:
     slow: bool = False
     """True: evaluate with the slow weights (``OuterOptimizer.averaged``); with a delay the fast ones differ from the group's."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the factory that define this method and are no knobs."""
+    """Arguments of the optimizer that define this method and are no knobs."""
     weights: Literal["equal", "tokens", "rate"] = "equal"
     """Default weighting of contributions (`shoal.optim.outer.weighting`)."""
     codec: Codec = FLOAT32
@@ -61,13 +61,13 @@ class Method:
     @property
     def knobs(self) -> dict[str, Any]:
         """The method's own keyword arguments and their defaults; besides them it takes all ``Options``."""
-        parameters = inspect.signature(self.factory).parameters.values()
+        parameters = inspect.signature(self.optimizer).parameters.values()
         skip = (*NO_KNOBS, *self.fixed)
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in skip}
 
     def make(self, inner: torch.optim.Optimizer, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
         """Return the optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that method or codec cannot use."""
-        return self.factory(inner, exchange, **self.fixed, **arguments)
+        return self.optimizer(inner, exchange, **self.fixed, **arguments)
 
     def check_codec(self, codec: Codec) -> None:
         """Raise ValueError if ``codec`` is too lossy for what this method sends."""

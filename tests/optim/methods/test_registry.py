@@ -5,8 +5,8 @@ import inspect
 import pytest
 import torch
 
-from shoal.optim import METHODS, Alone, OuterOptimizer, Simulation, codec_named, method_named, methods_with
-from shoal.optim.methods import factories as methods
+from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, OuterOptimizer, Simulation, codec_named, method_named, methods_with
+from shoal.optim.methods import optimizers as methods
 
 SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
 
@@ -35,11 +35,27 @@ def test_each_is_made_by_its_name_and_trains(name):
         assert all(tensor.isfinite().all() for tensor in slow)
 
 
-def test_every_factory_is_in_the_table():
-    factories = {
-        f for f in vars(methods).values() if inspect.isfunction(f) and f.__module__ == methods.__name__ and f.__name__[0] != "_"
+def test_every_method_is_a_class_in_the_table():
+    classes = {
+        c for c in vars(methods).values() if inspect.isclass(c) and issubclass(c, OuterOptimizer) and c is not OuterOptimizer
     }
-    assert factories == {method.factory for method in METHODS.values()}
+    assert classes == {method.optimizer for method in METHODS.values()}
+
+
+def test_an_optimizer_is_of_the_class_that_made_it():
+    class Half(NoLoCo):
+        """A method of one's own."""
+
+        def __init__(self, inner, exchange, **options):
+            super().__init__(inner, exchange, lr=0.5, **options)
+
+    model, inner = pieces()
+    opt = Half(inner, Alone(), every=7, model=model)
+    assert isinstance(opt, NoLoCo)
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert (opt.rule.lr, opt.schedule.every) == (0.5, 7)
+    assert repr(opt).startswith("Half (")
+    assert isinstance(method_named("sparseloco").make(inner, Alone()), DiLoCo)
 
 
 @pytest.mark.parametrize("name", METHODS)

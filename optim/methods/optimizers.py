@@ -1,0 +1,306 @@
+"""The known methods: optimizers that combine a rule and a schedule, with documented defaults.
+
+Each takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. The exchange chooses the
+group: NoLoCo and GASLoC are meant for pairs, the others for a mean over everyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
+from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.topk import TopK2Codec
+from shoal.optim.exchange.base import Exchange
+from shoal.optim.outer.fragments import even, layers, positions, strided, trained
+from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
+from shoal.optim.outer.weighting import Weight, by_rate, equal
+from shoal.optim.rules.delayed import CO2Rule, EagerRule
+from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule
+from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
+from shoal.optim.rules.sparta import SpartaRule
+from shoal.optim.rules.stability import warn_if_unstable
+from shoal.optim.schedule.round_length import RoundLength
+from shoal.optim.schedule.schedule import Delayed, Every, Streaming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
+"""SparseLoCo's codec, ``topk2+ef:0.95``; a template: each optimizer gets a fresh copy with its own residual."""
+
+
+class Options(TypedDict, total=False):
+    """Arguments that every method takes; see ``OuterOptimizer``."""
+
+    codec: Codec
+    run: str
+    slow_device: torch.device | str
+    on_round: Callable[[RoundInfo], None] | None
+    weight: float | Weight
+    length: RoundLength | None
+    buffers: Literal["ignore", "average"]
+    model: nn.Module | None
+
+
+def _weights(options: Options, method: str) -> Options:
+    """Return the options. ValueError if the codec is too lossy for a method that sends whole weights."""
+    check_sends_weights(options.get("codec", FLOAT32), method)
+    return options
+
+
+def _weighted(options: Options) -> bool:
+    return options.get("weight", equal) is not equal
+
+
+class NoLoCo(OuterOptimizer):
+    """NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps (``NoLoCoRule``).
+
+    The defaults are the paper's. ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent, unless peers have
+    different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 50,
+        lr: float = 0.7,
+        momentum: float = 0.5,
+        pull: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options))
+        warn_if_unstable(lr, momentum, 0, nesterov=False)
+        super().__init__(inner, exchange, rule=rule, schedule=Every(every), **_weights(options, "NoLoCo"))
+
+
+class LocalSGD(OuterOptimizer):
+    """Local SGD / FedAvg, which replaces the weights by their mean over the group every ``every`` inner steps.
+
+    With different weights (``weight`` given) the pseudo-gradients are weighted and the slow weights are not, so that the mean
+    over all peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two
+    tensors. If the group is everyone, all start equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 50,
+        **options: Unpack[Options],
+    ) -> None:
+        weighted = _weighted(options)
+        rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
+        super().__init__(inner, exchange, rule=rule, schedule=Every(every), **_weights(options, "LocalSGD"))
+
+
+class GASLoC(OuterOptimizer):
+    """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
+
+    The defaults are NoLoCo's, for comparison; the paper's were not available to us.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 50,
+        lr: float = 0.7,
+        momentum: float = 0.5,
+        mix: float = 1.0,
+        **options: Unpack[Options],
+    ) -> None:
+        warn_if_unstable(lr, momentum, 0, nesterov=True)
+        super().__init__(inner, exchange, rule=GASLoCRule(lr, momentum, mix), schedule=Every(every), **_weights(options, "GASLoC"))
+
+
+class DiLoCo(OuterOptimizer):
+    """DiLoCo (2311.08105) with the paper's defaults; ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
+
+    For one peer it is SNOO, without momentum Lookahead. The best lr rises with the number of peers (2503.09799: 0.4 for 1, 0.6 for
+    2 to 4, 0.8 for 8); a short ``every`` requires less momentum.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 500,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        warn_if_unstable(lr, momentum, 0, nesterov=nesterov)
+        super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, nesterov), schedule=Every(every), **options)
+
+
+class StreamingDiLoCo(OuterOptimizer):
+    """Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
+
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
+    or lists of parameters. Without ``model`` (on all peers) that number of lists of about equally many values, whatever the layer.
+    Each fragment has its own momentum. Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
+    lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
+    After a failed exchange the fast weights are kept (torchft discards the round).
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 100,
+        fragments: int | Sequence[Sequence[Tensor]] = 4,
+        lag: int = 1,
+        mix: float = 0.5,
+        lr: float = 0.4,
+        momentum: float = 0.9,
+        **options: Unpack[Options],
+    ) -> None:
+        parts = _cut(fragments, inner, options)
+        warn_if_unstable(lr, momentum, 0, nesterov=True)
+        schedule = Streaming(every, len(parts) if parts else 1, lag)
+        super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, mix=mix), schedule=schedule, fragments=parts, **options)
+
+
+class DecoupledDiLoCo(OuterOptimizer):
+    """Decoupled DiLoCo (2604.21428): fragments, the RDA merge, weights tokens^2 / steps (``DecoupledRule``).
+
+    Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``: parameters merged by a plain mean
+    (embeddings). lr and momentum are those of reimplementations; the paper's outer lr was not available to us.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 24,
+        fragments: int | Sequence[Sequence[Tensor]] = 24,
+        lag: int = 2,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        plain: Sequence[Tensor] = (),
+        **options: Unpack[Options],
+    ) -> None:
+        parts = _cut(fragments, inner, options)
+        parameters = trained(inner)
+        marked = {id(parameter) for parameter in plain}
+        places = frozenset(
+            (number, position)
+            for number, part in enumerate(positions(parts or [parameters], parameters))
+            for position, index in enumerate(part)
+            if id(parameters[index]) in marked
+        )
+        warn_if_unstable(lr, momentum, 0, nesterov=True)
+        schedule = Streaming(every, len(parts) if parts else 1, lag)
+        options.setdefault("weight", by_rate)
+        super().__init__(inner, exchange, rule=DecoupledRule(lr, momentum, places), schedule=schedule, fragments=parts, **options)
+
+
+class Eager(OuterOptimizer):
+    """Eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied at once (``EagerRule``).
+
+    The paper's outer settings were not available to us. These are stable for any number of peers; momentum 0.9 is not.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 30,
+        lr: float = 0.4,
+        momentum: float = 0.6,
+        nesterov: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(inner, exchange, rule=EagerRule(lr, momentum, nesterov), schedule=Delayed(every), **options)
+
+
+class CO2(OuterOptimizer):
+    """The CO2-style method (2401.16265): an exchange takes a whole round; heavy ball with staleness penalty (``CO2Rule``).
+
+    Defaults from the official code: 48 steps and lr 1 (fairscale), momentum 0.2 and clip 1 (its language-model script; fairscale
+    has 0.5 and none). Its penalty is 1; ours is gap-aware.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 48,
+        lr: float = 1.0,
+        momentum: float = 0.2,
+        penalty: float | None = None,
+        clip: float | None = 1.0,
+        keep: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its least damping of a lasting motion.
+        damping = penalty if penalty is not None else (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
+        rule = CO2Rule(lr, momentum, penalty, clip, keep)
+        warn_if_unstable(lr / damping, momentum, 1, nesterov=False)
+        super().__init__(inner, exchange, rule=rule, schedule=Delayed(every), **options)
+
+
+class SparseLoCo(DiLoCo):
+    """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds back errors.
+
+    There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's authors has both.)
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round. Its mean divides by the
+    number of peers; that of the authors' production code, ``codec_named("topk2-senders+ef:0.95")``, by those that sent an index.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        codec: Codec | None = None,
+        every: int = 30,
+        lr: float = 1.0,
+        **options: Any,
+    ) -> None:
+        options["codec"] = SPARSE.fresh() if codec is None else codec
+        super().__init__(inner, exchange, every=every, lr=lr, momentum=0.0, **options)
+
+
+class SPARTA(OuterOptimizer):
+    """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps (``SpartaRule``)."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        *,
+        every: int = 1,
+        part: float = 0.005,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **_weights(options, "SPARTA"))
+
+
+def _cut(
+    fragments: int | Sequence[Sequence[Tensor]], inner: torch.optim.Optimizer, options: Options
+) -> Sequence[Sequence[Tensor]] | None:
+    if not isinstance(fragments, int):
+        return fragments
+    if fragments == 1:
+        return None
+    model = options.get("model")
+    if model is None:
+        parameters = trained(inner)
+        return even(parameters, min(fragments, len(parameters)))
+    return strided(model, min(fragments, len(layers(model, max(fragments, 1)))))
