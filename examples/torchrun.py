@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shoal import DiLoCo, Distributed, NoLoCo
+from shoal import DiLoCo, Distributed, NoLoCo, OuterOptimizer
 
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep dark water. "
 LETTERS = sorted(set(TEXT))
@@ -53,6 +53,7 @@ def main() -> None:
     model, exchange = make_model(chosen.shards)
     exchange = exchange or Distributed(size=2 if chosen.pairs else 0)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    opt: OuterOptimizer
     if chosen.pairs:
         opt = NoLoCo(inner, exchange, every=25, model=model)
     else:
