@@ -14,6 +14,8 @@ from types import FrameType
 
 from shoal.swarm.errors import ShoalError
 
+SMALLER = "make the model or its batches smaller, or end other programs"
+"""The remedy where memory ran out."""
 _folders: set[str] = set()  # in which files of the user's lie
 _modules: set[str] = set()  # top-level modules of the user's
 
@@ -70,8 +72,7 @@ class _Boundary(AbstractContextManager[None]):
 def failed(subject: str, function: str, error: BaseException) -> UserCodeError:
     """Return what ``error`` in the user's ``function`` means to the user."""
     said = f"{subject} failed in {function}: {summary(error)}"
-    remedy = "make the model or its batches smaller, or end other programs" if out_of_memory(error) else "mend it"
-    return UserCodeError(f"{said}: {remedy}.", user_trace(error))
+    return UserCodeError(f"{said}: {SMALLER if out_of_memory(error) else 'mend it'}.", user_trace(error))
 
 
 def summary(error: BaseException) -> str:

@@ -59,7 +59,7 @@ PACKAGES = {
     "node": {
         "config": set(),
         "data": set(),
-        "training": set(),
+        "training": {"config"},
         "watch": set(),
         "integrations": set(),
         "tasks": {"data"},

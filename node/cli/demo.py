@@ -8,9 +8,12 @@ from typing import Any
 import click
 
 from shoal.node.cli.options import (
+    COMPUTING_OPTIONS,
     METRICS_OPTIONS,
     OUTER_OPTIONS,
     RL_OPTIONS,
+    computing_options,
+    computing_overrides,
     json_option,
     metrics_options,
     metrics_overrides,
@@ -35,6 +38,7 @@ from shoal.node.logs import log_to_stderr
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @task_option("text")
 @option_option
+@computing_options
 @outer_options
 @rl_options
 @metrics_options
@@ -50,9 +54,9 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
       shoal demo --method diloco --rounds 20      another method
     """
     log_to_stderr(verbose)
-    outer = {**outer_overrides(options), **metrics_overrides(options)}
+    outer = {**outer_overrides(options), **metrics_overrides(options), **computing_overrides(options)}
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
-    own = {name: value for name, value in options.items() if name not in (*OUTER_OPTIONS, *METRICS_OPTIONS)}
+    own = {name: value for name, value in options.items() if name not in (*OUTER_OPTIONS, *METRICS_OPTIONS, *COMPUTING_OPTIONS)}
     if own["hooks"] == "rl":
         from shoal.node.demo import rl as rl_demo
 

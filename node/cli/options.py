@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from shoal.node.help import AVERAGING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, TaskOption, joined, one_of, titled
+from shoal.node.help import AVERAGING, COMPUTING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, TaskOption, joined, one_of, titled
 
 METHODS = (
     "noloco", "local", "gasloc", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta", "none",
@@ -31,6 +31,7 @@ option_option = titled(
 RL_OPTIONS = ("env", "policy", "local", "external", "group", "loss", "share_only", "learn_only")
 OUTER_OPTIONS = ("method", "length", "codec", "finish", "robust", "verify", "audit_rate", "assigned")
 METRICS_OPTIONS = ("metrics", "tensorboard", "wandb")
+COMPUTING_OPTIONS = ("precision", "accumulate", "workers")
 
 
 def waiting(what: str) -> None:
@@ -55,6 +56,18 @@ data_options = titled(
     click.option("--data", help="Text to train on, for the built-in task: files, folders, FILE.jsonl(.gz), or hf:DATASET."),
     click.option("--tokenizer", metavar="NAME|PATH", help="bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"),
     click.option("--shard", metavar="I/N", help="Part of the data to train on.  [default: the least used]"),
+)
+
+computing_options = titled(
+    COMPUTING,
+    click.option(
+        "--precision",
+        metavar="FORMAT",
+        shell_complete=one_of("float32", "bfloat16", "float16"),
+        help="Compute in float32, bfloat16 or float16.  [default: float32]",
+    ),
+    click.option("--accumulate", type=int, metavar="N", help="Compute a batch in this many equal parts.  [default: 1]"),
+    click.option("--workers", type=int, metavar="N", help="Processes that load the data.  [default: 0, none beside training]"),
 )
 
 limit_options = titled(
@@ -144,6 +157,7 @@ network_options = titled(
 node_options = joined(
     task_option(None),
     data_options,
+    computing_options,
     titled(
         NODE,
         click.option("--name", help="Name that other peers see, and name of the folder runs/NAME."),
@@ -203,6 +217,11 @@ def metrics_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {f"node.{name}": flags.get(name) for name in METRICS_OPTIONS}
 
 
+def computing_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted settings of the computing options; those not given are None."""
+    return {f"train.{name}": flags.get(name) for name in COMPUTING_OPTIONS}
+
+
 def outer_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted settings of the outer options and of ``--set``, without those not given."""
     from shoal.node.config.settings import assignment
@@ -228,5 +247,6 @@ def node_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
         **limit_overrides(flags),
         **data_overrides(flags),
         **metrics_overrides(flags),
+        **computing_overrides(flags),
         **outer_overrides(flags),
     }

@@ -1,8 +1,8 @@
 """All settings of a node: defaults, then a TOML file, then the flags of the command line (``examples/swarm.toml``).
 
 The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
-the task rl also ``rl.env``; a node that joins takes them from the manifest. The tables ``rl``, ``node`` and ``peers`` concern this
-node alone.
+the task rl also ``rl.env``; a node that joins takes them from the manifest, except for the part of ``train`` that is each node's
+own (`shoal.node.config.train`). The tables ``rl``, ``node`` and ``peers`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
 from shoal.node.config.rl import RLSettings
+from shoal.node.config.train import TrainTable
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.manifest.verify import VerifySettings
 
 if sys.version_info >= (3, 11):
@@ -242,7 +243,7 @@ class Settings(_Table):
     swarm: SwarmSettings = Field(default_factory=SwarmSettings)
     task: TaskSettings = Field(default_factory=TaskSettings)
     outer: OuterSettings = Field(default_factory=OuterSettings)
-    train: TrainSettings = Field(default_factory=TrainSettings)
+    train: TrainTable = Field(default_factory=TrainTable)
     verify: VerifySettings = Field(default_factory=VerifySettings)
     rl: RLSettings = Field(default_factory=RLSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)

@@ -240,7 +240,8 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     def own(index: int) -> list[str]:
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
         own_data = manifest_options.flags(hooks, settings.task.options)
-        return [*place, *own_data, "--baseline", "--keep-rounds", *flags, *flags_of_demo(settings.node, index)]
+        chosen = [*flags, *settings.train.flags(), *flags_of_demo(settings.node, index)]
+        return [*place, *own_data, "--baseline", "--keep-rounds", *chosen]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
     link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)

@@ -84,7 +84,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     # The settings of [rl] are each node's own, so joining nodes do not get them from the swarm.
     given = rl.model_dump(exclude={"policy"}, exclude_defaults=True)
     chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
-    chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags]
+    chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags, *settings.train.flags()]
     node = settings.node
     own = [["--policy", policy, *chosen, *flags_of_demo(node, index)] for index, policy in enumerate(policies(settings))]
     display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")

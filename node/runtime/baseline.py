@@ -13,7 +13,8 @@ from shoal.swarm.manifest.outer import OuterSettings
 
 def train_alone(parts: NodeParts, stop: Callable[[], bool]) -> float | None:
     """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped."""
-    alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), parts.settings.train, device=parts.device)
+    train = parts.settings.train
+    alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), train, own=train, device=parts.device)
     alone.connect(Alone(), "alone", parts.shard)
     alone.run(stop=stop)
     return None if stop() else alone.evaluate()

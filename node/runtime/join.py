@@ -60,7 +60,7 @@ def new_manifest(
         task=task_label(settings.task.hooks),
         task_options={**task_options(settings), **(agreed or {})},
         outer=settings.outer.resolved(),
-        train=settings.train,
+        train=settings.train.shared,
         verify=settings.verify,
         terms=terms,
         model=model,
@@ -145,7 +145,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     swarm = settings.swarm.model_copy(
         update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}
     )
-    train = manifest.train
+    train = settings.train.of_swarm(manifest.train)
     if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part
         train = train.model_copy(update={"steps": settings.train.steps})
     agreed = {"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm, "verify": manifest.verify}

@@ -147,6 +147,7 @@ class NodeRun:
             make_task(settings),
             settings.outer,
             settings.train,
+            own=settings.train,
             device=device,
             slow_on_device=on_device,
             on_model=lambda params: resources.check(

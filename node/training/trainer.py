@@ -15,21 +15,20 @@ from typing import Any
 
 import torch
 
+from shoal.node.config.train import OwnTraining
 from shoal.node.task import Batches, Shard, Task, tokens_in
 from shoal.node.training import random_state
+from shoal.node.training.errors import TrainingError as TrainingError
+from shoal.node.training.inner_step import InnerStep
+from shoal.node.training.schedule import make_inner, make_scheduler
 from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
-from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
 
 log = logging.getLogger(__name__)
 
 REPORT_S = 0.5  # seconds between two reports of progress
-
-
-class TrainingError(ShoalError):
-    """The task's model, batches or loss cannot be trained."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ class Trainer:
     Args:
         task: model, data and loss.
         outer, train: the swarm's settings.
+        own: how this node computes; by default in float32, the whole batch at once.
         device: the model's.
         slow_on_device: keep the slow weights there too.
         on_model: called with the parameters to train before there are optimizers, which take several times their memory.
@@ -83,6 +83,7 @@ class Trainer:
         outer: OuterSettings,
         train: TrainSettings,
         *,
+        own: OwnTraining | None = None,
         device: torch.device | None = None,
         slow_on_device: bool = False,
         on_model: Callable[[list[torch.nn.Parameter]], None] = lambda params: None,
@@ -96,7 +97,8 @@ class Trainer:
         self.model = task.model().to(self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         on_model(self.params)
-        inner = task.inner_optimizer(self.params)
+        self.inner_step = InnerStep(task, self.model, self.params, self.device, clip=train.clip, own=own)
+        inner = make_inner(task, train, self.params)
         self.opt = make_outer(
             outer,
             inner,
@@ -106,7 +108,7 @@ class Trainer:
             length=round_length(outer.round, clock, speeds),
             on_round=on_round,
         )
-        self.scheduler = task.lr_scheduler(self.opt, train.steps)
+        self.scheduler = make_scheduler(task, train, self.opt)
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
 
@@ -126,7 +128,7 @@ class Trainer:
 
         None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
         """
-        with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext():
+        with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext(), self.inner_step.autocast():
             loss = float(self.task.evaluate(self.model))
         if math.isfinite(loss):
             return loss
@@ -165,24 +167,25 @@ class Trainer:
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
-        try:
-            batch = to_device(next(self._batches), self.device)
-        except StopIteration:
-            raise TrainingError(
-                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on without end."
-            ) from None
-        loss = self.task.loss(self.model, batch)
-        with calling(self.task, "the backward pass of loss()"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._recent.add(loss)
-        self._of_round.add(loss)
+        batch = self._next_batch()
+        loss = self.inner_step.gradients(batch)
         self.opt.count(tokens_in(self.task, batch))
-        with calling(self.task, "the optimizer of inner_optimizer()", self.opt.inner):
-            self.opt.step()
+        if self.inner_step.step(self.opt, self.opt.inner):
+            self._recent.add(loss)
+            self._of_round.add(loss)
         if self.scheduler is not None:
             with calling(self.task, "the scheduler of lr_scheduler()"):
                 self.scheduler.step()
         self.opt.zero_grad()
+
+    def _next_batch(self) -> Any:
+        """Return the next batch, on the device. TrainingError if there is none."""
+        try:
+            return to_device(next(self._batches), self.device)
+        except StopIteration:
+            raise TrainingError(
+                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on without end."
+            ) from None
 
     def round_loss(self) -> float | None:
         """Return the mean training loss since the last call, nats; None without a step. TrainingError if it is not finite."""
@@ -200,6 +203,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.opt.state_dict(copy=False),
             "parameters": self._names(),
+            "scaler": self.inner_step.state_dict(),
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
             **random_state.saved(self.device),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
@@ -230,6 +234,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        self.inner_step.load_state_dict(state.get("scaler"))
         self.draw_from(self.opt.steps, state)
 
     def find_place(self, state: dict[str, Any]) -> Batches | None:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.group import LARGEST_GROUP
@@ -14,6 +23,8 @@ MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
 KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
 """Settings that are arguments of the methods' factories."""
+LATER = ("optimizer", "lr", "weight_decay", "schedule", "warmup", "clip")
+"""Settings of training that the first manifests did not have."""
 
 Unit = Literal["steps", "tokens", "seconds"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -216,3 +227,39 @@ class TrainSettings(BaseModel):
     eval_every: int = Field(
         default=0, ge=0, le=MAX_COUNT, description="Inner steps between two evaluations; 0: only at the start and end."
     )
+    optimizer: Literal["task", "adamw"] = Field(
+        default="task", description="Inner optimizer: the task's own (task), or adamw (betas 0.9 and 0.99)."
+    )
+    lr: float | None = Field(default=None, gt=0, le=10, description="adamw: peak learning rate; not given, 3e-4.")
+    weight_decay: float | None = Field(default=None, ge=0, le=10, description="adamw: weight decay; not given, 0.01.")
+    schedule: Literal["task", "constant", "cosine", "wsd"] = Field(
+        default="task",
+        description="Learning rate after the warm-up: the task's own schedule (task), constant, cosine (down to a tenth at the "
+        "last step), or wsd (constant, and down to 0 over the last fifth of the steps).",
+    )
+    warmup: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="Inner steps up to the full learning rate, in a schedule other than the task's."
+    )
+    clip: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e9,
+        description="Largest norm of all gradients of a step together, which are scaled down to it; 0: any.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainSettings:
+        given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
+        if given and self.optimizer == "task":
+            raise ValueError(f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw")
+        if self.warmup and self.schedule == "task":
+            raise ValueError("the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd")
+        if self.schedule in ("cosine", "wsd") and not self.steps:
+            raise ValueError(f"the schedule {self.schedule} leads to an end: set steps, or choose constant")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what came later and is not set: peers of earlier versions read the manifest, and its bytes stay the same."""
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if name not in LATER or value != type(self).model_fields[name].default}

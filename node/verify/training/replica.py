@@ -19,8 +19,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shoal.node.task import Shard, Task
+from shoal.node.training.inner_step import InnerStep
+from shoal.node.training.schedule import make_inner, make_scheduler
 from shoal.node.training.trainer import to_device
-from shoal.node.user_code import calling
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.swarm.manifest.outer import TrainSettings
 
@@ -110,6 +111,8 @@ class Replica:
             torch.manual_seed(train.seed)  # as the trainer does: untrained parameters are equal on all nodes
             self.model = task.model().to(self.device)
             self.names = list(trainable(self.model))
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self._inner_step = InnerStep(task, self.model, trained, self.device, clip=train.clip)
             inner, _ = self._fresh()
             self._moving = {MODEL + name: _kind(value) for name, value in moving(self.model).items()}
             kept = copied(moving(self.model))
@@ -183,18 +186,15 @@ class Replica:
                 raise NotAsClaimed(f"The shard has no batch for step {first + number}") from None
 
     def _fresh(self) -> tuple[torch.optim.Optimizer, Any]:
-        inner = self.task.inner_optimizer([p for p in self.model.parameters() if p.requires_grad])
-        return inner, self.task.lr_scheduler(inner, self.train.steps)
+        inner = make_inner(self.task, self.train, self._inner_step.parameters)
+        return inner, make_scheduler(self.task, self.train, inner)
 
     def _step(self, inner: torch.optim.Optimizer, batch: Any) -> Tensor:
         """Do one `Trainer.step` without exchanges."""
-        loss = self.task.loss(self.model, to_device(batch, self.device))
-        with calling(self.task, "the backward pass of loss()"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        with calling(self.task, "the optimizer of inner_optimizer()"):
-            inner.step()
+        loss = self._inner_step.gradients(to_device(batch, self.device))
+        self._inner_step.step(inner)
         inner.zero_grad()
-        return loss.detach()
+        return loss
 
     @torch.no_grad()
     def _load_model(self, state: State) -> None:

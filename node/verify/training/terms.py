@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.config.train import TrainTable
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard, Task
 from shoal.node.verify.training.material import TrainingTerms
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.manifest.verify import StretchTerms
 from shoal.verification.calibration.calibration import FEWEST
 from shoal.verification.fingerprints.weights import DIMS
@@ -41,8 +41,12 @@ def make_stretch_terms(settings: Settings, task: Task) -> StretchTerms:
     return StretchTerms(steps=stretch, dims=DIMS, data=data)
 
 
-def check_stretch_terms(terms: StretchTerms, manifest: Manifest, train: TrainSettings, task: Task) -> None:
-    """Raise ConfigError if this node cannot repeat others' steps: it trains otherwise, or has other data."""
+def check_stretch_terms(terms: StretchTerms, manifest: Manifest, train: TrainTable, task: Task) -> None:
+    """Raise ConfigError if others cannot repeat this node's steps, or it theirs: it trains otherwise, or has other data."""
+    if own := [name for name in ("precision", "accumulate") if getattr(train, name) != TrainTable.model_fields[name].default]:
+        raise ConfigError(
+            f"The swarm verifies training, and others do steps again as the task itself does them: leave train.{own[0]} out."
+        )
     if train.steps != manifest.train.steps:
         raise ConfigError(
             f"The swarm verifies training, and its learning rates are for {manifest.train.steps} steps, not {train.steps}: "

@@ -57,7 +57,7 @@ def test_example_file_documents_every_key(key):
     ("overrides", "words"),
     [
         ({"outer.evry": 3}, r"no setting 'outer\.evry': did you mean 'outer\.every'\?"),
-        ({"lr": 0.5}, "no setting 'lr': did you mean 'outer.lr' or 'rl.lr' or 'task.options.lr'"),
+        ({"lr": 0.5}, "no setting 'lr': did you mean 'outer.lr' or 'train.lr' or 'rl.lr' or 'task.options.lr'"),
         ({"outter.every": 3}, "no setting 'outter': did you mean 'outer'"),
         ({"qqqq": 3}, "the tables are swarm, task, outer, train, verify, rl, node"),
         ({"outer.every": 0}, r"outer\.every=0 .* greater than or equal to 1"),

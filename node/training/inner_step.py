@@ -1,0 +1,163 @@
+"""One inner step: the gradients of a batch, in parts and in mixed precision, clipped, and the step of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from shoal.node.config.train import OwnTraining
+from shoal.node.task import Task
+from shoal.node.training import micro_batches, precision
+from shoal.node.training.errors import TrainingError
+from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory
+from shoal.optim import OuterOptimizer
+
+SKIPS = 50  # steps in a row without finite gradients: by then the scale of the loss is below 1e-10, and is not the reason
+
+
+class InnerStep:
+    """The inner step of one process: `gradients`, then `step`.
+
+    Args:
+        task: its loss.
+        model: what the loss is computed with; the wrapped one, if it is wrapped (DDP, FSDP).
+        parameters: those that are trained.
+        clip: largest norm of all gradients together; 0: any.
+        own: how this node computes.
+        rank, ranks: of the processes that share each batch.
+        unsynchronised: makes the context of every part's backward pass but the last, such as DDP's ``no_sync``.
+
+    Raises:
+        TrainingError: the device cannot compute as ``own`` asks for.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: torch.nn.Module,
+        parameters: list[torch.nn.Parameter],
+        device: torch.device,
+        *,
+        clip: float = 0.0,
+        own: OwnTraining | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        unsynchronised: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.own = own or OwnTraining()
+        precision.check(self.own.precision, device, parameters)
+        self.task, self.model, self.parameters, self.device, self.clip = task, model, parameters, device, clip
+        self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
+        self.scaler = precision.make_scaler(self.own.precision, device)
+        self._skipped = 0
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of computing in this node's precision."""
+        return precision.autocast(self.own.precision, self.device)
+
+    def gradients(self, batch: Any) -> torch.Tensor:
+        """Add the mean of the gradients of this rank's parts of ``batch``; return the mean of their losses, on the device.
+
+        TrainingError if the batch cannot be cut, or memory runs out.
+        """
+        count = self.own.accumulate
+        parts = micro_batches.cut(batch, self.ranks * count)[self.rank * count : (self.rank + 1) * count]
+        total: torch.Tensor | None = None
+        with self._memory(batch):
+            for number, part in enumerate(parts):
+                with nullcontext() if number == count - 1 else self.unsynchronised():
+                    loss = self._backward(part)
+                total = loss if total is None else total + loss
+        assert total is not None
+        return total if count == 1 else total / count
+
+    def _backward(self, part: Any) -> torch.Tensor:
+        with self.autocast():
+            loss = self.task.loss(self.model, part)
+        scaled = loss if self.own.accumulate == 1 else loss / self.own.accumulate
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        with calling(self.task, "the backward pass of loss()"):
+            scaled.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def step(self, optimizer: torch.optim.Optimizer, through: object = None) -> bool:
+        """Clip the gradients and take a step of ``optimizer``; return whether the weights were stepped.
+
+        With float16 a step of which a gradient is not finite is left out, as GradScaler does, and the scale lowered. The outer part
+        of an `OuterOptimizer` is done all the same: peers count the same steps. ``through``: as for `calling`.
+
+        Raises:
+            TrainingError: the gradients of many steps in a row were not finite, or memory runs out.
+        """
+        with self._memory(None), calling(self.task, "the optimizer of inner_optimizer()", through):
+            if self.scaler is None:
+                self._clip()
+                optimizer.step()
+                return True
+            watched = _Watched(optimizer)
+            as_optimizer = cast(torch.optim.Optimizer, watched)
+            self.scaler.unscale_(as_optimizer)
+            self._clip()
+            self.scaler.step(as_optimizer)
+            self.scaler.update()
+            if not watched.stepped and isinstance(optimizer, OuterOptimizer):
+                for _ in optimizer.after_inner():
+                    pass  # the next iteration waits for the exchange
+        self._skipped = 0 if watched.stepped else self._skipped + 1
+        if self._skipped >= SKIPS:
+            raise TrainingError(
+                f"The gradients of {SKIPS} steps in a row were not finite: lower the learning rate, or set train.precision to "
+                "bfloat16 or float32."
+            )
+        return watched.stepped
+
+    def _clip(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+
+    @contextmanager
+    def _memory(self, batch: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not out_of_memory(error) and not (error.__cause__ is not None and out_of_memory(error.__cause__)):
+                raise
+            remedy = self._remedy(batch)
+            if isinstance(error, UserCodeError):
+                raise UserCodeError(str(error).replace(SMALLER, remedy), error.trace) from error
+            raise TrainingError(f"There is not enough memory on {str(self.device)!r} for a step: {remedy}.") from error
+
+    def _remedy(self, batch: Any) -> str:
+        """Return what would fit, of what is not in use yet."""
+        found, count = [], self.own.accumulate
+        rows = (micro_batches.rows(batch) or 0) // self.ranks
+        if finer := next((parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None):
+            found.append(f"cut the batch into parts (--accumulate {finer})")
+        if self.own.precision == "float32":
+            found.append("compute in another format (--precision bfloat16)")
+        return ", ".join([*found, SMALLER])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of the loss's scale; None without one."""
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue with the scale of ``state``, if both runs have one."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+
+class _Watched:
+    """An optimizer as GradScaler sees it; ``stepped`` says whether its step was taken."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self.param_groups, self.stepped = optimizer, optimizer.param_groups, False
+
+    def step(self) -> None:
+        """Take the step."""
+        self.stepped = True
+        self._optimizer.step()
