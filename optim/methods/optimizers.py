@@ -16,8 +16,9 @@ from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.outer.fragments import even, layers, positions, strided, trained
+from shoal.optim.outer.fragments import even, layers, positions, strided
 from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
+from shoal.optim.outer.parameters import Exclude, Inner, excluded, trained
 from shoal.optim.outer.weighting import Weight, by_rate, equal
 from shoal.optim.rules.delayed import CO2Rule, EagerRule
 from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     length: RoundLength | None
     buffers: Literal["ignore", "average"]
     model: nn.Module | None
+    exclude: Exclude
 
 
 def _weights(options: Options, method: str) -> Options:
@@ -66,7 +68,7 @@ class NoLoCo(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 50,
@@ -90,7 +92,7 @@ class LocalSGD(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 50,
@@ -109,7 +111,7 @@ class GASLoC(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 50,
@@ -131,7 +133,7 @@ class DiLoCo(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 500,
@@ -156,7 +158,7 @@ class StreamingDiLoCo(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 100,
@@ -182,7 +184,7 @@ class DecoupledDiLoCo(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 24,
@@ -194,7 +196,7 @@ class DecoupledDiLoCo(OuterOptimizer):
         **options: Unpack[Options],
     ) -> None:
         parts = _cut(fragments, inner, options)
-        parameters = trained(inner)
+        parameters = _averaged(inner, options)
         marked = {id(parameter) for parameter in plain}
         places = frozenset(
             (number, position)
@@ -216,7 +218,7 @@ class Eager(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 30,
@@ -237,7 +239,7 @@ class CO2(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 48,
@@ -265,7 +267,7 @@ class SparseLoCo(DiLoCo):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         codec: Codec | None = None,
@@ -282,7 +284,7 @@ class SPARTA(OuterOptimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         every: int = 1,
@@ -292,15 +294,16 @@ class SPARTA(OuterOptimizer):
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **_weights(options, "SPARTA"))
 
 
-def _cut(
-    fragments: int | Sequence[Sequence[Tensor]], inner: torch.optim.Optimizer, options: Options
-) -> Sequence[Sequence[Tensor]] | None:
+def _cut(fragments: int | Sequence[Sequence[Tensor]], inner: Inner, options: Options) -> Sequence[Sequence[Tensor]] | None:
     if not isinstance(fragments, int):
         return fragments
     if fragments == 1:
         return None
-    model = options.get("model")
+    model, parameters = options.get("model"), _averaged(inner, options)
     if model is None:
-        parameters = trained(inner)
         return even(parameters, min(fragments, len(parameters)))
-    return strided(model, min(fragments, len(layers(model, max(fragments, 1)))))
+    return strided(model, min(fragments, len(layers(model, max(fragments, 1), parameters))), parameters)
+
+
+def _averaged(inner: Inner, options: Options) -> list[Tensor]:
+    return trained(inner, excluded(options.get("exclude", ()), inner, options.get("model")))

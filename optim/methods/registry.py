@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods.optimizers import (
@@ -32,6 +30,7 @@ from shoal.optim.methods.optimizers import (
     StreamingDiLoCo,
 )
 from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.parameters import Inner
 
 NO_KNOBS = ("codec", "plain")
 """Arguments of optimizers that are objects, not settings."""
@@ -65,7 +64,7 @@ class Method:
         skip = (*NO_KNOBS, *self.fixed)
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in skip}
 
-    def make(self, inner: torch.optim.Optimizer, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
+    def make(self, inner: Inner, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
         """Return the optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that method or codec cannot use."""
         return self.optimizer(inner, exchange, **self.fixed, **arguments)
 

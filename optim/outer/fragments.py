@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 _Named = tuple[list[str], int, Tensor]
 """A parameter: the parts of its name, the number of those that name its layer, and itself."""
 
 
-def trained(inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the optimizer's parameters that require a gradient, in its order: those that are averaged."""
-    return [parameter for group in inner.param_groups for parameter in group["params"] if parameter.requires_grad]
-
-
-def layers(model: nn.Module, fragments: int = 1) -> list[list[Tensor]]:
-    """Return the model's parameters that require a gradient by layer, in the order of the model.
+def layers(model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None = None) -> list[list[Tensor]]:
+    """Return the model's parameters that require a gradient (only those ``among``, if given) by layer, in the order of the model.
 
     A layer is what has the same name up to its first number ("blocks.3"), or without one the same first part ("embedding"). One
     that is more than a fragment's even share, and a container of numbered modules itself, counts as those. Modules that only wrap
     another do not count, so that a compiled model, or one in DistributedDataParallel, has the layers of the plain one.
     """
     found: dict[tuple[str, ...], list[_Named]] = {}
+    known = None if among is None else set(map(id, among))
     for name, parameter in _unwrapped(model).named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and (known is None or id(parameter) in known):
             path = name.split(".")
             end = next((index + 1 for index, part in enumerate(path) if part.isdigit()), 1)
             found.setdefault(tuple(path[:end]), []).append((path, end, parameter))
@@ -58,12 +53,14 @@ def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
     return [part for inner in found.values() for part in _split(inner, most)]
 
 
-def strided(model: nn.Module, fragments: int) -> list[list[Tensor]]:
+def strided(model: nn.Module, fragments: int, among: Iterable[Tensor] | None = None) -> list[list[Tensor]]:
     """Return the model's parameters in ``fragments`` lists: layer l, in the order of ``layers``, goes into list l mod fragments.
+
+    ``among``: of these parameters only.
 
     A tied parameter belongs to its first name. ValueError if there are fewer layers than fragments.
     """
-    found = layers(model, max(fragments, 1))
+    found = layers(model, max(fragments, 1), among)
     if not 1 <= fragments <= len(found):
         raise ValueError(f"fragments must be between 1 and the number of layers, {len(found)}, got {fragments}")
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]

@@ -31,8 +31,10 @@ from shoal.optim.exchange.base import (
 )
 from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise
-from shoal.optim.outer.fragments import positions, trained
+from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.in_flight import PendingExchange
+from shoal.optim.outer.inner import as_one
+from shoal.optim.outer.parameters import Exclude, Inner, all_parameters, excluded, trained
 from shoal.optim.outer.sketch import sketch
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
@@ -62,7 +64,7 @@ class OuterOptimizer(OuterState):
     sent; one that is frozen later stays in, because all peers must send the same tensors.
 
     Args:
-        inner: any optimizer; its state is local, never exchanged or reset.
+        inner: an optimizer, or several of different parameters (``Combined``); their state is local, never exchanged or reset.
         exchange: averages contributions with other peers.
         rule: the outer mathematics.
         schedule: when to send and apply.
@@ -77,15 +79,18 @@ class OuterOptimizer(OuterState):
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
             is applied; they are sent as float32. "ignore" leaves every peer its own. All peers must choose the same.
         model: the module, needed for its buffers and for sharded parameters (FSDP2); each process then has its part of all state.
+        exclude: parameters that stay this peer's own (a head for its task): parameters, names, names of modules, or patterns
+            such as "*.bias" (names need ``model``). They are trained, but neither kept nor sent, nor are buffers of these names.
+            All peers must exclude the same.
 
     Raises:
         ValueError: no parameter that requires a gradient, not floating point, not in exactly one fragment, buffers or shards
-            without a model.
+            without a model, an exclusion that fits nothing, an inner optimizer that remembers earlier weights.
     """
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         *,
         rule: Rule,
@@ -99,14 +104,17 @@ class OuterOptimizer(OuterState):
         length: RoundLength | None = None,
         buffers: Literal["ignore", "average"] = "ignore",
         model: nn.Module | None = None,
+        exclude: Exclude = (),
     ) -> None:
+        inner = as_one(inner)
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
-        self._share_with_inner()
-        self._params = trained(inner)
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        every, own = all_parameters(inner), excluded(exclude, inner, model)
+        self._params = trained(inner, own)
+        self._frozen = [p for p in every if not p.requires_grad and p not in own]
+        self._count = len(every)
         wrong = [p.dtype for p in self._params if not p.is_floating_point()]
         if wrong or not self._params:
             raise ValueError(
@@ -118,7 +126,7 @@ class OuterOptimizer(OuterState):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
         self._weights = ModelWeights(self._params, model, torch.device(slow_device))
         self.slow = self._weights.slow
-        self._buffers = AveragedBuffers(model if buffers == "average" else None)
+        self._buffers = AveragedBuffers(model if buffers == "average" else None, exclude)
         self.rule_state: State = rule.initial(self.slow)
         self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
         self.steps = 0
@@ -158,10 +166,15 @@ class OuterOptimizer(OuterState):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one inner step, then do what the schedule asks for (it may wait for a partner, within the exchange's limits).
 
-        ValueError if a parameter that was frozen when this was made requires a gradient now, RuntimeError within ``averaged``; no
-        step is taken then.
+        ValueError if a parameter that was frozen when this was made requires a gradient now, or the inner optimizer has more than
+        it had; RuntimeError within ``averaged``. No step is taken then.
         """
         self._check_not_averaged("step")
+        if sum(len(group["params"]) for group in self.param_groups) != self._count:
+            raise ValueError(
+                "the inner optimizer has other parameters than when the outer one was made, and they would never be averaged: on "
+                "all peers, finish() and make a new one after adding parameter groups"
+            )
         if any(p.requires_grad for p in self._frozen):
             raise ValueError(
                 "a parameter that was frozen when the outer optimizer was made is trained now, and would never be averaged: on all "

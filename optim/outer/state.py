@@ -15,6 +15,8 @@ from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.state import codec_state
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.in_flight import PendingExchange
+from shoal.optim.outer.inner import Wrapper
+from shoal.optim.outer.parameters import all_parameters
 from shoal.optim.outer.state_checks import check_keys, check_shapes, settings_changed, settings_of
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
@@ -22,7 +24,7 @@ from shoal.optim.schedule.round_length import RoundLength
 from shoal.optim.schedule.schedule import Schedule
 
 
-class OuterState(torch.optim.Optimizer):
+class OuterState(Wrapper):
     """Base of ``OuterOptimizer``: the state that outlives a step."""
 
     inner: torch.optim.Optimizer
@@ -49,8 +51,8 @@ class OuterState(torch.optim.Optimizer):
         if self._averaged:
             raise RuntimeError(f"{what}() within averaged() would be lost: the block ends with the weights that it began with")
 
-    def _share_with_inner(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        return [self.inner] if "inner" in vars(self) else []
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return everything needed to go on. Exchanges in flight are not saved: their contribution is sent again with the next one.
@@ -109,7 +111,6 @@ class OuterState(torch.optim.Optimizer):
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
         shallow(self.length).load_state_dict(length, counts["tokens"])
         self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
-        self._share_with_inner()
         self.length.load_state_dict(length, counts["tokens"])
         self._codecs, self.codec = codecs, codecs[0]
         in_place(self.slow, state["slow"])
@@ -130,7 +131,7 @@ class OuterState(torch.optim.Optimizer):
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without that of frozen parameters, which older versions kept."""
-        every, own = [p for group in self.param_groups for p in group["params"]], {id(p) for p in self._params}
+        every, own = all_parameters(self.inner), {id(p) for p in self._params}
         if len(state["slow"]) != len(every) or len(own) == len(every):
             return state
         kept = [index for index, parameter in enumerate(every) if id(parameter) in own]

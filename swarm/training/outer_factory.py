@@ -23,6 +23,7 @@ from shoal.optim import (
     equal,
     method_named,
 )
+from shoal.optim.outer.parameters import Inner
 from shoal.optim.schedule.auto_length import agreed_seconds
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, parse_round
@@ -32,7 +33,7 @@ WEIGHTS = {"equal": equal, "tokens": by_tokens, "rate": by_rate}
 
 def make_outer(
     settings: OuterSettings,
-    inner: torch.optim.Optimizer,
+    inner: Inner,
     exchange: Exchange,
     *,
     model: torch.nn.Module | None,

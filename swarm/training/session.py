@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, config_diff
+from shoal.optim.outer.parameters import Inner
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
@@ -95,7 +96,7 @@ class Session:
             self._exchange = SessionExchange(inner, self._attach)
         return self._exchange
 
-    def optimizer(self, inner: torch.optim.Optimizer | None = None, **options: Any) -> OuterOptimizer:
+    def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
 
         Without ``inner`` its ``step`` does the outer part alone: call it after each step that other code has taken.
@@ -104,7 +105,7 @@ class Session:
         """
         return self._made(inner or Stepped(self._params), self.exchange(), **options)
 
-    def _made(self, inner: torch.optim.Optimizer, exchange: Any, **options: Any) -> OuterOptimizer:
+    def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if self._model is None and (self.settings.fragments or 1) > 1:
             raise SessionError("The swarm cuts the model by layer: hand in the module as state, not a list of its parameters.")
         device = torch.device(options.pop("slow_device", "cpu"))

@@ -1,0 +1,128 @@
+"""The inner optimizers that an outer one wraps: one, or several side by side (Muon for matrices, AdamW for the rest)."""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from shoal.optim.outer.parameters import Inner
+
+_OF_EARLIER_WEIGHTS = ("LBFGS", "ASGD", "ScheduleFree")
+"""Parts of the names of optimizers whose state holds earlier weights, or differences to them."""
+
+
+def as_one(inner: Inner) -> torch.optim.Optimizer:
+    """Return the optimizer, or several as a ``Combined``.
+
+    ValueError for one that keeps weights in its state (LBFGS, ASGD, schedule-free ones): a round moves the parameters, and the next
+    inner step would go on from where they were.
+    """
+    for one in [inner] if isinstance(inner, torch.optim.Optimizer) else inner:
+        for kind in (*type(one).__mro__, *type(getattr(one, "optimizer", None)).__mro__):
+            if any(name in kind.__name__ for name in _OF_EARLIER_WEIGHTS):
+                raise ValueError(
+                    f"{kind.__name__} remembers earlier weights, from which it would go on after a round has moved the model: use "
+                    "an inner optimizer whose state holds gradients only, such as AdamW"
+                )
+    return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Base of optimizers whose parameter groups and state are those of others: always the present ones, also after these loaded."""
+
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the wrapped optimizers; none while this is being made."""
+        raise NotImplementedError
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizers."""
+        inside = self._inside()
+        if len(inside) == 1:
+            return inside[0].param_groups
+        return [group for one in inside for group in one.param_groups] if inside else self._made_with
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._made_with = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the wrapped optimizers; of several together, a copy of the table."""
+        inside = self._inside()
+        if len(inside) == 1:
+            return inside[0].state
+        return defaultdict(dict, {parameter: state for one in inside for parameter, state in one.state.items()})
+
+    @state.setter
+    def state(self, state: object) -> None:
+        """Do nothing: torch's constructor sets it."""
+
+
+class Combined(Wrapper):
+    """Several optimizers as one: each steps its own parameters, and keeps its schedulers.
+
+    ``state_dict`` is that of a single optimizer with the groups of all, in their order.
+
+    Raises:
+        ValueError: there is no optimizer, or two have the same parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if not optimizers:
+            raise ValueError("there is no inner optimizer: hand in at least one")
+        groups = [dict(group) for one in optimizers for group in one.param_groups]
+        super().__init__(groups, dict(ChainMap(*(one.defaults for one in optimizers))))
+        self._optimizers = list(optimizers)
+
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError once it is made: the group would have no optimizer."""
+        if self._optimizers:
+            raise ValueError("add parameter groups to one of the inner optimizers before combining them")
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step of each. ``closure`` is called once, by the first."""
+        loss: float | None = None
+        for number, one in enumerate(self._optimizers):
+            if number == 0 and closure is not None:
+                loss = one.step(closure)
+            else:
+                one.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all, with the parameters numbered throughout."""
+        state: dict[Any, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for one in self._optimizers:
+            first, own = sum(len(group["params"]) for group in groups), one.state_dict()
+            state |= {first + key if isinstance(key, int) else key: value for key, value in own["state"].items()}
+            groups += [{**group, "params": [first + key for key in group["params"]]} for group in own["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. ValueError if the groups are others; nothing is changed then."""
+        groups = state_dict["param_groups"]
+        own, saved = ([len(group["params"]) for group in some] for some in (self.param_groups, groups))
+        if own != saved:
+            raise ValueError(f"the saved inner optimizers have parameter groups of {saved} parameters, these of {own}")
+        first = 0
+        for one in self._optimizers:
+            mine = groups[first : first + len(one.param_groups)]
+            first += len(mine)
+            keys = {key for group in mine for key in group["params"]}
+            state = {key: value for key, value in state_dict["state"].items() if key in keys}
+            one.load_state_dict({"state": state, "param_groups": mine})

@@ -1,0 +1,64 @@
+"""The parameters of inner optimizers: all, those that are averaged, and those that stay a peer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer, or several of different parameters."""
+
+Exclude = Sequence[str | Tensor]
+"""Parameters, their names, names of modules, or patterns of names, in which "*" stands for any characters."""
+
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
+"""Parts of names that come from wrappers of a model: DistributedDataParallel, torch.compile, FSDP."""
+
+
+def all_parameters(inner: Inner) -> list[Tensor]:
+    """Return the parameters of an optimizer, or of several, in the order of their groups: frozen ones too."""
+    several = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
+    return [parameter for one in several for group in one.param_groups for parameter in group["params"]]
+
+
+def trained(inner: Inner, but: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Return the parameters that require a gradient, ``but`` for some, in their order: those that are averaged."""
+    left_out = set(but)
+    return [parameter for parameter in all_parameters(inner) if parameter.requires_grad and parameter not in left_out]
+
+
+def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:
+    """Return the parameters of ``inner`` that ``exclude`` means.
+
+    ValueError if a parameter is not in ``inner``, a name fits none of ``model`` (buffers included), or there is no model.
+    """
+    if isinstance(exclude, str):
+        raise ValueError(f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it into brackets")
+    every, found = set(all_parameters(inner)), set()
+    for item in exclude:
+        if isinstance(item, Tensor):
+            if item not in every:
+                raise ValueError(f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner optimizer")
+            found.add(item)
+            continue
+        if model is None:
+            raise ValueError(f"to exclude {item!r} by name hand in model=, or exclude the parameters themselves")
+        named = [tensor for name, tensor in _named(model) if fits(name, item)]
+        if not named:
+            raise ValueError(f"no parameter of the model fits {item!r}, which was to be excluded")
+        found |= every.intersection(named)
+    return found
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Return True if a parameter's or buffer's name is the pattern, lies in the module of that name, or matches it."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

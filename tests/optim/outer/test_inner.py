@@ -1,0 +1,159 @@
+"""Inner optimizers behind the outer one: loaded, extended, several side by side, and those that are refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+from shoal.optim import Alone, DiLoCo, NoLoCo, Simulation, migrate_state
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def split(net, lr=0.05):
+    """Return Muon for the matrices and AdamW for the biases."""
+    matrices, rest = ([p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr)]
+
+
+def learn(net, opt, steps, peer=0, first=0, after=lambda: None):
+    for step in range(first, first + steps):
+        opt.zero_grad()
+        (net(torch.randn(6, 3, generator=torch.Generator().manual_seed(step))) - peer).square().mean().backward()
+        opt.step()
+        after()
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper():
+    net = make()
+    inner = torch.optim.SGD(net.parameters(), lr=1.0)
+    opt = DiLoCo(inner, Alone(), every=100)
+    schedule = StepLR(opt, 1, 0.1)
+    inner.load_state_dict(inner.state_dict())
+    assert opt.param_groups is inner.param_groups
+    learn(net, opt, 1)
+    schedule.step()
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert opt.state is inner.state
+
+
+def test_a_group_added_behind_the_wrapper_is_refused_before_a_step():
+    net, late = make(), nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD(net.parameters(), lr=1.0)
+    opt = DiLoCo(inner, Alone(), every=100)
+    learn(net, opt, 1)
+    inner.add_param_group({"params": [late]})
+    before = weights(net)
+    with pytest.raises(ValueError, match="would never be averaged"):
+        learn(net, opt, 1)
+    assert (opt.steps, same(before, weights(net))) == (1, True)
+
+
+@pytest.mark.parametrize("method", [NoLoCo, DiLoCo])
+def test_several_inner_optimizers_train_as_each_alone_and_are_averaged(method):
+    def peer(exchange):
+        net = make()
+        opt = method(split(net), exchange, every=4)
+        learn(net, opt, 8, peer=int(exchange.peer))
+        return [opt.slow, weights(net)]
+
+    alone, several = make(), make()
+    apart = split(alone)
+    together = method(split(several), Alone(), every=100)
+    for step in range(6):
+        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(step))
+        alone.zero_grad()
+        alone(rows).square().mean().backward()
+        for one in apart:
+            one.step()
+    learn(several, together, 6)
+    assert same(weights(alone), weights(several))
+    found = Simulation(["0", "1"]).run(peer)
+    assert method is NoLoCo or same(found["0"][0], found["1"][0])
+    assert [slow.shape for slow in found["0"][0]] == [(4, 3), (2, 4), (4,), (2,)]  # in the order of the optimizers
+
+
+def test_each_of_several_has_its_scheduler_and_its_saved_state():
+    def run():
+        net = make()
+        inners = split(net)
+        opt = NoLoCo(inners, Alone(), every=4)
+        schedules = [ExponentialLR(inners[0], 0.5), ExponentialLR(inners[1], 0.9)]
+        return net, inners, opt, lambda: [schedule.step() for schedule in schedules]
+
+    net, inners, opt, after = run()
+    learn(net, opt, 5, after=after)
+    rates = [group["lr"] for group in opt.param_groups]
+    assert rates == [inners[0].param_groups[0]["lr"], inners[1].param_groups[0]["lr"]] == pytest.approx([0.05 / 32, 0.05 * 0.9**5])
+    assert set(opt.state) == set(net.parameters())
+    again, others, resumed, _ = run()
+    again.load_state_dict(net.state_dict())
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert [group["lr"] for group in others[0].param_groups + others[1].param_groups] == rates
+    migrated, _, moved, _ = run()
+    migrated.load_state_dict(net.state_dict())
+    assert migrate_state(moved, copy.deepcopy(opt.state_dict())) == []
+    for one, other in ((net, opt), (again, resumed), (migrated, moved)):
+        learn(one, other, 5, first=5)
+    assert same(weights(net), weights(again))
+    assert same(weights(net), weights(migrated))
+
+
+def test_a_closure_is_called_once_for_all():
+    net, calls = make(), []
+    opt = NoLoCo(split(net), Alone(), every=100)
+
+    def closure():
+        calls.append(1)
+        opt.zero_grad()
+        loss = net(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    before = weights(net)
+    assert opt.step(closure).item() > 0
+    assert len(calls) == 1
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
+
+
+def test_what_cannot_be_combined_is_refused_and_a_state_that_does_not_fit_changes_nothing():
+    net = make()
+    every = list(net.parameters())
+    with pytest.raises(ValueError, match="at least one"):
+        NoLoCo([], Alone())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        NoLoCo([torch.optim.SGD(every, lr=0.1), torch.optim.AdamW(every[:1])], Alone())
+    opt = NoLoCo(split(net), Alone())
+    with pytest.raises(ValueError, match="before wrapping it"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="before combining them"):
+        opt.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    ordered = torch.optim.SGD([p for group in opt.param_groups for p in group["params"]], lr=0.7)
+    one = NoLoCo(ordered, Alone()).state_dict()
+    with pytest.raises(ValueError, match=r"parameter groups of \[4\] parameters, these of \[2, 2\]"):
+        opt.load_state_dict(one)
+    assert [group["lr"] for group in opt.param_groups] == [0.05, 0.05]
+
+
+class AdamWScheduleFree(torch.optim.AdamW):
+    """Named as in the library of that name."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.ASGD, AdamWScheduleFree])
+@pytest.mark.parametrize("form", [lambda inner: inner, lambda inner: [inner]])
+def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(kind, form):
+    with pytest.raises(ValueError, match=f"{kind.__name__} remembers earlier weights"):
+        NoLoCo(form(kind(make().parameters(), lr=0.1)), Alone())
