@@ -176,7 +176,7 @@ class NodeRun:
 
         ``closing`` gets what ends each part that runs beside training, also if a later part cannot be made.
         """
-        host, directory, outer, opt = membership.host, membership.directory, settings.outer, trainer.opt
+        host, directory, outer, opt = membership.host, membership.directory, settings.outer, trainer.whole
         sinks.begin(about(settings, membership, device))
         model = model_digest(trainer.params)
         shard, own = self._place(settings, membership, saved)
@@ -223,7 +223,7 @@ class NodeRun:
         # A node that shares rollouts and no weights may have another model, and starts from its own weights.
         if self.link is None or (settings.task.hooks == RL and settings.outer.method == "none"):
             return None
-        state = catch_up(membership, model, trainer.opt)
+        state = catch_up(membership, model, trainer.whole)
         if state is None and came_from_elsewhere:
             raise checkpoint.CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
@@ -237,7 +237,7 @@ class NodeRun:
         if saved is not None:
             for line in resume.restore(trainer, saved, membership.swarm):
                 self.display.message(line)
-            if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.opt):
+            if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
                 state = None
         member.begin(state)
         if state is not None:
@@ -332,7 +332,7 @@ class NodeRun:
 
     def _after_step(self) -> None:
         p = self.parts
-        opt, every = p.trainer.opt, p.settings.train.eval_every
+        opt, every = p.trainer.whole, p.settings.train.eval_every
         if p.member.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         if p.verification is not None:
@@ -363,7 +363,7 @@ class NodeRun:
             lag=info.lag,
             wait_s=report.wait_s,
             loss=p.trainer.round_loss(),
-            weights=slow_weights.digest_of(p.trainer.opt, info.key.fragment),
+            weights=slow_weights.digest_of(p.trainer.whole, info.key.fragment),
             suspicious=rejected,
         )
         p.metrics.round(record)
@@ -374,7 +374,7 @@ class NodeRun:
         if p.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
         if self.keep_rounds:
-            slow_weights.keep(p.trainer.opt, self.folder, result.rounds)
+            slow_weights.keep(p.trainer.whole, self.folder, result.rounds)
         every = p.settings.node.checkpoint_every_rounds
         self.saver.due |= every > 0 and result.rounds % every == 0
         p.refusals.look()

@@ -20,6 +20,7 @@ from shoal.node.task import Batches, Shard, Task, tokens_in
 from shoal.node.training import random_state
 from shoal.node.training.errors import TrainingError as TrainingError
 from shoal.node.training.inner_step import InnerStep
+from shoal.node.training.layout import Layout
 from shoal.node.training.schedule import make_inner, make_scheduler
 from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
@@ -73,6 +74,8 @@ class Trainer:
         slow_on_device: keep the slow weights there too.
         on_model: called with the parameters to train before there are optimizers, which take several times their memory.
         on_round: called after each outer step with its ``RoundInfo``.
+        layout: where the model lies, if not in one process; ``step``, ``evaluate``, ``finish``, ``state`` and ``resume`` are then
+            for all ranks, at the same points.
         clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
             (``shoal.swarm.training.outer_factory.round_length``).
     """
@@ -88,16 +91,21 @@ class Trainer:
         slow_on_device: bool = False,
         on_model: Callable[[list[torch.nn.Parameter]], None] = lambda params: None,
         on_round: Callable[[RoundInfo], None] | None = None,
+        layout: Layout | None = None,
         clock: Callable[[], float] = time.time,
         speeds: Callable[[], Iterable[float]] = lambda: (),
     ) -> None:
         self.task, self.outer, self.train = task, outer, train
-        self.device = device or torch.device("cpu")
+        self.device, self.layout = device or torch.device("cpu"), layout or Layout()
         torch.manual_seed(train.seed)  # all peers begin with the same weights
-        self.model = task.model().to(self.device)
+        self.model = task.model()
+        wrapped = self.layout.wrap(self.model, self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         on_model(self.params)
-        self.inner_step = InnerStep(task, self.model, self.params, self.device, clip=train.clip, own=own)
+        self.inner_step = InnerStep(
+            task, wrapped, self.params, self.device, clip=train.clip, own=own,
+            rank=self.layout.rank, ranks=self.layout.ranks, unsynchronised=self.layout.unsynchronised,
+        )  # fmt: skip
         inner = make_inner(task, train, self.params)
         self.opt = make_outer(
             outer,
@@ -107,7 +115,10 @@ class Trainer:
             slow_device=self.device if slow_on_device else torch.device("cpu"),
             length=round_length(outer.round, clock, speeds),
             on_round=on_round,
+            **self.layout.outer_options(),
         )
+        self.whole = self.opt
+        """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
         self.scheduler = make_scheduler(task, train, self.opt)
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
@@ -129,7 +140,7 @@ class Trainer:
         None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
         """
         with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext(), self.inner_step.autocast():
-            loss = float(self.task.evaluate(self.model))
+            loss = self.layout.evaluated(lambda: float(self.task.evaluate(self.model)))
         if math.isfinite(loss):
             return loss
         log.warning("The held-out loss is %s at step %d and counts as unknown: check the task's evaluate().", loss, self.opt.steps)
@@ -161,14 +172,18 @@ class Trainer:
             after_step()
             reported += time.monotonic() - before  # saving and evaluating do not count as inner steps
         if not stop():
-            # Without averaging a last round would lose the steps since the one before.
-            self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
+            self.finish()
         return time.monotonic() - began
+
+    def finish(self) -> None:
+        """Take what the exchanges in flight bring, and the mean at the end if the swarm wants one."""
+        # Without averaging a last round would lose the steps since the one before.
+        self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
         batch = self._next_batch()
-        loss = self.inner_step.gradients(batch)
+        loss = self.layout.mean(self.inner_step.gradients(batch))
         self.opt.count(tokens_in(self.task, batch))
         if self.inner_step.step(self.opt, self.opt.inner):
             self._recent.add(loss)
@@ -199,13 +214,15 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return everything that ``resume`` needs to continue bit by bit. Training goes on changing its tensors: copy them."""
+        random, *others = self.layout.gathered(random_state.saved(self.device))
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.opt.state_dict(copy=False),
+            "model": self.layout.whole_model(self.model),
+            "optimizer": self.layout.whole_outer(self.opt),
             "parameters": self._names(),
             "scaler": self.inner_step.state_dict(),
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
-            **random_state.saved(self.device),
+            **random,
+            **({"ranks": others} if others else {}),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
             "data": self._batches.state_dict() if isinstance(self._batches, Batches) else None,
         }
@@ -218,24 +235,33 @@ class Trainer:
         return [names.get(id(parameter), []) for parameter in self.opt.parameters]
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. TrainingError if it belongs to another model or shard; nothing is changed then."""
+        """Continue from ``state``, of any layout; only rank 0's counts.
+
+        TrainingError if it belongs to another model or shard; nothing is changed then.
+        """
+        large = ("model", "optimizer")
+        if self.layout.rank == 0:
+            self._check_shard(state)
+            self.check_model(state)
+            self.find_place(state)
+        small = self.layout.agreed({name: value for name, value in state.items() if name not in large})
+        try:
+            self.layout.load_outer(self.opt, state.get("optimizer", {}))
+        except ValueError as error:
+            raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
+        self.layout.load_model(self.model, state.get("model", {}))
+        if self.scheduler is not None and small["scheduler"] is not None:
+            self.scheduler.load_state_dict(small["scheduler"])
+        self.inner_step.load_state_dict(small.get("scaler"))
+        self.draw_from(self.opt.steps, small)
+
+    def _check_shard(self, state: dict[str, Any]) -> None:
         index, of, seed = state["shard"]
         if Shard(index, of, seed) != self.shard:
             raise TrainingError(
                 f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard.index}/{self.shard.of}: "
                 f"say --shard {index}/{of}, or start without --resume."
             )
-        self.check_model(state)
-        self.find_place(state)
-        try:
-            self.opt.load_state_dict(state["optimizer"])
-        except ValueError as error:
-            raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
-        self.model.load_state_dict(state["model"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.inner_step.load_state_dict(state.get("scaler"))
-        self.draw_from(self.opt.steps, state)
 
     def find_place(self, state: dict[str, Any]) -> Batches | None:
         """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
@@ -259,7 +285,10 @@ class Trainer:
         """Continue after ``step`` batches of this shard, with the random numbers of ``state``."""
         place = self.find_place(state) if step else None
         self._batches = self.task.batches_from(self.shard, step) if place is None else place
-        random_state.restore(state, self.device)
+        if (rank := self.layout.rank) == 0:
+            random_state.restore(state, self.device)
+        elif len(others := state.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
+            random_state.restore(others[rank - 1], self.device)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
