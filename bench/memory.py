@@ -120,7 +120,7 @@ def alone(options: argparse.Namespace) -> None:
     batches = iter(task.batches(Shard(0, 8, 0)))
     task.evaluate(model)
     for _ in range(options.every * 2):
-        task.loss(model, next(batches)).backward()
+        task.loss(model, next(batches)).backward()  # type: ignore[no-untyped-call]
         inner.step()
         inner.zero_grad()
     task.evaluate(model)

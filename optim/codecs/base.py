@@ -37,6 +37,17 @@ def buffer(nbytes: int) -> Tensor:
     return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes)
 
 
+def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return uninitialised tensors of the same types, shapes and devices, contiguous; those on the CPU are in one ``buffer``."""
+    # Each begins at a multiple of 8 bytes, which suits every type.
+    sizes = [-(-tensor.nbytes // 8) * 8 if tensor.device.type == "cpu" else 0 for tensor in tensors]
+    made = []
+    for tensor, piece, size in zip(tensors, torch.split(buffer(sum(sizes)), sizes), sizes, strict=True):
+        fits = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) if size else None
+        made.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if fits is None else fits)
+    return made
+
+
 def _recycled(nbytes: int) -> bytearray | None:
     """Return kept memory of a fitting size, or None; kept memory that does not fit is freed."""
     with contextlib.suppress(IndexError):  # nothing is kept

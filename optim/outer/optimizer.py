@@ -360,7 +360,7 @@ class OuterOptimizer(OuterState):
         mean = self.exchange.start(key, [*(t.float() for t in self.slow), *self._buffers.now()], 1.0, FLOAT32).result()
         if mean is not None:
             assign([*self.slow, *self._buffers.now()], mean.tensors)
-        assign(self._weights.fast, self.slow)
+        assign(self._weights.stage(self._weights.everything), self.slow)
         self._weights.restart(self._weights.everything)
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)

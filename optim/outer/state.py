@@ -277,7 +277,7 @@ class OuterState(Wrapper):
         if into_model:
             self._codecs = [codec.fresh() for codec in self._codecs]
             self.codec = self._codecs[0]
-            assign(self._weights.fast, self.slow)
+            assign(self._weights.stage(self._weights.everything), self.slow)
             self._weights.restart(self._weights.everything)
             if START in self.rule_state:
                 assign(self.rule_state[START], self.slow)

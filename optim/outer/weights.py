@@ -8,13 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shoal.optim.codecs.base import alike
 from shoal.optim.outer.fsdp import check_whole, local, reshard
 
 
 class ModelWeights:
     """Slow weights of a model's averaged parameters, and staging through which fast weights are read from it and written to it.
 
-    Weights are float32 (float64 if a parameter is), on ``device``. ``part`` is always a sequence of positions in ``params``.
+    Weights are float32 (float64 if a parameter is), on ``device``. ``part`` is always a sequence of positions in ``params``. A
+    parameter of that dtype and on that device is its own staging, which takes no memory: reading and writing it copies nothing.
 
     Args:
         params: the averaged parameters, of any floating-point dtype and on any device.
@@ -28,15 +30,29 @@ class ModelWeights:
     def __init__(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> None:
         check_whole(params, model)
         self.params, self.model = list(params), model
-        # Pinned staging lets the GPU copy asynchronously; it is reused each round, so a round allocates nothing of model size.
-        pin = device.type == "cpu" and any(p.is_cuda for p in self.params)
         parts = [local(p) for p in self.params]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
-        self.fast = [torch.empty(p.shape, dtype=dtype, device=device, pin_memory=pin) for p in parts]
-        """Staging: the fast weights as last read, or to be written next."""
         self.slow = [torch.empty(p.shape, dtype=dtype, device=device).copy_(p.detach()) for p in parts]
+        self._staging: dict[int, Tensor] = {}
+        self.fast = [self._staged(index) for index in self.everything]
+        """Staging: the fast weights as last read, or to be written next."""
         self.rounding: dict[int, Tensor] = {}
         """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
+
+    def _staged(self, index: int) -> Tensor:
+        """Return the parameter itself if it can be its own staging now, else a buffer that is reused each round."""
+        slow, param = self.slow[index], local(self.params[index]).detach()
+        if param.dtype == slow.dtype and param.device == slow.device and param.is_contiguous():
+            return param
+        if index not in self._staging:  # pinned memory lets the GPU copy asynchronously
+            self._staging[index] = torch.empty_like(slow, pin_memory=param.is_cuda and slow.device.type == "cpu")
+        return self._staging[index]
+
+    def stage(self, part: Sequence[int]) -> list[Tensor]:
+        """Return the staging of ``part`` as it is now: a model may have been moved, or cut otherwise, since it was used last."""
+        for index in part:
+            self.fast[index] = self._staged(index)
+        return [self.fast[index] for index in part]
 
     @property
     def everything(self) -> range:
@@ -50,9 +66,10 @@ class ModelWeights:
         A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
         would drift back to the model's coarse grid even when nothing is learnt.
         """
-        for index in part:
+        for index, fast in zip(part, self.stage(part), strict=True):
             param = local(self.params[index])
-            self.fast[index].copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
+            if param.data_ptr() != fast.data_ptr():
+                fast.copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
         self._synchronize()
         for index in part:
             if self.coarse(index):
@@ -73,7 +90,8 @@ class ModelWeights:
         """Copy ``weights`` (of all parameters; those of ``part`` are used) into the model."""
         for index in part:
             param = local(self.params[index])
-            param.copy_(weights[index], non_blocking=param.is_cuda)
+            if param.data_ptr() != weights[index].data_ptr():
+                param.copy_(weights[index], non_blocking=param.is_cuda)
         self._synchronize()
         reshard(self.model)
 
@@ -95,7 +113,8 @@ class ModelWeights:
     def showing_slow(self) -> Iterator[None]:
         """Put the slow weights into the model within the block; afterwards the model's own are restored bit by bit."""
         with torch.no_grad():
-            kept = [local(param).detach().clone() for param in self.params]
+            parts = [local(param).detach() for param in self.params]
+            kept = [own.copy_(part) for own, part in zip(alike(parts), parts, strict=True)]
         self.write(self.everything, self.slow)
         try:
             yield
