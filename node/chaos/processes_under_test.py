@@ -21,7 +21,8 @@ from shoal.node.chaos import processes
 from shoal.node.chaos.actor_options import HONEST, PROGRAM
 from shoal.node.chaos.figures import Life
 from shoal.node.checkpoint.store import steps as saved_steps
-from shoal.node.demo.demo import DemoError, Nodes, read_line
+from shoal.node.demo.demo import Nodes, read_line
+from shoal.node.demo.liveness import DemoError
 from shoal.node.exit_codes import ExitCode
 
 END_S = 20.0  # seconds for all nodes together to end in good order

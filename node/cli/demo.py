@@ -36,6 +36,7 @@ from shoal.node.logs import log_to_stderr
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
 @click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
+@click.option("--no-compare", is_flag=True, help="Leave out training alone, which takes as long again.")
 @task_option("text")
 @option_option
 @computing_options
@@ -44,7 +45,7 @@ from shoal.node.logs import log_to_stderr
 @metrics_options
 @json_option
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
-def demo(as_json: bool, verbose: bool, **options: Any) -> int:
+def demo(as_json: bool, verbose: bool, no_compare: bool, **options: Any) -> int:
     """Start a swarm of real nodes on this machine, train, and compare with training alone.
 
     \b
@@ -66,6 +67,6 @@ def demo(as_json: bool, verbose: bool, **options: Any) -> int:
         return int(ExitCode.OK)
     from shoal.node.demo.demo import run_demo, summary
 
-    report = run_demo(verbose=verbose, outer=outer, **own)
+    report = run_demo(verbose=verbose, compare=not no_compare, outer=outer, **own)
     click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)

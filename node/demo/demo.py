@@ -21,30 +21,21 @@ from safetensors.torch import load_file
 from shoal.node.checkpoint.store import check_writable
 from shoal.node.config.settings import Settings, assignment, load, resolve_device
 from shoal.node.data import manifest_options
+from shoal.node.demo.liveness import DemoError, Liveness
 from shoal.node.demo.temporary import temporary_folder
 from shoal.node.exit_codes import ExitCode
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.join import task_label
-from shoal.node.runtime.node_run import METRICS
 from shoal.node.runtime.result import RESULT
 from shoal.node.runtime.signals import handle_all
 from shoal.node.runtime.slow_weights import ROUNDS
 from shoal.node.tasks.loader import load_task
-from shoal.swarm.errors import ShoalError
 
-LINK_S = 60.0  # seconds for the first node to print its link
-QUIET_S = 120.0  # seconds without any event of a node after which the demo is given up
+LINK_S = 60.0  # seconds for the first node of a chaos run to print its link
 STOP_S = 8.0  # seconds that the nodes have to end orderly
 LOOK_S = 0.5
 TRACEBACK, USERS_ERROR = "Traceback (most recent call last):", "Error: Your "  # in the log of a node whose task failed
-
-
-class DemoError(ShoalError):
-    """A node of the demo failed. ``trace``: the traceback of the user's own code in it, if that was the cause."""
-
-    exit_code = ExitCode.SWARM_FAILED
-    trace = ""
 
 
 class Nodes:
@@ -162,10 +153,11 @@ def run_demo(
     device: str = "auto",
     keep: Path | None = None,
     verbose: bool = False,
+    compare: bool = True,
 ) -> dict[str, Any]:
     """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the `report`.
 
-    ``outer``: more settings, with dotted keys, such as ``outer.method``.
+    ``outer``: more settings, with dotted keys, such as ``outer.method``. ``compare``: then each node trains once more alone.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -193,8 +185,10 @@ def run_demo(
     with stage(keep) as (folder, display):
         check_demo(settings.node, peers, display.message)
         with Nodes(folder) as nodes:
-            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
-            _watch(nodes, rounds, settings.outer.every or every, display)
+            liveness = Liveness([folder / f"peer-{index}" for index in range(peers)])
+            flags = ["--device", device, *(["--verbose"] if verbose else []), *(["--baseline"] if compare else [])]
+            _start(nodes, settings, flags, display, liveness)
+            _watch(nodes, rounds, settings.outer.every or every, display, liveness, compare)
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
         distances = consensus_distances([folder / f"peer-{index}" / ROUNDS for index in range(peers)])
@@ -210,14 +204,20 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
         yield place.resolve(), make_display()
 
 
-def start_first(nodes: Nodes, arguments: list[str], seconds: float, display: Display) -> str:
-    """Start the node that creates the swarm; return the link. Raises DemoError if it is not printed in time."""
-    link = read_line(nodes.start(arguments, "peer-0"), seconds)
+def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: Liveness) -> str:
+    """Start the node that creates the swarm; return the link. Raises DemoError if it ends or moves no more before it prints it."""
+    lines: list[str] = []
+    reader = threading.Thread(target=_read_line, args=(nodes.start(arguments, "peer-0"), lines), daemon=True)
+    reader.start()
+    while reader.is_alive():  # a large model takes minutes to load
+        reader.join(LOOK_S)
+        liveness.look()
+    link = lines[0].strip()
     if not link:
         with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
             nodes.processes[0].wait(1.0)
         nodes.check()
-        raise DemoError(f"The first node printed no link within {seconds:g} s: {nodes.last_log_line(0)}")
+        raise DemoError(f"The first node printed no link: {nodes.last_log_line(0)}")
     display.message(f"the swarm is up: {link}")
     return link
 
@@ -232,7 +232,7 @@ def settings_toml(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display) -> None:
+def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display, liveness: Liveness) -> None:
     peers, hooks = settings.swarm.start_when, settings.task.hooks
     file = nodes.folder / "swarm.toml"
     file.write_text(settings_toml(settings), encoding="utf-8")
@@ -241,10 +241,10 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
         own_data = manifest_options.flags(hooks, settings.task.options)
         chosen = [*flags, *settings.train.flags(), *flags_of_demo(settings.node, index)]
-        return [*place, *own_data, "--baseline", "--keep-rounds", *chosen]
+        return [*place, *own_data, "--keep-rounds", *chosen]
 
     display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
-    link = start_first(nodes, ["up", str(file), *own(0)], LINK_S, display)
+    link = start_first(nodes, ["up", str(file), *own(0)], display, liveness)
     for index in range(1, peers):
         nodes.start(["join", link, "--task", hooks, *own(index)], f"peer-{index}")
 
@@ -252,26 +252,23 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 def read_line(process: subprocess.Popen[str], seconds: float) -> str:
     """Return the first line of a node's stdout, or "" when it ended or the time is up."""
     lines: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: lines.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    reader = threading.Thread(target=_read_line, args=(process, lines), daemon=True)
     reader.start()
     reader.join(seconds)
     return lines[0].strip() if lines else ""
 
 
-def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
+def _read_line(process: subprocess.Popen[str], lines: list[str]) -> None:
+    assert process.stdout is not None
+    lines.append(process.stdout.readline())
+
+
+def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Liveness, compare: bool) -> None:
     """Show the rounds until all nodes have ended."""
-    readers = [EventReader(nodes.folder / f"peer-{index}" / METRICS) for index in range(len(nodes.processes))]
-    shown, progress, since = 0, -1, time.monotonic()
-    tick = threading.Event()
+    shown, tick = 0, threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
-        events = [reader.read() for reader in readers]
-        count = sum(len(e) for e in events) + sum(p.poll() == 0 for p in nodes.processes)
-        if count != progress:
-            progress, since = count, time.monotonic()
-        elif time.monotonic() - since > QUIET_S:
-            raise DemoError(f"No node made progress for {QUIET_S:g} s: run again with --verbose --keep FOLDER and read its logs.")
+        events = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
         # By steps: a method may exchange several times in a round.
         done = min((max((event["step"] for event in node if event["event"] == "round"), default=0) for node in events), default=0)
         done //= every
@@ -282,7 +279,7 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display) -> None:
             moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
             single = sum(event["partner"] is None for node in ended for event in node)
             display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner")
-            if done == rounds:
+            if done == rounds and compare:
                 display.message("now the same again without any exchange, to compare")
 
 
@@ -297,39 +294,21 @@ def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
     return next((event["loss"] for event in events if event["loss"] is not None), None)
 
 
-class EventReader:
-    """Reader of the events that a node writes. Each call of `read` parses only what is new."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
-        self.events: list[dict[str, Any]] = []
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return all events that the node has written so far, oldest first."""
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                whole, end, _ = file.read().rpartition(b"\n")  # the last line may be half written
-            self._at += len(whole + end)
-            self.events += [json.loads(line) for line in whole.splitlines()]
-        return self.events
-
-
 def consensus_distances(folders: Sequence[Path]) -> list[float]:
     """Return for each round the RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
     # In rounds of seconds a quick node ends sooner, and then has fewer.
     names = sorted(set.intersection(*({path.name for path in folder.glob("*.safetensors")} for folder in folders)))
-    result = []
-    for name in names:
-        flat = torch.stack([_flat(folder / name) for folder in folders])  # (K, d)
-        squares = torch.pdist(flat).square() if len(folders) > 1 else torch.zeros(1)
-        result.append(float((squares.mean() / flat.square().sum(1).mean()).sqrt()))
-    return result
+    return [_distance([load_file(folder / name) for folder in folders]) for name in names]
 
 
-def _flat(path: Path) -> torch.Tensor:
-    tensors = load_file(path)
-    return torch.cat([tensors[key].double().reshape(-1) for key in sorted(tensors, key=int)])
+def _distance(peers: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    apart, size = torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1), torch.zeros(len(peers))
+    for key in peers[0]:  # by tensor, for all of a large model in float64 would need much memory
+        flat = torch.stack([tensors[key].double().reshape(-1) for tensors in peers])  # (K, values)
+        size = size + flat.square().sum(1)
+        if len(peers) > 1:
+            apart = apart + torch.pdist(flat).square()
+    return float((apart.mean() / size.mean()).sqrt())
 
 
 def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: float) -> dict[str, Any]:
@@ -364,6 +343,8 @@ def summary(report: dict[str, Any]) -> str:
     """Return the report in words."""
     first, together, alone = (report[key] for key in ("loss_first", "loss_last", "loss_local"))
     said = "not known, because evaluate() returned no finite number"
+    if None not in (first, together) and alone is None:
+        said = f"{first:.3f} at first, {together:.3f} together; not compared with training alone"
     if None not in (first, together, alone):
         gain = 100 * (1 - together / alone) if alone else 0.0
         said = f"{first:.3f} at first, {together:.3f} together, {alone:.3f} alone with the same steps: "

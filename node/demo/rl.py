@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.settings import Settings, assignment, load, resolve_device
-from shoal.node.demo.demo import LINK_S, LOOK_S, QUIET_S, DemoError, EventReader, Nodes, settings_toml, stage, start_first
+from shoal.node.demo.demo import LOOK_S, Nodes, settings_toml, stage, start_first
+from shoal.node.demo.liveness import Liveness
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
 from shoal.node.runtime.display import Display
-from shoal.node.runtime.node_run import METRICS
 from shoal.node.runtime.result import RESULT
-
-WARM_S = 120.0  # seconds for the warm start, before which no link is printed
 
 
 def run_demo(
@@ -62,8 +60,9 @@ def run_demo(
     with stage(keep) as (folder, display):
         check_demo(settings.node, peers, display.message)
         with Nodes(folder) as nodes:
-            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display)
-            _watch(nodes, rounds, display)
+            liveness = Liveness([folder / f"peer-{index}" for index in range(peers)])
+            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display, liveness)
+            _watch(nodes, rounds, display, liveness)
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
         return report(results, time.monotonic() - began)
@@ -77,7 +76,7 @@ def policies(settings: Settings) -> list[str]:
     return [f"tiny:{list(HABITS)[index % len(HABITS)]}" for index in range(peers)]
 
 
-def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display) -> None:
+def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display, liveness: Liveness) -> None:
     file = nodes.folder / "swarm.toml"
     file.write_text(settings_toml(settings), encoding="utf-8")
     rl = settings.rl
@@ -88,24 +87,19 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     node = settings.node
     own = [["--policy", policy, *chosen, *flags_of_demo(node, index)] for index, policy in enumerate(policies(settings))]
     display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")
-    link = start_first(nodes, ["up", str(file), *own[0]], LINK_S + WARM_S, display)
+    link = start_first(nodes, ["up", str(file), *own[0]], display, liveness)
     for index in range(1, len(own)):
         nodes.start(["join", link, *own[index]], f"peer-{index}")
 
 
-def _watch(nodes: Nodes, rounds: int, display: Display) -> None:
+def _watch(nodes: Nodes, rounds: int, display: Display, liveness: Liveness) -> None:
     """Show the rounds until all nodes have ended."""
-    readers = [EventReader(nodes.folder / f"peer-{index}" / METRICS) for index in range(len(nodes.processes))]
-    shown, progress, since, step = 0, -1, time.monotonic(), max(rounds // 10, 1)
+    shown, step = 0, max(rounds // 10, 1)
     tick = threading.Event()
     while not nodes.check():
         tick.wait(LOOK_S)
-        events = [[event for event in reader.read() if event["event"] == "rl"] for reader in readers]
-        count = sum(map(len, events)) + sum(process.poll() == 0 for process in nodes.processes)
-        if count != progress:
-            progress, since = count, time.monotonic()
-        elif time.monotonic() - since > QUIET_S + WARM_S:
-            raise DemoError("No node made progress: run again with --verbose --keep FOLDER and read its logs.")
+        found = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
+        events = [[event for event in node if event["event"] == "rl"] for node in found]
         done = min(map(len, events), default=0)
         if done > shown and (done == rounds or done - shown >= step):
             rewards = "  ".join(_mean_reward(node[shown:done]) for node in events)

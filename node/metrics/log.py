@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,9 +52,17 @@ class Metrics:
         MetricsError: the file cannot be opened or written.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None) -> None:
-        self._path, self._say, self._sinks = path, say, sinks
+    def __init__(
+        self,
+        path: Path,
+        say: Callable[[str], None] | None = None,
+        sinks: Sinks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._say, self._sinks, self._clock = path, say, sinks, clock
         self._failing = False
+        self._lock = threading.Lock()  # of the file: `note` is for any thread
+        self._written = self._clock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: FileIO = path.open("ab", buffering=0)
@@ -71,9 +80,22 @@ class Metrics:
         now, plain = time.time(), {name: finite(value) for name, value in fields.items()}
         if self._sinks is not None:
             self._sinks.event(event, now, plain)
+        self._write(event, now, plain)
+
+    def note(self, event: str, **fields: Value) -> None:
+        """Append one line that the sinks do not get; for any thread."""
+        self._write(event, time.time(), {name: finite(value) for name, value in fields.items()})
+
+    def silent(self) -> float:
+        """Return the seconds since the last line."""
+        return self._clock() - self._written
+
+    def _write(self, event: str, now: float, plain: Mapping[str, Value]) -> None:
         line = dumps({"event": event, "time": now, **plain}) + "\n"
         try:
-            self._append((b"\n" if self._in_mid_line else b"") + line.encode())
+            with self._lock:
+                self._written = self._clock()
+                self._append((b"\n" if self._in_mid_line else b"") + line.encode())
         except OSError as error:
             if self._say is None:
                 raise self._error(error) from error

@@ -18,7 +18,7 @@ LINE_EVERY_S = 10.0
 
 
 class Display(Protocol):
-    """A display of a run. All calls return at once and may come from any one thread."""
+    """A display of a run. All calls return at once and may come from any thread."""
 
     def start(self, total_steps: int) -> None:
         """Begin; ``total_steps`` of 0 means without end."""
@@ -28,6 +28,9 @@ class Display(Protocol):
 
     def round(self, info: RoundRecord) -> None:
         """Show a round."""
+
+    def activity(self, text: str) -> None:
+        """Show what the node has been doing for a while, such as an evaluation."""
 
     def message(self, text: str) -> None:
         """Show one line about an event."""
@@ -78,6 +81,10 @@ class LineDisplay:
         """Print the round."""
         self.message(describe(info))
 
+    def activity(self, text: str) -> None:
+        """Print ``text``."""
+        self.message(text)
+
     def message(self, text: str) -> None:
         """Print ``text``."""
         print(clean(text), file=self._stream, flush=True)
@@ -125,6 +132,10 @@ class LiveDisplay:
     def round(self, info: RoundRecord) -> None:
         """Show the round below the bar."""
         self._progress.newest = describe(info)
+
+    def activity(self, text: str) -> None:
+        """Show ``text`` below the bar, in the place of the newest round."""
+        self._progress.newest = clean(text)
 
     def message(self, text: str) -> None:
         """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""

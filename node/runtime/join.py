@@ -13,20 +13,24 @@ from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
 from shoal.node.rl import rollout_sharing
 from shoal.node.runtime.fixed_settings import check_not_fixed
+from shoal.node.runtime.link_file import LinkFile
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.training.resources import shares
+from shoal.optim import OuterOptimizer
 from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership import membership
 from shoal.swarm.membership.membership import OWN_LOOP, Membership, NetworkOptions
+from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
 
 AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
+WAITING_S = 10.0  # seconds between two reminders that peers are missing
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 
@@ -93,6 +97,22 @@ def await_others(membership: Membership, log: Callable[[str], None], should_stop
     log(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
         log(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
+
+
+def wait_for_peers(
+    membership: Membership, opt: OuterOptimizer, link_file: LinkFile, log: Callable[[str], None], should_stop: Callable[[], bool]
+) -> None:
+    """Wait until as many peers are there as the swarm wants at its start. Returns at once if it is under way."""
+    directory, wanted = membership.directory, membership.manifest.start_when
+    while opt.round == 0 and not should_stop():
+        if directory.wait_for(wanted, WAITING_S, should_stop):
+            return
+        if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
+            return
+        link_file.refresh()
+        if line := membership.news():
+            log(line)
+        log(waiting_for(wanted - len(directory.members())))
 
 
 def network(settings: Settings) -> NetworkOptions:

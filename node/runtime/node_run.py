@@ -19,6 +19,7 @@ from shoal.node.metrics.sink import Sinks
 from shoal.node.rl.rollout_sharing import RolloutSharing
 from shoal.node.rl.task import RLTask
 from shoal.node.runtime import resume, slow_weights
+from shoal.node.runtime.activity import Activity
 from shoal.node.runtime.baseline import train_alone
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import (
@@ -30,6 +31,7 @@ from shoal.node.runtime.join import (
     make_task,
     new_manifest,
     swarm_settings,
+    wait_for_peers,
 )
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.parts import NodeParts
@@ -54,11 +56,9 @@ from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.wire.member import Member
 
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
-WAITING_S = 10.0  # seconds between two reminders that peers are missing
 METRICS = "metrics.jsonl"
 
 
@@ -107,12 +107,18 @@ class NodeRun:
             pass
         device = resolve_device(node.device)
         use_threads(node.threads)
-        with open_sinks(node, self.display.message) as sinks:
+        log, path = self.display.message, self.folder / METRICS
+        with (
+            open_sinks(node, log) as sinks,
+            Metrics(path, log, sinks) as metrics,
+            Activity(metrics, self.display) as self._activity,
+        ):
             if link is None:
                 settings, trainer, membership = self._create(identity, saved, device)
             else:
                 own = saved if saved is not None and saved.swarm == link.swarm else None
-                trainer, membership = None, join(self.settings, identity, link, None if own is None else own.sealed)
+                with self._activity.doing("joining the swarm", bounded=True):
+                    trainer, membership = None, join(self.settings, identity, link, None if own is None else own.sealed)
             try:
                 self._membership = membership
                 self._link_file = LinkFile(self.folder, membership)
@@ -120,7 +126,7 @@ class NodeRun:
                     settings = swarm_settings(self.settings, membership.manifest)
                     trainer = self._make_trainer(settings, device)
                 with ExitStack() as closing:
-                    self._parts = self._build(settings, device, membership, trainer, saved, sinks, closing)
+                    self._parts = self._build(settings, device, membership, trainer, saved, sinks, metrics, closing)
                     closing.callback(self.display.close)
                     return self._train()
             finally:
@@ -143,19 +149,20 @@ class NodeRun:
     def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
         on_device, method = settings.node.slow_on_device, settings.outer.method
         slow_here = not on_device or device.type == "cpu"
-        return Trainer(
-            make_task(settings),
-            settings.outer,
-            settings.train,
-            own=settings.train,
-            device=device,
-            slow_on_device=on_device,
-            on_model=lambda params: resources.check(
-                settings.node.ram, params, self.display.message, method=method, slow_here=slow_here
-            ),
-            on_round=self._on_round,
-            speeds=self._speeds,
-        )
+        with self._activity.doing("loading the model"):
+            return Trainer(
+                make_task(settings),
+                settings.outer,
+                settings.train,
+                own=settings.train,
+                device=device,
+                slow_on_device=on_device,
+                on_model=lambda params: resources.check(
+                    settings.node.ram, params, self.display.message, method=method, slow_here=slow_here
+                ),
+                on_round=self._on_round,
+                speeds=self._speeds,
+            )
 
     def _speeds(self) -> list[float]:
         """Return the inner steps a second that each member announces."""
@@ -170,6 +177,7 @@ class NodeRun:
         trainer: Trainer,
         saved: SavedRun | None,
         sinks: Sinks,
+        metrics: Metrics,
         closing: ExitStack,
     ) -> NodeParts:
         """Find this node's place among the members, take over weights, and make the parts; nothing is announced yet.
@@ -180,13 +188,15 @@ class NodeRun:
         sinks.begin(about(settings, membership, device))
         model = model_digest(trainer.params)
         shard, own = self._place(settings, membership, saved)
-        state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
+        traffic = host.traffic
+        self._activity.progress = lambda: (opt.steps, traffic.sent + traffic.received)
+        with self._activity.doing("fetching the swarm's weights", bounded=True):
+            state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
         screen = make_screen(outer)
         exchange = make_exchange(membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments)
         name, task, log = settings.node.name, trainer.task, self.display.message
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
         member.serve()
-        metrics = closing.enter_context(Metrics(self.folder / METRICS, log, sinks))
         sharing = verification = None
         if isinstance(task, RLTask):
             sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
@@ -199,6 +209,7 @@ class NodeRun:
         result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params)
         refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
+        self._activity.on_change = status.doing
         closing.callback(status.close)
         return NodeParts(
             settings, device, membership, trainer, shard, member, sharing, verification, result, metrics, refusals, status
@@ -257,16 +268,18 @@ class NodeRun:
         p.member.announce("waiting")
         self.on_link(p.membership.link())
         self._link_file.refresh()
-        self._wait_for_peers()
-        result.loss_first = self._loss = trainer.evaluate()
+        with self._activity.doing("waiting for peers"):
+            wait_for_peers(p.membership, trainer.opt, self._link_file, self.display.message, lambda: self.shutdown.requested)
+        result.loss_first = self._loss = self._evaluate()
         p.member.start_counting()
         p.member.announce("training", result.loss_first)
         p.metrics.write("start", **asdict(result))
         self.display.start(p.settings.train.steps)
         try:
-            result.wall_s = trainer.run(
-                stop=lambda: self.shutdown.requested, on_progress=self._on_progress, after_step=self._after_step
-            )
+            with self._activity.doing("training"):
+                result.wall_s = trainer.run(
+                    stop=lambda: self.shutdown.requested, on_progress=self._on_progress, after_step=self._after_step
+                )
             if self.shutdown.requested:
                 self.display.message("stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved")
         finally:
@@ -276,15 +289,17 @@ class NodeRun:
         result.wait_s = p.member.exchange.waited
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
         result.refused = p.refusals.now()
-        result.not_saved = self.saver.last(result.steps)
+        with self._activity.doing("saving", bounded=True):
+            result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
             self.display.message(result.not_saved)
         if not result.interrupted:
-            result.loss_last = trainer.evaluate()
+            result.loss_last = self._evaluate()
             result.task = {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
             if self.baseline:
                 self.display.message("training the same once more without any exchange, to compare")
-                result.loss_local = train_alone(p, lambda: self.shutdown.requested)
+                with self._activity.doing("training alone, to compare"):
+                    result.loss_local = train_alone(p, lambda: self.shutdown.requested)
                 result.interrupted = self.shutdown.requested
         if p.sharing is not None:
             result.rl = p.sharing.report(result.loss_first, result.loss_last)
@@ -299,19 +314,9 @@ class NodeRun:
             self.display.message(line)
         return result
 
-    def _wait_for_peers(self) -> None:
-        """Wait until as many peers are there as the swarm wants at its start. Returns at once if it is under way."""
-        p = self.parts
-        directory, wanted = p.membership.directory, p.membership.manifest.start_when
-        while p.trainer.opt.round == 0 and not self.shutdown.requested:
-            if directory.wait_for(wanted, WAITING_S, lambda: self.shutdown.requested):
-                return
-            if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
-                return
-            self._link_file.refresh()
-            if line := p.membership.news():
-                self.display.message(line)
-            self.display.message(waiting_for(wanted - len(directory.members())))
+    def _evaluate(self) -> float | None:
+        with self._activity.doing("evaluating"), self.parts.member.at_rest():
+            return self.parts.trainer.evaluate()
 
     def _on_progress(self, progress: Progress) -> None:
         p = self.parts
@@ -339,7 +344,7 @@ class NodeRun:
             p.verification.tell(self.display.message, self._note)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
-            p.metrics.write("evaluation", step=opt.steps, loss=p.trainer.evaluate())
+            p.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
         if p.verification is not None:  # after all else that is done between steps
             p.verification.after_step()
 

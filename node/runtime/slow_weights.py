@@ -10,6 +10,7 @@ from shoal.optim import FLOAT32, OuterOptimizer
 from shoal.swarm.wire.digest import digest
 
 ROUNDS = "rounds"
+KEPT = 4_000_000  # values of the slow weights that are kept of a round, about: enough for the distance between nodes
 
 
 def digest_of(opt: OuterOptimizer, fragment: int) -> str | None:
@@ -20,7 +21,9 @@ def digest_of(opt: OuterOptimizer, fragment: int) -> str | None:
 
 
 def keep(opt: OuterOptimizer, folder: Path, number: int) -> None:
-    """Write the slow weights after round ``number`` to the folder ``rounds`` in ``folder``."""
+    """Write the slow weights after round ``number`` to the folder ``rounds`` in ``folder``: of a large model every so many."""
     rounds = folder / ROUNDS
     rounds.mkdir(exist_ok=True)
-    save_file({str(i): tensor.cpu() for i, tensor in enumerate(opt.slow)}, rounds / f"{number:06d}.safetensors")
+    step = -(-sum(tensor.numel() for tensor in opt.slow) // KEPT)
+    kept = {str(i): (tensor if step == 1 else tensor.reshape(-1)[::step]).cpu().contiguous() for i, tensor in enumerate(opt.slow)}
+    save_file(kept, rounds / f"{number:06d}.safetensors")

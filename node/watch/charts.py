@@ -72,7 +72,7 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
             *(
                 Text(text, style=style)
                 for text in (
-                    "silent" if peer.silent else status.state,
+                    peer.doing,
                     str(status.round),
                     str(status.step),
                     number(status.loss),

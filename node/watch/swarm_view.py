@@ -91,6 +91,13 @@ class Peer:
         """True if it takes part, as far as known."""
         return not self.silent and self.status.state not in GONE
 
+    @property
+    def doing(self) -> str:
+        """What it does, in a word or two, as far as known."""
+        return (
+            "silent" if self.silent else self.status.state if self.status.state in GONE else self.status.doing or self.status.state
+        )
+
 
 @dataclass(frozen=True)
 class LogLine:
@@ -272,13 +279,14 @@ class SwarmView:
                     "tail": key[-TAIL:],
                     "here": peer.here,
                     "silent": peer.silent,
+                    "doing": peer.doing,
                     "age": max(self.now - peer.heard, 0.0),
                     "sent_per_s": peer.sent_rate,
                     "received_per_s": peer.received_rate,
                     "partners": [self.name(tail) for tail in peer.partners],
                     "curve": peer.loss.smooth(),
                     "rewards": peer.reward.smooth(),
-                    **peer.status.model_dump(mode="json", exclude={"swarm", "peer", "rounds", "addresses"}),
+                    **peer.status.model_dump(mode="json", exclude={"doing", "swarm", "peer", "rounds", "addresses"}),
                 }
                 for key, peer in self.rows()
             ],

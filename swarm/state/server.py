@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -49,6 +51,9 @@ class StateServer:
         self._diverged_callers: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
         """Waiting callers whose own weights have diverged: the round of these weights, and the caller."""
         self._making = False
+        self._resting: Callable[[], State] | None = None
+        self._copying = threading.Lock()
+        """Held while the weights are copied in a block of `at_rest`."""
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)
         self.diverged: int | None = None
@@ -60,6 +65,25 @@ class StateServer:
         """Serve the snapshot that this node has just fetched itself: others may be downloading it."""
         if state.snapshot is not None:
             self._kept.put(state.snapshot)
+
+    @contextmanager
+    def at_rest(self, current: Callable[[], State]) -> Iterator[None]:
+        """Hand out the weights to whoever asks in this block, in which the training thread does not change them.
+
+        An evaluation may take minutes, for which a newcomer would wait otherwise. A copy in progress delays the end of the block.
+        """
+        self._resting = current
+        try:
+            self._offer_at_rest()
+            yield
+        finally:
+            with self._copying:
+                self._resting = None
+
+    def _offer_at_rest(self) -> None:
+        with self._copying:
+            if self._resting is not None:
+                self.offer(self._resting)
 
     def offer(self, current: Callable[[], State]) -> None:
         """Copy the weights if a caller waits for them; the training thread calls this between steps.
@@ -142,6 +166,8 @@ class StateServer:
             self._diverged_callers[future] = request.round, stream.peer_id
         try:
             await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # shows that this peer is awake
+            if self._resting is not None:
+                asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, MAKE_S)
             header: StateHeader | Answer = DIVERGED if found is None else found.header
         except asyncio.TimeoutError:

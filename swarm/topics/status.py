@@ -42,19 +42,20 @@ class RoundStatus(BaseModel):
 
 
 class Status(Message):
-    """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run.
+    """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``: evaluating.
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
     ``faults``: kind of fault -> count.
     """
 
-    KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "status", 2, 8 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
     addresses: Annotated[tuple[Address, ...], Field(max_length=ADDRESSES)]
     state: Literal["waiting", "training", "leaving", "done"]
+    doing: Label | None = None
     round: Count
     step: Count
     loss: float | None

@@ -45,6 +45,12 @@ class StatusReporter:
         if state != before:
             self._publisher.hint()
 
+    def doing(self, what: str) -> None:
+        """Note what the node does besides its inner steps; shown in place of its state."""
+        with self._lock:
+            self._more["doing"] = what
+        self._publisher.hint()
+
     def round(
         self,
         members: Sequence[str],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,10 @@ class TrainingMember:
     def after_step(self) -> bool:
         """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
         return self.sync.after_step()
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Return a block in which the slow weights stay as they are: who asks for them meanwhile gets them at once."""
+        return self.sync.at_rest()
 
     def leave(self, loss: float | None = None, steps_per_s: float = 0.0) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""

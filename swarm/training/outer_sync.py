@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.optim.outer.sketch import sketch
@@ -85,8 +86,14 @@ class OuterSync:
 
     def offer(self) -> None:
         """Hand out the slow weights if a peer waits for them."""
-        opt = self._opt
-        self._server.offer(lambda: State(opt.round, opt.slow, opt.shared, opt.applied))
+        self._server.offer(self._state)
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Return a block in which the slow weights do not change: peers that ask for them need not wait for its end."""
+        return self._server.at_rest(self._state)
+
+    def _state(self) -> State:
+        return State(self._opt.round, self._opt.slow, self._opt.shared, self._opt.applied)
 
     def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
         return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights

@@ -54,6 +54,15 @@ def test_a_model_of_ones_own_and_plain_averaging(shoal):
     assert shoal.left() == []
 
 
+@pytest.mark.slow(reason="two real nodes")
+def test_without_a_comparison_nothing_is_trained_twice(shoal):
+    demo = shoal.start("demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--no-compare", "--json")
+    report = demo.json(150)
+    assert (report["rounds"], report["loss_local"]) == (4, None)
+    assert report["loss_last"] < report["loss_first"]
+    assert "to compare" not in demo.said()
+
+
 @pytest.mark.slow(reason="two real nodes, twice")
 def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     demo = shoal.start(

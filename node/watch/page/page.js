@@ -123,7 +123,7 @@ function graph(svg, picture) {
 }
 
 const COLUMNS = [
-  ["Peer", null], ["State", (p) => (p.silent ? "silent" : p.state)], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
+  ["Peer", null], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
   ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
   ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
   ["Faults", (p) => p.faults.map(([name, count]) => `${name} ${count}`).join(", ") || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],

@@ -35,7 +35,7 @@ def written():
         for item in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(item, ast.Call) and item.args and isinstance(item.args[0], ast.Constant):
                 called = getattr(item.func, "attr", getattr(item.func, "id", ""))
-                if called in ("write", "_write", "_note") and isinstance(item.args[0].value, str) and item.keywords:
+                if called in ("write", "_write", "_note", "note") and isinstance(item.args[0].value, str) and item.keywords:
                     yield item.args[0].value, [keyword.arg for keyword in item.keywords if keyword.arg]
 
 

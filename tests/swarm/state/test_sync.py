@@ -97,6 +97,35 @@ def test_weights_come_whole(network, members):
     assert equal(state.slow, source.state.slow)
 
 
+def test_a_newcomer_need_not_wait_for_the_end_of_an_evaluation(network, members):
+    (source,) = members(State(7, slow()), run=False)
+    with source.server.at_rest(lambda: source.state):  # nothing is done between steps meanwhile
+        state = fetch_state(network.host(), query(), to(source.host))
+    assert equal(state.slow, source.state.slow)
+
+
+def test_who_asked_before_an_evaluation_is_served_as_it_begins(network, members):
+    (source,) = members(State(7, slow()), run=False)
+    fetched = begin_fetch(network.host(), query(), to(source.host))
+    while not source.server._wanted:
+        pass
+    with source.server.at_rest(lambda: source.state):
+        assert fetched.result(10).round == 7
+
+
+def test_after_an_evaluation_weights_are_copied_between_steps_only(network, members):
+    (source,) = members(State(7, slow()), run=False)
+    with source.server.at_rest(lambda: source.state):
+        pass
+    fetched = begin_fetch(network.host(), query(), to(source.host))
+    while not source.server._wanted:
+        pass
+    source.server._offer_at_rest()  # a caller that came in time, but was slow
+    assert source.server._wanted
+    source.step()
+    assert fetched.result(10).round == 7
+
+
 def test_what_two_state_is_taken_from_both_and_from_who_took_it_before(network, members):
     first, second = members(State(7, slow(), applied=[6]), State(7, slow(), applied=[6]))
     before = members(State(9, slow(5), applied=[8]))[0]

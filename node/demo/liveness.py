@@ -1,0 +1,82 @@
+"""Whether the nodes of a demo still move: by what they write, and by what they say that they do meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.node.exit_codes import ExitCode
+from shoal.node.runtime.activity import ACTIVITY
+from shoal.node.runtime.node_run import METRICS
+from shoal.swarm.errors import ShoalError
+
+QUIET_S = 120.0  # seconds in which no node writes anything, or says that it moves, after which the demo is given up
+LONG_S = 3600.0  # seconds for which a node may compute without a step or anything else that it writes: an endless loop computes too
+
+
+class DemoError(ShoalError):
+    """A node of the demo failed. ``trace``: the traceback of the user's own code in it, if that was the cause."""
+
+    exit_code = ExitCode.SWARM_FAILED
+    trace = ""
+
+
+class EventReader:
+    """Reader of the events that a node writes. Each call of `read` parses only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.events: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all events that the node has written so far, oldest first."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                whole, end, _ = file.read().rpartition(b"\n")  # the last line may be half written
+            self._at += len(whole + end)
+            self.events += [json.loads(line) for line in whole.splitlines()]
+        return self.events
+
+
+class Liveness:
+    """Watcher of the nodes with these ``folders``, which need not exist yet; ``clock``: seconds."""
+
+    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+        self._names = [folder.name for folder in folders]
+        self._readers = [EventReader(folder / METRICS) for folder in folders]
+        self._clock = clock
+        self._moved, self._alive = (0, 0, 0), 0
+        self._moved_at = self._alive_at = clock()
+
+    def look(self, ended: int = 0) -> list[list[dict[str, Any]]]:
+        """Return all events of each node so far. ``ended``: the number of nodes that have ended well.
+
+        Raises:
+            DemoError: nothing moved for `QUIET_S` seconds, or nodes only computed, without an end, for `LONG_S`.
+        """
+        events, now = [reader.read() for reader in self._readers], self._clock()
+        said = [event for node in events for event in node if event["event"] == ACTIVITY]
+        alive = sum(bool(event["alive"]) for event in said)
+        steps = sum(max((event["step"] for event in node if event["event"] == ACTIVITY), default=0) for node in events)
+        moved = (sum(map(len, events)) - len(said), steps, ended)
+        if moved != self._moved:
+            self._moved, self._moved_at, self._alive_at = moved, now, now
+        if alive != self._alive:
+            self._alive, self._alive_at = alive, now
+        if now - self._alive_at > QUIET_S:
+            raise DemoError(f"No node made progress for {QUIET_S:g} s{self._doing(events)}: {_REMEDY}")
+        if now - self._moved_at > LONG_S:
+            raise DemoError(f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: {_REMEDY}")
+        return events
+
+    def _doing(self, events: Sequence[Sequence[dict[str, Any]]]) -> str:
+        last = [(name, node[-1]) for name, node in zip(self._names, events, strict=True) if node]
+        found = [f"{name} was {e['doing']} for {e['seconds']:.0f} s" for name, e in last if e["event"] == ACTIVITY]
+        return f" ({', '.join(found)})" if found else ""
+
+
+_REMEDY = "run again with --verbose --keep FOLDER and read its logs."
