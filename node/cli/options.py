@@ -31,7 +31,7 @@ option_option = titled(
 RL_OPTIONS = ("env", "policy", "local", "external", "group", "loss", "share_only", "learn_only")
 OUTER_OPTIONS = ("method", "length", "codec", "finish", "robust", "verify", "audit_rate", "assigned")
 METRICS_OPTIONS = ("metrics", "tensorboard", "wandb")
-COMPUTING_OPTIONS = ("precision", "accumulate", "workers")
+COMPUTING_OPTIONS = ("precision", "accumulate", "compile", "recompute", "workers")
 
 
 def waiting(what: str) -> None:
@@ -67,6 +67,8 @@ computing_options = titled(
         help="Compute in float32, bfloat16 or float16.  [default: float32]",
     ),
     click.option("--accumulate", type=int, metavar="N", help="Compute a batch in this many equal parts.  [default: 1]"),
+    click.option("--compile", is_flag=True, default=None, help="Compile the model (torch.compile)."),
+    click.option("--recompute", is_flag=True, default=None, help="Compute activations twice, to keep fewer in memory."),
     click.option("--workers", type=int, metavar="N", help="Processes that load the data.  [default: 0, none beside training]"),
 )
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal.swarm.manifest.outer import TrainSettings
 
 Precision = Literal["float32", "bfloat16", "float16"]
-OWN_FLAGS = ("precision", "accumulate", "workers")
+OWN_FLAGS = ("precision", "accumulate", "compile", "recompute", "workers")
 """Settings of `OwnTraining`, each of which is also a flag."""
 
 
@@ -27,6 +27,11 @@ class OwnTraining(BaseModel):
         ge=1,
         le=65_536,
         description="Equal parts that this node cuts a batch into, one computed after another, which takes less memory.",
+    )
+    compile: bool = Field(default=False, description="Compile the model with torch.compile on this node.")
+    recompute: bool = Field(
+        default=False,
+        description="Compute activations again in the backward pass on this node: less memory, for about a third more computing.",
     )
     workers: int = Field(
         default=0, ge=0, le=256, description="Processes that load this node's batches; 0: the training process loads them."

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.node.config.settings import Settings
+from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.rl.environment import Env
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import RLRound, RLTask
@@ -25,7 +25,12 @@ Event = Callable[..., None]
 
 
 def make_task(settings: Settings) -> RLTask:
-    """Make the task of the settings. Raises EnvError, HookError or PolicyError; the model is made later."""
+    """Make the task of the settings. Raises ConfigError, EnvError, HookError or PolicyError; the model is made later."""
+    if unfit := [name for name in ("accumulate", "compile") if getattr(settings.train, name) not in (1, False)]:
+        raise ConfigError(
+            f"The task rl cannot have train.{unfit[0]}, because a policy learns from all completions of a round together, of "
+            "whatever length: leave it out."
+        )
     env = load_env(settings.rl.env, settings.task.options)
     rl, seed = settings.rl, settings.train.seed
     return RLTask(env, lambda: load_policy(rl.policy, env, seed, rl.warm), rl, seed=seed)

@@ -12,9 +12,10 @@ from shoal.node.config.train import OwnTraining
 from shoal.node.task import Task
 from shoal.node.training import micro_batches, precision
 from shoal.node.training.errors import TrainingError
-from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory
+from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory, summary
 from shoal.optim import OuterOptimizer
 
+UNCOMPILED = "install a C++ compiler where it asks for one, or leave --compile out"
 SKIPS = 50  # steps in a row without finite gradients: by then the scale of the loss is below 1e-10, and is not the reason
 
 
@@ -49,7 +50,8 @@ class InnerStep:
     ) -> None:
         self.own = own or OwnTraining()
         precision.check(self.own.precision, device, parameters)
-        self.task, self.model, self.parameters, self.device, self.clip = task, model, parameters, device, clip
+        self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
+        self.model = _compiled(model) if self.own.compile else model
         self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
         self.scaler = precision.make_scaler(self.own.precision, device)
         self._skipped = 0
@@ -66,7 +68,7 @@ class InnerStep:
         count = self.own.accumulate
         parts = micro_batches.cut(batch, self.ranks * count)[self.rank * count : (self.rank + 1) * count]
         total: torch.Tensor | None = None
-        with self._memory(batch):
+        with self._explained(batch):
             for number, part in enumerate(parts):
                 with nullcontext() if number == count - 1 else self.unsynchronised():
                     loss = self._backward(part)
@@ -93,7 +95,7 @@ class InnerStep:
         Raises:
             TrainingError: the gradients of many steps in a row were not finite, or memory runs out.
         """
-        with self._memory(None), calling(self.task, "the optimizer of inner_optimizer()", through):
+        with self._explained(None), calling(self.task, "the optimizer of inner_optimizer()", through):
             if self.scaler is None:
                 self._clip()
                 optimizer.step()
@@ -120,11 +122,15 @@ class InnerStep:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     @contextmanager
-    def _memory(self, batch: Any) -> Iterator[None]:
+    def _explained(self, batch: Any) -> Iterator[None]:
+        """Turn errors of memory, and of compiling, into sentences that name what would help."""
         try:
             yield
         except Exception as error:
-            if not out_of_memory(error) and not (error.__cause__ is not None and out_of_memory(error.__cause__)):
+            cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+            if self.own.compile and type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise TrainingError(f"Cannot compile the model ({summary(cause)}): {UNCOMPILED}.") from error
+            if not out_of_memory(cause):
                 raise
             remedy = self._remedy(batch)
             if isinstance(error, UserCodeError):
@@ -139,6 +145,8 @@ class InnerStep:
             found.append(f"cut the batch into parts (--accumulate {finer})")
         if self.own.precision == "float32":
             found.append("compute in another format (--precision bfloat16)")
+        if not self.own.recompute:
+            found.append("keep fewer activations (--recompute)")
         return ", ".join([*found, SMALLER])
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -149,6 +157,14 @@ class InnerStep:
         """Continue with the scale of ``state``, if both runs have one."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return ``model`` compiled, as a module around it: the model itself keeps its names, and evaluates as it is."""
+    try:
+        return cast(torch.nn.Module, torch.compile(model))
+    except RuntimeError as error:  # torch says so of versions of Python, and systems, that it cannot compile on
+        raise TrainingError(f"Cannot compile the model ({summary(error)}): {UNCOMPILED}.") from error
 
 
 class _Watched:

@@ -18,6 +18,7 @@ import torch
 from shoal.node.config.train import OwnTraining
 from shoal.node.task import Batches, Shard, Task, tokens_in
 from shoal.node.training import random_state
+from shoal.node.training.blocks import recompute
 from shoal.node.training.errors import TrainingError as TrainingError
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
@@ -99,6 +100,8 @@ class Trainer:
         self.device, self.layout = device or torch.device("cpu"), layout or Layout()
         torch.manual_seed(train.seed)  # all peers begin with the same weights
         self.model = task.model()
+        if own is not None and own.recompute:
+            recompute(self.model)
         wrapped = self.layout.wrap(self.model, self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         on_model(self.params)

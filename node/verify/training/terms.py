@@ -43,7 +43,9 @@ def make_stretch_terms(settings: Settings, task: Task) -> StretchTerms:
 
 def check_stretch_terms(terms: StretchTerms, manifest: Manifest, train: TrainTable, task: Task) -> None:
     """Raise ConfigError if others cannot repeat this node's steps, or it theirs: it trains otherwise, or has other data."""
-    if own := [name for name in ("precision", "accumulate") if getattr(train, name) != TrainTable.model_fields[name].default]:
+    if own := [
+        name for name in ("precision", "accumulate", "compile") if getattr(train, name) != TrainTable.model_fields[name].default
+    ]:
         raise ConfigError(
             f"The swarm verifies training, and others do steps again as the task itself does them: leave train.{own[0]} out."
         )

@@ -2,12 +2,16 @@
 
 import pytest
 
+from shoal.node.cli.main import cli
+from shoal.node.cli.options import computing_overrides
 from shoal.node.config.settings import ConfigError, load
+from shoal.node.config.train import OwnTraining, TrainTable
 from shoal.node.runtime.join import choose_shard, new_manifest, own_data, swarm_settings, task_label
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.wire.member import Member
 
 ME = Identity.ephemeral()
@@ -48,6 +52,30 @@ def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
     assert shorter.train.steps == 9
 
 
+OWN_TRAINING = {"precision": "bfloat16", "accumulate": 4, "compile": True, "recompute": True, "workers": 2}
+
+
+def test_how_a_node_computes_is_its_own_and_in_no_manifest():
+    assert set(OWN_TRAINING) == set(OwnTraining.model_fields)
+    agreed = {"optimizer": "adamw", "lr": 0.01, "schedule": "cosine", "warmup": 5, "clip": 1.0, "steps": 50, "seed": 5}
+    own = {f"train.{name}": value for name, value in OWN_TRAINING.items()}
+    theirs = manifest(**own, **{f"train.{name}": value for name, value in agreed.items()})
+    assert type(theirs.train) is TrainSettings
+    assert theirs.train == TrainSettings(**agreed)
+    plain = swarm_settings(load(None, {}), theirs)
+    assert plain.train == TrainTable(**agreed)
+    chosen = swarm_settings(load(None, {**own, "train.steps": 7}), theirs)
+    assert chosen.train == TrainTable(**agreed | OWN_TRAINING | {"steps": 7})
+    assert manifest(**own).train == manifest().train
+
+
+def test_the_flags_of_a_table_make_the_same_table_again():
+    for own in ({}, OWN_TRAINING, {"recompute": True}):
+        context = cli.commands["join"].make_context("join", ["shoal://x", *OwnTraining(**own).flags()])
+        flags = {name: context.params[name] for name in OWN_TRAINING}
+        assert load(None, computing_overrides(flags)).train == TrainTable(**own)
+
+
 @pytest.mark.parametrize(
     ("key", "wanted", "had"),
     [
@@ -60,6 +88,8 @@ def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
         ("swarm.invite_only", True, "swarm.invite_only=False"),
         ("train.seed", 6, "train.seed=5"),
         ("train.eval_every", 6, "train.eval_every=0"),
+        ("train.clip", 2.0, "train.clip=0.0"),
+        ("train.schedule", "constant", "train.schedule='task'"),
         ("verify.audit_rate", 0.5, "verify.audit_rate=0.1"),
         ("task.options.width", 64, "task.options.width=32"),
         ("task.options.layers", 2, "no task.options.layers"),

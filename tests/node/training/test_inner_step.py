@@ -1,6 +1,7 @@
 """An inner step is that of a plain PyTorch loop: accumulated, clipped, in mixed precision, with a schedule of torch's."""
 
 import math
+import shutil
 from collections import namedtuple
 
 import pytest
@@ -339,3 +340,47 @@ def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
     with pytest.raises(TrainingError, match=words) as caught:
         run(Starved(), **own)
     assert "\n" not in str(caught.value)
+
+
+# -- compiling ------------------------------------------------------------------------------------------------------------------
+
+
+def test_compiling_changes_no_name_and_evaluates_the_model_itself(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: torch.nn.Sequential(model))
+    plain_one, compiled = trainer(method="streaming"), trainer(method="streaming", compile=True)
+    assert list(compiled.state()["model"]) == list(plain_one.state()["model"])
+    assert compiled.state()["parameters"] == plain_one.state()["parameters"]
+    assert compiled.opt.fragments == plain_one.opt.fragments
+    seen = []
+    compiled.task.evaluate = lambda model: seen.append(model) or 1.0
+    compiled.evaluate()
+    assert seen == [compiled.model]
+    assert compiled.inner_step.model is not compiled.model
+
+
+@pytest.mark.slow(reason="compiles a model")
+def test_a_compiled_model_takes_the_same_steps():
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("needs a C++ compiler")
+    assert near(run(compile=True), run(), 1e-5)
+    assert near(run(compile=True, precision="bfloat16", accumulate=2), run(precision="bfloat16", accumulate=2), 1e-2)
+
+
+def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    class Uncompilable(torch.nn.Module):
+        def forward(self, x):
+            raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch, "compile", lambda model: Uncompilable())
+    with pytest.raises(TrainingError, match=r"Cannot compile the model \(InvalidCxx.*: No working C\+\+.*leave --compile") as found:
+        run(compile=True)
+    assert "\n" not in str(found.value)
+
+    def refuse(model):
+        raise RuntimeError("torch.compile is not supported on Python 3.99+")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.raises(TrainingError, match=r"Cannot compile the model \(RuntimeError: torch.compile is not supported on Python"):
+        trainer(compile=True)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import LATER, OuterSettings, TrainSettings
 from shoal.swarm.wire.envelope import pack, seal
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -28,7 +28,16 @@ def manifest(**changes):
     st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,30}", fullmatch=True), option, max_size=32),
     st.sampled_from(["text", "package.module:Class", "my-file.py:Class"]),
     st.builds(OuterSettings, lr=st.floats(0.01, 10), pull=st.none() | st.floats(0, 10), every=st.integers(1, 10**6)),
-    st.builds(TrainSettings, steps=st.integers(0, 2**53), seed=st.integers(0, 2**63 - 1)),
+    st.builds(
+        TrainSettings,
+        steps=st.integers(1, 2**53),
+        seed=st.integers(0, 2**63 - 1),
+        optimizer=st.just("adamw"),
+        lr=st.none() | st.floats(0.01, 10),
+        schedule=st.sampled_from(["constant", "cosine", "wsd"]),
+        warmup=st.integers(0, 2**53),
+        clip=st.floats(0, 1e9),
+    ),
 )
 def test_round_trip_keeps_values_and_their_types(options, task, outer, train):
     made = manifest(task=task, task_options=options, outer=outer, train=train)
@@ -110,6 +119,30 @@ def test_the_largest_manifest_fits_a_reply():
     assert len(seal(manifest(task_options=options), ME)) < 48 * 1024
     with pytest.raises(MessageError, match="make it smaller"):
         pack(manifest(task_options=dict.fromkeys(options, "\U0001f41f" * 1024)))
+
+
+def test_settings_that_came_later_are_written_only_where_they_are_set():
+    """Nodes of earlier versions refuse what they do not know."""
+    first = {"steps", "seed", "eval_every"}
+    assert set(TrainSettings().model_dump()) == first
+    assert set(TrainSettings(clip=1.0, schedule="constant").model_dump()) == first | {"clip", "schedule"}
+    assert set(LATER) == TrainSettings.model_fields.keys() - first
+    assert b"warmup" not in seal(manifest(train=TrainSettings(steps=3)), ME)
+    assert open_manifest(seal(manifest(train=TrainSettings(clip=1.0)), ME)).train.clip == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": 0.1}, "the task's own optimizer has its own lr"),
+        ({"weight_decay": 0.0}, "the task's own optimizer has its own weight_decay"),
+        ({"warmup": 3}, "the task's own schedule has its own warmup"),
+        ({"schedule": "wsd"}, "the schedule wsd leads to an end: set steps"),
+    ],
+)
+def test_settings_of_training_that_do_not_go_together(settings, words):
+    with pytest.raises(ValueError, match=words):
+        TrainSettings(**settings)
 
 
 def test_defaults_and_descriptions():

@@ -225,6 +225,9 @@ def test_who_joins_must_have_the_swarms_data_and_steps(tmp_path):
     settings, task = settings_of(steps=200), TextTask(**OPTIONS)
     manifest = manifest_of(settings, task)
     check_stretch_terms(manifest.terms, manifest, settings.train, task)
+    for name, value in [("precision", "bfloat16"), ("accumulate", 2), ("compile", True)]:
+        with pytest.raises(ConfigError, match=f"others do steps again as the task itself does them: leave train.{name} out"):
+            check_stretch_terms(manifest.terms, manifest, settings.train.model_copy(update={name: value}), task)
     with pytest.raises(ConfigError, match="for 200 steps, not 300: leave --steps out"):
         check_stretch_terms(manifest.terms, manifest, settings_of(steps=300).train, task)
     for number in range(40):

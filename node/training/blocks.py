@@ -1,0 +1,70 @@
+"""The repeated blocks of a model, and recomputing their activations (checkpointing) in the backward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.node.training.errors import TrainingError
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # arguments that a block of transformers changes
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost blocks that ``model`` repeats, such as a transformer's layers, in the order of its modules.
+
+    They are modules of one class, themselves of several modules with parameters, that stand together in a ModuleList, ModuleDict or
+    Sequential.
+    """
+    return list(_blocks(model))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    kinds = Counter(type(child) for child in module.children() if _is_block(child))
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for child in module.children():
+        if listed and kinds[type(child)] > 1:
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    parts = sum(any(True for _ in child.parameters()) for child in module.children())
+    return parts > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # they are never called
+
+
+def recompute(model: nn.Module) -> None:
+    """Let the repeated blocks of ``model`` keep no activations but their inputs: the backward pass computes the others again.
+
+    The gradients stay the same, bit by bit, also with dropout. Names and classes of modules do not change. Models of transformers
+    keep no cache of keys unless a call asks for it.
+
+    Raises:
+        TrainingError: the model has no repeated blocks.
+    """
+    found = repeated_blocks(model)
+    if not found:
+        raise TrainingError(
+            "The model has no repeated blocks to compute again (modules of one class in a ModuleList or Sequential): leave "
+            "train.recompute out, or use torch.utils.checkpoint in the model itself."
+        )
+    for block in found:
+        # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a bound method is copied with it.
+        setattr(block, "forward", partial(_recomputing, block.forward))  # noqa: B010 (mypy takes it for a method)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+
+
+def _recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in CACHES):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
