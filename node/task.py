@@ -5,11 +5,13 @@ A class that has the methods need not derive from ``Task``; deriving brings the 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.swarm.errors import OuterError
 from shoal.swarm.training.shard import Shard as Shard
@@ -40,6 +42,107 @@ class Batches(Iterator[Any]):
         raise NotImplementedError("batches that can be continued need load_state_dict(state)")
 
 
+class NumberedBatches(Iterator[Any]):
+    """Batches that a map-style dataset gives by number: item n is batch n. Any of them can be had without those before it.
+
+    A dataset with a length begins anew after its last item.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.next_number = 0
+
+    def __next__(self) -> Any:
+        self.next_number += 1
+        return self.batch(self.next_number - 1)
+
+    def batch(self, number: int) -> Any:
+        """Return batch ``number``."""
+        return self._dataset[number % len(self._dataset) if hasattr(self._dataset, "__len__") else number]
+
+
+class LoadedBatches(Batches):
+    """Batches of a torch DataLoader, epoch after epoch, drawn by its own workers if it has some.
+
+    Its generators are seeded anew for each epoch, from the shard and the number of the epoch, so that the order of an epoch is known
+    without those before it; torch's and torchdata's own is not. ``set_epoch`` of its sampler and its dataset is called too.
+    """
+
+    def __init__(self, loader: Any, shard: Shard) -> None:
+        self._loader, self._shard = loader, shard
+        self._epoch = self._drawn = self._to_drop = 0
+        self._inner: Iterator[Any] | None = None
+        self._parts = [loader, loader.sampler, loader.batch_sampler, loader.dataset]
+        for part in self._parts:
+            if isinstance(getattr(part, "generator", ""), torch.Generator | None):
+                part.generator = torch.Generator()  # and not the global one, which is the model's
+
+    @property
+    def own_workers(self) -> bool:
+        """True if the loader has processes of its own."""
+        return bool(self._loader.num_workers)
+
+    def skip(self, count: int) -> None:
+        """Draw ``count`` batches and drop them, before the next one."""
+        self._to_drop += count
+
+    def __next__(self) -> Any:
+        while self._to_drop:
+            self._next()
+            self._to_drop -= 1
+        return self._next()
+
+    def _next(self) -> Any:
+        for _ in range(2):  # an epoch may have ended just now; a second one without any batch is the end
+            if self._inner is None:
+                self._begin_epoch()
+            try:
+                batch = next(self._inner)  # type: ignore[arg-type]
+            except StopIteration:
+                self._inner, self._drawn, self._epoch = None, 0, self._epoch + 1
+                continue
+            self._drawn += 1
+            return batch
+        raise StopIteration
+
+    def _begin_epoch(self) -> None:
+        text = f"epoch {self._shard.seed} {self._shard.index} {self._shard.of} {self._epoch}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        for part in self._parts:
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self._epoch)
+        self._inner = iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the place in it; of a loader with a state (torchdata's StatefulDataLoader) that too."""
+        found = {"epoch": self._epoch, "drawn": self._drawn, "dropping": self._to_drop, "workers": self._loader.num_workers}
+        known = self._inner is not None and hasattr(self._loader, "load_state_dict")
+        return {**found, "loader": self._loader.state_dict() if known else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``: from the loader's own, or if that is of another number of workers by drawing in its epoch."""
+        self._epoch, self._drawn, self._inner = int(state["epoch"]), 0, None
+        self._to_drop = int(state["drawn"]) + int(state["dropping"])
+        if (
+            state["loader"] is not None
+            and state["workers"] == self._loader.num_workers
+            and hasattr(self._loader, "load_state_dict")
+        ):
+            self._loader.load_state_dict(state["loader"])
+            self._drawn, self._to_drop = int(state["drawn"]), int(state["dropping"])
+
+
+def iterator_of(found: Any, shard: Shard) -> Any:
+    """Return ``found``, what a task's ``batches(shard)`` returned, as an iterator; anything else than batches as it is."""
+    if isinstance(found, DataLoader):
+        return LoadedBatches(found, shard)
+    if isinstance(found, Dataset) and not isinstance(found, IterableDataset):
+        return NumberedBatches(found)
+    return iter(found) if isinstance(found, IterableDataset) else found
+
+
 class Task:
     """A model, its data and its loss. The same class with the same options runs on every peer."""
 
@@ -47,16 +150,31 @@ class Task:
         """Return the fresh model, on the CPU. The global torch seed is set before, so all peers begin equal."""
         raise NotImplementedError("a task needs model()")
 
-    def batches(self, shard: Shard) -> Iterator[Any]:
+    draws_with_model: bool = False
+    """True if ``batches`` computes with the model, as reinforcement learning does: then no other process can draw them."""
+
+    def batches(self, shard: Shard) -> Iterator[Any] | Dataset[Any] | DataLoader[Any]:
         """Yield batches without end: CPU tensors in any nesting of tuples, lists and dicts.
 
-        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was. It may be ``Batches``.
+        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was. Besides an iterator it may be
+
+        * ``Batches``, which save their position;
+        * a map-style Dataset whose item n is batch n: several workers then draw at once, and a resumed run need not draw again;
+        * a torch DataLoader, with workers of its own if it has some; each pass is an epoch, shuffled by the shard's seed. A resumed
+          run draws again what the epoch had, unless the loader has a state, as torchdata's StatefulDataLoader.
         """
         raise NotImplementedError("a task needs batches(shard)")
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
         """Return ``batches(shard)`` after the first ``step`` ones, for a resumed run. Default: draw these and drop them."""
-        return itertools.islice(self.batches(shard), step, None)
+        found = iterator_of(self.batches(shard), shard)
+        if isinstance(found, NumberedBatches):
+            found.next_number = step
+            return found
+        if isinstance(found, LoadedBatches):
+            found.skip(step)
+            return found
+        return itertools.islice(found, step, None)
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the training loss of one batch, a scalar; ``batch`` is already on the model's device."""

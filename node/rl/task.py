@@ -114,6 +114,8 @@ class RLTask(Task):
         """Return the policy's module."""
         return self.policy.module
 
+    draws_with_model = True
+
     def batches(self, shard: Shard) -> Iterator[Update | None]:
         """Yield one round after another."""
         return self.batches_from(shard, 0)

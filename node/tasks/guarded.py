@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.node.task import Batches, Shard, Task
+from shoal.node.task import Batches, LoadedBatches, NumberedBatches, Shard, Task, iterator_of
 from shoal.node.user_code import UserCodeError, calling
 
 _END = object()
@@ -25,6 +25,7 @@ class Guarded(Task):
 
     def __init__(self, task: Task, name: str) -> None:
         self._task, self.user_subject = task, f"Your task {name!r}"
+        self.draws_with_model = bool(task.draws_with_model)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_task", "user_subject"):  # not there yet while it is copied
@@ -55,17 +56,23 @@ class Guarded(Task):
         """Return the user's batches; their iterator is guarded too."""
         with calling(self, "batches()"):
             found = self._task.batches(shard)
-        return self._iterator(found, "batches()")
+        return self._iterator(found, shard, "batches()")
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
         """Return the user's batches after the first ``step`` ones; their iterator is guarded too."""
         with calling(self, "batches_from()"):
             found = self._task.batches_from(shard, step)
-        return self._iterator(found, "batches_from()")
+        return self._iterator(found, shard, "batches_from()")
 
-    def _iterator(self, found: Any, function: str) -> Iterator[Any]:
+    def _iterator(self, found: Any, shard: Shard, function: str) -> Iterator[Any]:
+        with calling(self, function):
+            found = iterator_of(found, shard)
         if not hasattr(found, "__next__"):
-            raise self._wrong(function, found, "an iterator without end: write `while True: yield batch`")
+            raise self._wrong(
+                function, found, "an iterator without end (write `while True: yield batch`), a Dataset or a DataLoader"
+            )
+        if isinstance(found, NumberedBatches):
+            return _Numbered(self, found, function)
         return _OwnPlace(self, found, function) if isinstance(found, Batches) else _Iterator(self, found, function)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -144,6 +151,7 @@ class _Iterator(Iterator[Any]):
 
     def __init__(self, task: Guarded, inner: Iterator[Any], function: str) -> None:
         self._of, self._inner, self._function = task, inner, function
+        self.own_workers = isinstance(inner, LoadedBatches) and inner.own_workers
 
     def __next__(self) -> Any:
         with calling(self._of, self._function):
@@ -151,6 +159,19 @@ class _Iterator(Iterator[Any]):
         if batch is _END:
             raise StopIteration
         return batch
+
+
+class _Numbered(NumberedBatches):
+    """The user's batches by number."""
+
+    def __init__(self, task: Guarded, inner: NumberedBatches, function: str) -> None:
+        self._of, self._inner, self._function = task, inner, function
+        self.next_number = inner.next_number
+
+    def batch(self, number: int) -> Any:
+        """Return the user's batch ``number``."""
+        with calling(self._of, self._function):
+            return self._inner.batch(number)
 
 
 class _OwnPlace(_Iterator, Batches):

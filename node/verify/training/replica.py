@@ -117,7 +117,9 @@ class Replica:
             self._moving = {MODEL + name: _kind(value) for name, value in moving(self.model).items()}
             kept = copied(moving(self.model))
             known = torch.get_rng_state()
-            self._step(inner, next(iter(task.batches(Shard(0, 1, train.seed)))))  # after one step the optimizer has all its numbers
+            self._step(
+                inner, next(iter(task.batches_from(Shard(0, 1, train.seed), 0)))
+            )  # after one step the optimizer has all its numbers
             self.random = not torch.equal(known, torch.get_rng_state())
             self._load_model(kept)
         self._numbers = {OPTIMIZER + name: _kind(value) for name, value in numbers_of(inner).items()}

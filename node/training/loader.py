@@ -1,0 +1,245 @@
+"""Batches of a task through torchdata's StatefulDataLoader: drawn in the training process, or ahead of it by worker processes.
+
+The sequence is the same either way, and so is the position that a checkpoint holds: it is the task's own, without a trace of the
+workers. Of a dataset with numbered batches several workers draw at once. An iterator cannot be split: whoever wants its fourth
+batch has to draw the three before it, so several workers would each do all of the work. There one draws ahead, in place of any
+number.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from shoal.node.task import Batches, NumberedBatches, Task
+from shoal.node.user_code import UserCodeError
+from shoal.swarm.errors import ShoalError
+
+POSITION = "position of the task"
+WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"
+
+
+class LoadingError(ShoalError):
+    """Worker processes cannot draw the batches."""
+
+
+class Loader(Iterator[Any]):
+    """Iterator over the batches of ``task``, without end if they have none.
+
+    Args:
+        batches: the task's, at the place to begin (``shoal.node.task.iterator_of``).
+        workers: processes that draw ahead; 0: the training process draws each batch when it is needed.
+        pin: put batches into pinned memory, from which a GPU copies them while it computes.
+        seed: of the workers' global random numbers, so that they are the same in each run.
+
+    Raises:
+        LoadingError: the task or this system cannot have workers, or one died.
+        UserCodeError: the user's code failed, in whatever process.
+    """
+
+    def __init__(self, task: Task, batches: Iterator[Any], *, workers: int = 0, pin: bool = False, seed: int = 0) -> None:
+        if workers and task.draws_with_model:
+            raise LoadingError("This task draws its batches with the model, which workers do not have: set train.workers to 0.")
+        if workers and sys.platform == "win32":
+            raise LoadingError("Workers are forked, which Windows cannot do: set train.workers to 0.")
+        self._batches, self._taken = batches, 0
+        numbered = batches if isinstance(batches, NumberedBatches) else None
+        own = getattr(batches, "own_workers", False)
+        self.workers = 0 if own else workers if numbered is not None else min(workers, 1)
+        """Processes of this loader: none where the task's own DataLoader has some."""
+        ahead = self.workers > 0
+        dataset: Dataset[Any] = _Sequence(batches, ahead) if numbered is None else _Numbered(numbered, ahead)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)  # of torchdata 0.11 with torch 2.13
+            self._loader: Any = StatefulDataLoader(
+                dataset,
+                batch_size=None,
+                sampler=None if numbered is None else _Count(numbered.next_number),
+                num_workers=self.workers,
+                collate_fn=_unchanged,
+                pin_memory=pin,
+                multiprocessing_context="fork" if ahead else None,
+                worker_init_fn=_begin_worker(os.getpid(), threading.current_thread() is threading.main_thread()) if ahead else None,
+                # By default it takes a number of the global generator, and those are the model's.
+                generator=torch.Generator().manual_seed(seed),
+            )
+        self._inner: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._loader is None:
+            raise StopIteration
+        try:
+            if self._inner is None:
+                self._inner = iter(self._loader)
+            batch = next(self._inner)
+        except RuntimeError as error:
+            if (
+                not self.workers
+                or "DataLoader worker" not in str(error)
+                or ("exited" not in str(error) and "killed" not in str(error))
+            ):
+                raise
+            self.close()
+            raise LoadingError(
+                f"A worker that draws batches was ended ({str(error).splitlines()[0]}): if memory is short, in /dev/shm too, set "
+                "train.workers to 0 or make the batches smaller."
+            ) from None
+        if isinstance(batch, _Failure):
+            self.close()
+            raise batch.error()
+        self._taken += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the task's own position after the last batch, whatever workers have drawn since; None if it saves none."""
+        if not isinstance(self._batches, Batches):
+            return None
+        if not self.workers or not self._taken:
+            return self._batches.state_dict()
+        position: Any = _find(self._loader.state_dict())
+        if isinstance(position, _Failure):
+            raise position.error()
+        found: dict[str, Any] = position
+        return found
+
+    def close(self) -> None:
+        """End the workers; a second call does nothing."""
+        self._inner = self._loader = None  # which ends them, as torch has it
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker sends in place of a batch, or of a position, that could not be had."""
+
+    text: str
+    trace: str | None
+    """None if it is no error of the user's code."""
+
+    @classmethod
+    def of(cls, error: ShoalError) -> _Failure:
+        return cls(str(error), error.trace if isinstance(error, UserCodeError) else None)
+
+    def error(self) -> ShoalError:
+        return LoadingError(self.text) if self.trace is None else UserCodeError(self.text, self.trace)
+
+
+class _Sequence(IterableDataset[Any]):
+    """Batches one after another, with their position."""
+
+    def __init__(self, batches: Iterator[Any], ahead: bool) -> None:
+        self._batches, self._ahead = batches, ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return _sent(self._batches.__next__) if self._ahead else next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in a list, into which torchdata does not look: it sends only what has changed in dicts."""
+        if not isinstance(self._batches, Batches):
+            return {}
+        try:
+            return {POSITION: [copy.deepcopy(self._batches.state_dict())]}
+        except ShoalError as error:
+            return {POSITION: [_Failure.of(error)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse: the batches are at their place before they come here."""
+        raise NotImplementedError("the task's own batches are put in their place")
+
+
+class _Numbered(Dataset[Any]):
+    """Batches by number."""
+
+    def __init__(self, batches: NumberedBatches, ahead: bool) -> None:
+        self._batches, self._ahead = batches, ahead
+
+    def __getitem__(self, number: int) -> Any:
+        return _sent(lambda: self._batches.batch(number)) if self._ahead else self._batches.batch(number)
+
+
+class _Count:
+    """All numbers from ``first`` on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self._first)
+
+
+def _sent(draw: Callable[[], Any]) -> Any:
+    """Return a batch that a worker may send, or the failure: torch would wrap the error in its own words."""
+    try:
+        return _own(draw())
+    except ShoalError as error:
+        return _Failure.of(error)
+
+
+def _own(batch: Any) -> Any:
+    """Return ``batch`` with its tensors copied, strides and all.
+
+    It is sent while the next one is drawn, perhaps into the same memory; and of a view, torch would send the whole storage.
+    """
+    if isinstance(batch, torch.Tensor):
+        span = (
+            1 + sum((size - 1) * stride for size, stride in zip(batch.shape, batch.stride(), strict=True)) if batch.numel() else 0
+        )
+        if batch.layout is not torch.strided or not batch.numel() <= span <= WIDE * batch.numel():
+            return batch.detach().clone()
+        return torch.empty_strided(batch.shape, batch.stride(), dtype=batch.dtype).copy_(batch.detach())
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    if isinstance(batch, tuple | list):
+        items = [_own(item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return {key: _own(item) for key, item in batch.items()} if isinstance(batch, dict) else batch
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _find(state: Any) -> Any:
+    """Return the position in torchdata's state, wherever that has it."""
+    if isinstance(state, dict):
+        if POSITION in state:
+            return state[POSITION][0]
+        return next((found for item in state.values() if (found := _find(item)) is not None), None)
+    return None
+
+
+def _begin_worker(parent: int, lasting: bool) -> Callable[[int], None]:
+    """Return what a worker of process ``parent`` does first; ``lasting``: the thread that makes it lives as long as the process.
+
+    Signals from the terminal are the node's to handle, which ends its workers, and a worker ends when the node is gone, however it
+    ended: else it would keep the lock of the node's folder. Elsewhere than on Linux torch looks after that every five seconds.
+    """
+
+    def begin(worker: int) -> None:
+        signal.set_wakeup_fd(-1)  # of the node's event loop
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if sys.platform == "linux" and lasting:  # the kernel takes the end of the thread for that of the parent
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(0)
+
+    return begin

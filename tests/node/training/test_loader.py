@@ -1,0 +1,289 @@
+"""Batches are the same whoever draws them, workers leave no trace in results or in positions, and end with the node."""
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from shoal.node.task import Batches, Shard, Task, iterator_of
+from shoal.node.tasks.guarded import Guarded
+from shoal.node.tasks.text import TextTask
+from shoal.node.training.loader import Loader, LoadingError
+from shoal.node.user_code import UserCodeError
+
+SHARD = Shard(0, 1, 0)
+TOO_MANY = 12  # batches, more than are drawn ahead
+
+
+class Counted(Batches):
+    """Batches with a position, which they change in place, and always in the same memory."""
+
+    def __init__(self):
+        self.place, self.memory = {"next": 0}, torch.zeros(2, 3)
+
+    def __next__(self):
+        self.memory.fill_(self.place["next"])
+        self.place["next"] += 1
+        return self.memory
+
+    def state_dict(self):
+        return self.place
+
+    def load_state_dict(self, state):
+        self.place = dict(state)
+
+
+class Squares(Dataset):
+    def __getitem__(self, number):
+        return {"x": torch.full((2, 2), number**2)}
+
+
+class Few(Squares):
+    def __len__(self):
+        return 5
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.tensor([float(n)]) for n in range(100))
+
+
+def generated():
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        yield torch.randn(4, 9, generator=generator)[:, :-1], "a name", np.ones(2)
+
+
+def shuffled(kind, workers):
+    data = torch.arange(10.0).unsqueeze(1)
+    return kind(data, batch_size=3, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(1))
+
+
+KINDS = {
+    "generator": generated,
+    "position": Counted,
+    "numbered": Squares,
+    "numbered with an end": Few,
+    "stream": Stream,
+    "loader": lambda: shuffled(DataLoader, 0),
+    "loader with workers": lambda: shuffled(DataLoader, 1),
+    "stateful loader": lambda: shuffled(StatefulDataLoader, 0),
+    "text in epochs": lambda: TextTask(context=8, batch=2, order="epochs", data=__file__).batches(SHARD),
+    "text": lambda: TextTask(context=8, batch=2).batches(SHARD),
+}
+
+
+class Own(Task):
+    def __init__(self, make):
+        self.batches = lambda shard: make()
+
+
+def loader(make, workers=0, step=0):
+    task = Own(make)
+    return Loader(task, task.batches_from(SHARD, step) if step else iterator_of(task.batches(SHARD), SHARD), workers=workers)
+
+
+def flat(batch):
+    if isinstance(batch, dict | tuple | list):
+        return [leaf for item in (batch.values() if isinstance(batch, dict) else batch) for leaf in flat(item)]
+    return [batch]
+
+
+def first(made, count=TOO_MANY):
+    try:
+        return [[leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat(batch)] for batch in islice(made, count)]
+    finally:
+        made.close()
+
+
+def assert_same(found, wanted):
+    assert len(found) == len(wanted) > 0
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            if isinstance(a, torch.Tensor):
+                assert torch.equal(a, b)
+                assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+            else:
+                assert type(a) is type(b)
+                assert np.all(a == b)
+
+
+def children():
+    return set(map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_are_the_same_whoever_draws_them(kind, workers):
+    assert_same(first(loader(KINDS[kind], workers)), first(loader(KINDS[kind])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_from_a_step_are_those_after_it(kind, workers):
+    assert_same(first(loader(KINDS[kind], workers, step=7), 5), first(loader(KINDS[kind]))[7:])
+
+
+def test_several_workers_draw_numbered_batches_and_none_draws_those_before_a_step():
+    class Who(Dataset):
+        def __getitem__(self, number):
+            assert number >= 1000
+            return torch.tensor([number, os.getpid()])
+
+    found = first(loader(Who, 3, step=1000))
+    assert [int(batch[0][0]) for batch in found] == [*range(1000, 1000 + TOO_MANY)]
+    assert len({int(batch[0][1]) for batch in found}) == 3
+
+
+def test_one_worker_draws_from_an_iterator_and_none_where_the_task_has_its_own():
+    assert loader(generated, 3).workers == 1
+    assert loader(KINDS["loader with workers"], 3).workers == 0
+    assert loader(KINDS["loader"], 3).workers == 1
+
+
+@pytest.mark.parametrize("kind", ["position", "loader", "loader with workers", "stateful loader", "text in epochs"])
+@pytest.mark.parametrize("saving", [0, 1])
+@pytest.mark.parametrize("loading", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, 4, 6])
+def test_position_is_that_of_the_last_batch_and_has_no_trace_of_workers(kind, saving, loading, at):
+    made = loader(KINDS[kind], saving)
+    list(islice(made, at))
+    state = made.state_dict()
+    made.close()
+    task = Own(KINDS[kind])
+    batches = iterator_of(task.batches(SHARD), SHARD)
+    batches.load_state_dict(state)
+    assert_same(first(Loader(task, batches, workers=loading), 9), first(loader(KINDS[kind]), at + 9)[at:])
+    if kind == "position":
+        assert state == {"next": at}
+
+
+def test_a_position_is_none_where_there_is_none():
+    assert loader(generated, 1).state_dict() is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_random_numbers_are_left_to_the_model_and_those_of_workers_are_fixed(workers):
+    def drawing():
+        while True:
+            yield torch.rand(1), np.random.rand(1), np.array([random.random()])
+
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    found = first(loader(generated, workers)), first(loader(Squares, workers))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1], before[2]) == (np.random.get_state()[1].tolist(), random.getstate())
+    assert found
+    if workers:
+        assert_same(first(loader(drawing, workers)), first(loader(drawing, workers)))
+
+
+def test_a_view_is_sent_without_its_storage():
+    def views():
+        everything = torch.arange(1_000_000)
+        while True:
+            yield everything[10:20], torch.zeros(1).expand(5), everything.unfold(0, 3, 1)[:4]
+
+    (batch,) = first(loader(views, 1), 1)
+    assert [leaf.tolist() for leaf in batch] == [[*range(10, 20)], [0.0] * 5, [[n, n + 1, n + 2] for n in range(4)]]
+    assert all(leaf.untyped_storage().nbytes() <= 8 * 16 for leaf in next(iter(loader(views, 1))))
+
+
+def failing(where):
+    class Failing(Counted):
+        def __next__(self):
+            if where == "next" and self.place["next"] == 3:
+                raise ValueError("no such file")
+            return super().__next__()
+
+        def state_dict(self):
+            if where == "state" and self.place["next"] >= 1:
+                raise ValueError("no such file")
+            return super().state_dict()
+
+    task = Own(Failing)
+    return Guarded(task, "Mine")
+
+
+@pytest.mark.parametrize("where", ["next", "state"])
+def test_an_error_in_a_worker_is_the_users_own_in_the_same_sentence(where):
+    said = []
+    for workers in (0, 1):
+        task = failing(where)
+        made = Loader(task, task.batches(SHARD), workers=workers)
+        with pytest.raises(UserCodeError) as caught:
+            for _ in range(4):
+                next(made)
+                made.state_dict()
+        made.close()
+        said.append(str(caught.value))
+        assert "no such file" in caught.value.trace
+        assert "shoal/node" not in caught.value.trace.splitlines()[1]
+    assert said[0] == said[1]
+    assert said[0].startswith(f"Your task 'Mine' failed in batches(){'.state_dict()' if where == 'state' else ''}: ValueError")
+
+
+def test_batches_that_end_end():
+    made = loader(lambda: iter([torch.ones(1)] * 3), 1)
+    assert len(list(made)) == 3
+
+
+def test_a_task_that_draws_with_its_model_has_no_workers():
+    task = Own(generated)
+    task.draws_with_model = True
+    with pytest.raises(LoadingError, match=r"set train\.workers to 0"):
+        Loader(task, generated(), workers=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named():
+    before = children()
+    made = loader(generated, 1)
+    next(made)
+    (worker,) = children() - before
+    os.kill(worker, signal.SIGINT)  # Ctrl-C reaches the whole group, and the node ends its workers itself
+    os.kill(worker, signal.SIGHUP)
+    list(islice(made, TOO_MANY))
+    made.close()
+    assert children() == before
+    made = loader(generated, 1)
+    next(made)
+    (worker,) = children() - before
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(LoadingError, match="A worker that draws batches was ended .*set train.workers to 0"):
+        list(made)
+    assert children() == before
+
+
+NODE = """
+import os, sys, time
+from shoal.node.task import Task
+from shoal.node.training.loader import Loader
+
+def slow():
+    yield 1
+    while True:
+        time.sleep(1000)
+
+made = Loader(Task(), slow(), workers=1)
+next(made)
+print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "pidfd_open"), reason="pidfd_open")
+def test_a_worker_ends_with_a_node_that_is_killed_even_in_the_middle_of_a_batch():
+    with subprocess.Popen([sys.executable, "-c", NODE], stdout=subprocess.PIPE) as node:
+        worker = os.pidfd_open(int(node.stdout.readline()))
+        node.kill()
+        assert select.select([worker], [], [], 60)[0]
+        os.close(worker)
