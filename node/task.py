@@ -64,8 +64,8 @@ class NumberedBatches(Iterator[Any]):
 class LoadedBatches(Batches):
     """Batches of a torch DataLoader, epoch after epoch, drawn by its own workers if it has some.
 
-    Its generators are seeded anew for each epoch, from the shard and the number of the epoch, so that the order of an epoch is known
-    without those before it; torch's and torchdata's own is not. ``set_epoch`` of its sampler and its dataset is called too.
+    Its generators are seeded anew for each epoch, from the shard and the number of the epoch, so that its order is known without
+    the epochs before it; torch's and torchdata's own is not. ``set_epoch`` of its sampler and its dataset is called too.
     """
 
     def __init__(self, loader: Any, shard: Shard) -> None:

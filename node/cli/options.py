@@ -69,7 +69,7 @@ computing_options = titled(
     click.option("--accumulate", type=int, metavar="N", help="Compute a batch in this many equal parts.  [default: 1]"),
     click.option("--compile", is_flag=True, default=None, help="Compile the model (torch.compile)."),
     click.option("--recompute", is_flag=True, default=None, help="Compute activations twice, to keep fewer in memory."),
-    click.option("--workers", type=int, metavar="N", help="Processes that load the data.  [default: 0, none beside training]"),
+    click.option("--workers", type=int, metavar="N", help="Processes that draw batches ahead.  [default: 0, none beside training]"),
 )
 
 limit_options = titled(

@@ -34,7 +34,10 @@ class OwnTraining(BaseModel):
         description="Compute activations again in the backward pass on this node: less memory, for about a third more computing.",
     )
     workers: int = Field(
-        default=0, ge=0, le=256, description="Processes that load this node's batches; 0: the training process loads them."
+        default=0,
+        ge=0,
+        le=256,
+        description="Processes that draw this node's batches ahead; 0: the training process draws each when it is needed.",
     )
 
     def flags(self) -> list[str]:

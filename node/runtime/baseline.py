@@ -16,5 +16,8 @@ def train_alone(parts: NodeParts, stop: Callable[[], bool]) -> float | None:
     train = parts.settings.train
     alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), train, own=train, device=parts.device)
     alone.connect(Alone(), "alone", parts.shard)
-    alone.run(stop=stop)
-    return None if stop() else alone.evaluate()
+    try:
+        alone.run(stop=stop)
+        return None if stop() else alone.evaluate()
+    finally:
+        alone.close()

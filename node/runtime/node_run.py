@@ -204,6 +204,7 @@ class NodeRun:
         if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
             closing.callback(verification.close)
         trainer.connect(exchange, membership.swarm, shard)
+        closing.callback(trainer.close)
         self._begin_from(state, saved, membership, trainer, member)
         params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
         result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params)

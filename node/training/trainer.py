@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from shoal.node.config.train import OwnTraining
-from shoal.node.task import Batches, Shard, Task, tokens_in
+from shoal.node.task import Batches, Shard, Task, iterator_of, tokens_in
 from shoal.node.training import random_state
 from shoal.node.training.blocks import recompute
 from shoal.node.training.errors import TrainingError as TrainingError
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
+from shoal.node.training.loader import Loader
 from shoal.node.training.schedule import make_inner, make_scheduler
 from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
@@ -123,6 +124,7 @@ class Trainer:
         self.whole = self.opt
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
         self.scheduler = make_scheduler(task, train, self.opt)
+        self._batches: Loader | None = None
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
 
@@ -131,7 +133,18 @@ class Trainer:
         if self.outer.method != "none":
             self.opt.exchange = exchange
         self.opt.run, self.shard = run, shard
-        self._batches = self.task.batches(shard)
+        self._load(iterator_of(self.task.batches(shard), shard))
+
+    def _load(self, batches: Iterator[Any]) -> None:
+        """Draw from ``batches`` from now on."""
+        self.close()
+        seed, pin = (self.shard.seed + self.shard.index) % 2**63, self.device.type == "cuda"
+        self._batches = Loader(self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed)
+
+    def close(self) -> None:
+        """End the workers that draw batches, if there are any; a second call does nothing."""
+        if self._batches is not None:
+            self._batches.close()
 
     def _waited(self) -> float:
         """Return the seconds spent waiting for others so far, as the network's exchanges count them."""
@@ -198,6 +211,7 @@ class Trainer:
 
     def _next_batch(self) -> Any:
         """Return the next batch, on the device. TrainingError if there is none."""
+        assert self._batches is not None  # since `connect`
         try:
             return to_device(next(self._batches), self.device)
         except StopIteration:
@@ -227,7 +241,7 @@ class Trainer:
             **random,
             **({"ranks": others} if others else {}),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
-            "data": self._batches.state_dict() if isinstance(self._batches, Batches) else None,
+            "data": None if self._batches is None else self._batches.state_dict(),
         }
 
     def _names(self) -> list[list[str]]:
@@ -268,7 +282,7 @@ class Trainer:
 
     def find_place(self, state: dict[str, Any]) -> Batches | None:
         """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
-        batches = self.task.batches(self.shard) if state.get("data") is not None else None
+        batches = iterator_of(self.task.batches(self.shard), self.shard) if state.get("data") is not None else None
         if isinstance(batches, Batches):
             batches.load_state_dict(state["data"])
             return batches
@@ -287,7 +301,7 @@ class Trainer:
     def draw_from(self, step: int, state: dict[str, Any]) -> None:
         """Continue after ``step`` batches of this shard, with the random numbers of ``state``."""
         place = self.find_place(state) if step else None
-        self._batches = self.task.batches_from(self.shard, step) if place is None else place
+        self._load(self.task.batches_from(self.shard, step) if place is None else place)
         if (rank := self.layout.rank) == 0:
             random_state.restore(state, self.device)
         elif len(others := state.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank

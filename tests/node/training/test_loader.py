@@ -14,11 +14,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shoal.node.checkpoint import store as checkpoint
+from shoal.node.config.train import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of
 from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError
+from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
+from shoal.optim import Alone
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 SHARD = Shard(0, 1, 0)
 TOO_MANY = 12  # batches, more than are drawn ahead
@@ -220,15 +225,53 @@ def test_an_error_in_a_worker_is_the_users_own_in_the_same_sentence(where):
         task = failing(where)
         made = Loader(task, task.batches(SHARD), workers=workers)
         with pytest.raises(UserCodeError) as caught:
-            for _ in range(4):
-                next(made)
-                made.state_dict()
+            [made.state_dict() for _ in made]
         made.close()
         said.append(str(caught.value))
         assert "no such file" in caught.value.trace
         assert "shoal/node" not in caught.value.trace.splitlines()[1]
     assert said[0] == said[1]
     assert said[0].startswith(f"Your task 'Mine' failed in batches(){'.state_dict()' if where == 'state' else ''}: ValueError")
+
+
+class Learnt(Task):
+    """A task whose model has dropout, so that a random number more or less shows."""
+
+    def __init__(self, kind):
+        self.batches = lambda shard: KINDS[kind]()
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def loss(self, model, batch):
+        return model(flat(batch)[0].float().mean().reshape(1, 1)).square().mean()
+
+
+def learning(kind, workers, state=None):
+    own = OwnTraining(workers=workers)
+    made = Trainer(Learnt(kind), OuterSettings(method="noloco", every=3), TrainSettings(steps=14, seed=1), own=own)
+    made.connect(Alone(), "run", SHARD)
+    if state is not None:
+        made.resume(state)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (0, 2)])
+def test_a_run_with_workers_resumes_bit_by_bit_with_any_number_of_them(tmp_path, kind, before, after):
+    whole = learning(kind, 0)
+    whole.run()
+    begun = learning(kind, before)
+    for _ in range(7):
+        begun.step()
+    checkpoint.save(tmp_path, 7, begun.state())
+    begun.close()
+    torch.manual_seed(99)
+    again = learning(kind, after, checkpoint.load(tmp_path)[1])
+    again.run()
+    again.close()
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_batches_that_end_end():
@@ -258,7 +301,7 @@ def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named()
     next(made)
     (worker,) = children() - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(LoadingError, match="A worker that draws batches was ended .*set train.workers to 0"):
+    with pytest.raises(LoadingError, match=r"A worker that draws batches was ended .*set train\.workers to 0"):
         list(made)
     assert children() == before
 
