@@ -138,9 +138,11 @@ class InnerStep:
             raise TrainingError(f"There is not enough memory on {str(self.device)!r} for a step: {remedy}.") from error
 
     def _remedy(self, batch: Any) -> str:
-        """Return what would fit, of what is not in use yet."""
+        """Return what would fit, of what is not in use yet. ``batch``: that of the gradients; None: they are there already."""
         found, count = [], self.own.accumulate
         rows = (micro_batches.rows(batch) or 0) // self.ranks
+        if batch is None:  # in the optimizer: the activations are gone by then
+            return SMALLER
         if finer := next((parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None):
             found.append(f"cut the batch into parts (--accumulate {finer})")
         if self.own.precision == "float32":

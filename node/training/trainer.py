@@ -175,12 +175,13 @@ class Trainer:
             TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
-        since, idle, speed = self.opt.steps, self._waited(), StepRate()
+        since, idle, speed, loss = self.opt.steps, self._waited(), StepRate(), 0.0
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
             now = time.monotonic()
             if now - reported >= REPORT_S:
-                loss = self._finite(self._recent.take() or 0.0)  # a GPU has caught up then
+                recent = self._recent.take()  # a GPU has caught up then
+                loss = loss if recent is None else self._finite(recent)  # none, if all steps were left out (float16)
                 busy = time.monotonic() - reported - (self._waited() - idle)
                 on_progress(Progress(self.opt.steps, loss, speed.add(self.opt.steps - since, busy)))
                 reported, since, idle = time.monotonic(), self.opt.steps, self._waited()

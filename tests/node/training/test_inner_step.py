@@ -11,15 +11,18 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import load
 from shoal.node.config.train import OwnTraining
 from shoal.node.task import Shard, Task
+from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import micro_batches
 from shoal.node.training.inner_step import SKIPS
 from shoal.node.training.precision import DTYPES, check
 from shoal.node.training.schedule import factor
 from shoal.node.training.trainer import Trainer, TrainingError
+from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 STEPS, CPU = 9, torch.device("cpu")
 Pair = namedtuple("Pair", "first second")
 
@@ -116,16 +119,18 @@ def test_clipping_is_torchs():
     assert not same(clipped, run())
 
 
-def test_bfloat16_is_the_plain_autocast_loop_bit_by_bit():
+@pytest.mark.parametrize("name", DEVICES)
+def test_bfloat16_is_the_plain_autocast_loop_bit_by_bit(name):
     def step(task, model, inner, batch, number):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(name, dtype=torch.bfloat16):
             loss = task.loss(model, batch)
         loss.backward()
         inner.step()
 
-    found = run(precision="bfloat16")
-    assert same(found, plain(step))
-    assert not same(found, run())
+    device = torch.device(name)
+    found = run(precision="bfloat16", device=device)
+    assert same(found, plain(step, device))
+    assert not same(found, run(device=device))
     assert all(tensor.dtype == torch.float32 for tensor in found)
 
 
@@ -150,12 +155,6 @@ def float16(device):
     except TrainingError as error:
         pytest.skip(str(error))
     return device
-
-
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
-]
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -340,6 +339,25 @@ def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
     with pytest.raises(TrainingError, match=words) as caught:
         run(Starved(), **own)
     assert "\n" not in str(caught.value)
+
+
+def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
+    with pytest.raises(
+        UserCodeError, match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--accumulate 2\)"
+    ) as caught:
+        run(Guarded(Starved(), "Starved"))
+    assert caught.value.trace
+
+
+def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeypatch):
+    made = trainer()
+
+    def starve(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(made.opt.inner, "step", starve)
+    with pytest.raises(TrainingError, match="not enough memory on 'cpu' for a step: make the model or its batches smaller"):
+        made.run()
 
 
 # -- compiling ------------------------------------------------------------------------------------------------------------------
