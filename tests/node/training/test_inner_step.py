@@ -1,95 +1,19 @@
 """An inner step is that of a plain PyTorch loop: accumulated, clipped, in mixed precision, with a schedule of torch's."""
 
 import math
-import shutil
-from collections import namedtuple
 
 import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.config.settings import load
-from shoal.node.config.train import OwnTraining
-from shoal.node.task import Shard, Task
-from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
-from shoal.node.training import micro_batches
 from shoal.node.training.inner_step import SKIPS
-from shoal.node.training.precision import DTYPES, check
 from shoal.node.training.schedule import factor
-from shoal.node.training.trainer import Trainer, TrainingError
-from shoal.node.user_code import UserCodeError
-from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.node.training.trainer import TrainingError
+from shoal.swarm.manifest.outer import TrainSettings
+from tests.node.training.loops import CPU, STEPS, Overflows, Small, float16, near, plain, run, same, trainer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
-STEPS, CPU = 9, torch.device("cpu")
-Pair = namedtuple("Pair", "first second")
-
-
-class Small(Task):
-    """A model of two layers on batches of 8 rows."""
-
-    def model(self):
-        return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-
-    def batches(self, shard):
-        generator = torch.Generator().manual_seed(shard.index)
-        while True:
-            yield {"x": torch.randn(8, 4, generator=generator), "scale": torch.tensor(2.0)}
-
-    def loss(self, model, batch):
-        return (model(batch["x"]) - batch["scale"] * batch["x"].sum(1, keepdim=True)).square().mean()
-
-    @torch.no_grad()
-    def evaluate(self, model):
-        return float(self.loss(model, next(self.batches(Shard(7, 8, 0)))))
-
-
-class Overflows(Small):
-    """Some batches' gradients are not finite."""
-
-    def __init__(self, bad=(2, 3)):
-        self.bad = bad
-
-    def batches(self, shard):
-        for step, batch in enumerate(super().batches(shard)):
-            yield batch | {"scale": torch.tensor(math.inf if step in self.bad else 2.0)}
-
-
-def trainer(task=None, train=None, *, method="none", exchange=None, device=CPU, **own):
-    settings = train or TrainSettings(steps=STEPS, seed=1)
-    made = Trainer(task or Small(), OuterSettings(method=method, every=3), settings, own=OwnTraining(**own), device=device)
-    made.connect(exchange or Alone(), "run", Shard(0, 2, 1))
-    return made
-
-
-def run(*args, **kwargs):
-    made = trainer(*args, **kwargs)
-    made.run()
-    return list(made.model.state_dict().values())
-
-
-def plain(step, device=CPU, task=None, optimizer=None):
-    """Return the weights after STEPS steps of a loop in which ``step(task, model, inner, batch)`` is written out."""
-    torch.manual_seed(1)
-    task = task or Small()
-    model = task.model().to(device)
-    inner = optimizer(model.parameters()) if optimizer else task.inner_optimizer(model.parameters())
-    batches = task.batches(Shard(0, 2, 1))
-    for number in range(STEPS):
-        batch = {name: value.to(device) for name, value in next(batches).items()}
-        step(task, model, inner, batch, number)
-        inner.zero_grad()
-    return list(model.state_dict().values())
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def near(one, other, by=1e-6):
-    return all(torch.allclose(a, b, rtol=0.0, atol=by) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
@@ -147,14 +71,6 @@ def scaled(device, bad=()):
         scaler.update()
 
     return step
-
-
-def float16(device):
-    try:
-        check("float16", device)
-    except TrainingError as error:
-        pytest.skip(str(error))
-    return device
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -251,154 +167,3 @@ def test_schedules():
 def test_a_schedule_without_an_end_is_refused():
     with pytest.raises(TrainingError, match=r"The schedule cosine leads to an end, and this node's run has none"):
         trainer(train=TrainSettings(steps=5, schedule="cosine").model_copy(update={"steps": 0}))
-
-
-# -- batches ------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
-    table, mask, rows = torch.arange(12).reshape(4, 3), torch.ones(3, 3), torch.arange(4)
-    parts = micro_batches.cut({"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2)
-    assert len(parts) == 2
-    for number, part in enumerate(parts):
-        at = slice(2 * number, 2 * number + 2)
-        assert torch.equal(part["a"][0], table[at])
-        assert isinstance(part["a"][1], Pair)
-        assert torch.equal(part["a"][1].first, rows[at])
-        assert part["a"][1].second is mask
-        assert part["b"] == (torch.tensor(5), "text", None)
-    whole = [table, "x"]
-    assert micro_batches.cut(whole, 1)[0] is whole
-
-
-@pytest.mark.parametrize("batch", [None, "text", torch.tensor(3.0), [torch.tensor(1)]])
-def test_a_batch_without_rows_is_not_cut(batch):
-    assert micro_batches.cut(batch, 1) == [batch]
-    with pytest.raises(TrainingError, match=r"has no tensor with rows to cut into 2 parts: leave train\.accumulate at 1"):
-        micro_batches.cut(batch, 2)
-
-
-def test_a_batch_that_does_not_divide_is_one_sentence():
-    with pytest.raises(TrainingError, match=r"A batch of 8 rows cannot be cut into 3 equal parts: choose train\.accumulate"):
-        run(accumulate=3)
-
-
-# -- bad input ------------------------------------------------------------------------------------------------------------------
-
-
-def test_precisions_that_there_are():
-    for name in ("float32", *DTYPES):
-        assert load(None, {"train.precision": name}).train.precision == name
-
-
-def test_a_device_that_cannot(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("not implemented for 'Half'")
-
-    monkeypatch.setattr(torch.nn.functional, "linear", refuse)
-    check("float32", CPU)
-    for name, other in [("float16", "bfloat16 or float32"), ("bfloat16", "float32")]:
-        with pytest.raises(TrainingError, match=f"The device 'cpu' cannot compute in {name}: set train.precision to {other}."):
-            check(name, CPU)
-
-
-def test_a_gpu_without_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    with pytest.raises(TrainingError, match=r"The device 'cuda:0' cannot compute in bfloat16: set train.precision to float16 or"):
-        check("bfloat16", torch.device("cuda", 0))
-
-
-def test_weights_of_float16_are_refused_with_float16():
-    class Half(Small):
-        def model(self):
-            return super().model().half()
-
-    float16(CPU)
-    with pytest.raises(TrainingError, match=r"The model has weights of float16, whose gradients cannot be scaled back"):
-        trainer(Half(), precision="float16")
-
-
-class Starved(Small):
-    def loss(self, model, batch):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        (
-            {},
-            r"on 'cpu' for a step: cut the batch into parts \(--accumulate 2\), .* format \(--precision bfloat16\), ",
-        ),
-        ({"accumulate": 4}, r"\(--accumulate 8\)"),
-        ({"accumulate": 8, "precision": "bfloat16"}, r"for a step: (keep fewer .*, )?make the model or its batches smaller"),
-    ],
-)
-def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
-    with pytest.raises(TrainingError, match=words) as caught:
-        run(Starved(), **own)
-    assert "\n" not in str(caught.value)
-
-
-def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
-    with pytest.raises(
-        UserCodeError, match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--accumulate 2\)"
-    ) as caught:
-        run(Guarded(Starved(), "Starved"))
-    assert caught.value.trace
-
-
-def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeypatch):
-    made = trainer()
-
-    def starve(*args, **kwargs):
-        raise MemoryError
-
-    monkeypatch.setattr(made.opt.inner, "step", starve)
-    with pytest.raises(TrainingError, match="not enough memory on 'cpu' for a step: make the model or its batches smaller"):
-        made.run()
-
-
-# -- compiling ------------------------------------------------------------------------------------------------------------------
-
-
-def test_compiling_changes_no_name_and_evaluates_the_model_itself(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model: torch.nn.Sequential(model))
-    plain_one, compiled = trainer(method="streaming"), trainer(method="streaming", compile=True)
-    assert list(compiled.state()["model"]) == list(plain_one.state()["model"])
-    assert compiled.state()["parameters"] == plain_one.state()["parameters"]
-    assert compiled.opt.fragments == plain_one.opt.fragments
-    seen = []
-    compiled.task.evaluate = lambda model: seen.append(model) or 1.0
-    compiled.evaluate()
-    assert seen == [compiled.model]
-    assert compiled.inner_step.model is not compiled.model
-
-
-@pytest.mark.slow(reason="compiles a model")
-def test_a_compiled_model_takes_the_same_steps():
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("needs a C++ compiler")
-    assert near(run(compile=True), run(), 1e-5)
-    assert near(run(compile=True, precision="bfloat16", accumulate=2), run(precision="bfloat16", accumulate=2), 1e-2)
-
-
-def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    class Uncompilable(torch.nn.Module):
-        def forward(self, x):
-            raise InvalidCxxCompiler
-
-    monkeypatch.setattr(torch, "compile", lambda model: Uncompilable())
-    with pytest.raises(TrainingError, match=r"Cannot compile the model \(InvalidCxx.*: No working C\+\+.*leave --compile") as found:
-        run(compile=True)
-    assert "\n" not in str(found.value)
-
-    def refuse(model):
-        raise RuntimeError("torch.compile is not supported on Python 3.99+")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(TrainingError, match=r"Cannot compile the model \(RuntimeError: torch.compile is not supported on Python"):
-        trainer(compile=True)
