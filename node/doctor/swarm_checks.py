@@ -61,6 +61,7 @@ def model(visit: Visit, tell: Tell) -> str:
     from shoal.node.data.errors import DataError
     from shoal.node.runtime.join import RL, swarm_settings
     from shoal.node.tasks.loader import load_task
+    from shoal.optim.codecs.base import FLOAT32
     from shoal.swarm.exchange.contribution import model_digest
     from shoal.swarm.membership.membership import OWN_LOOP
     from shoal.swarm.state.selection import ask
@@ -90,7 +91,7 @@ def model(visit: Visit, tell: Tell) -> str:
         query = StateQuery(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
         for source in sources:
             with contextlib.suppress(NetworkError):
-                header = visit.running().call(ask(visit.running(), source, query.request), 15.0)
+                header = visit.running().call(ask(visit.running(), source, query.request, FLOAT32.nbytes(shapes)), 15.0)
                 query.check(source[0], header)  # names the difference
         raise FoundError(
             f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."

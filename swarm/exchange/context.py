@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,15 @@ from shoal.swarm.wire.member import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
+
+LEAST_RATE = 1e6  # bytes a second that a link must carry at least; a slower transfer of much is given up
+LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
+SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and seconds at most, that a node waits for others
+
+
+def moving_s(least: float, nbytes: int) -> float:
+    """Return the seconds that moving ``nbytes`` bytes may take: ``least``, or more where a link of `LEAST_RATE` needs more."""
+    return max(least, min(nbytes / LEAST_RATE, LARGEST_S))
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,11 @@ class ExchangeTimeouts:
     chunk: float = 5.0
     """Silence, no byte and no heartbeat, after which a transfer or a peer is given up."""
     exchange: float = 120.0
-    """How long one transfer or reduction may take."""
+    """How long one transfer or reduction may take, if it moves no more than a slow link carries in this time (`moving`)."""
+
+    def moving(self, nbytes: int) -> float:
+        """Return how long the transfer of ``nbytes`` bytes each way may take."""
+        return moving_s(self.exchange, nbytes)
 
     def probe(self, left: float) -> float:
         """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a third, because two that sleep
@@ -57,7 +71,29 @@ class ExchangeTimeouts:
         """
         return min(self.chunk, left / 3)
 
-    @property
-    def limit(self) -> float:
-        """The longest possible round: forming the pair or group, one transfer, its commit."""
-        return self.wait + self.exchange + 8 * self.chunk
+    def limit(self, wait: float, nbytes: int) -> float:
+        """Return how long a round may take: ``wait`` to form the pair or group, the transfer of ``nbytes`` bytes, its commit."""
+        return wait + self.moving(nbytes) + 8 * self.chunk
+
+
+class Patience:
+    """How long the rounds of one node wait for others: as long as is set, or in long rounds a fifth of the time of a round.
+
+    Peers drift apart by a part of a round, not by seconds: where an inner step takes ten seconds, the best of partners is later
+    than a setting that suits quick rounds. The shorter of the last two rounds counts, so that one pause is no measure.
+    """
+
+    def __init__(self) -> None:
+        self._began = float("-inf")
+        self._periods = deque([0.0], maxlen=2)
+
+    def begin(self, now: float) -> float:
+        """Note that a round begins; return the seconds since the last one began, infinite for the first."""
+        period, self._began = now - self._began, now
+        if period < float("inf"):
+            self._periods.append(period)
+        return period
+
+    def of(self, timeouts: ExchangeTimeouts) -> float:
+        """Return the seconds to wait in a round."""
+        return max(timeouts.wait, min(min(self._periods) * SHARE, LONGEST_S))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.attempt import ExchangeAttempt
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
 from shoal.swarm.exchange.stats import ExchangeStats
 
 if TYPE_CHECKING:
@@ -29,16 +30,21 @@ class RoundCounter(Protocol):
 class ExchangeBase:
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
-    def __init__(self, host: Host, counter: RoundCounter, limit: float) -> None:
+    def __init__(self, host: Host, counter: RoundCounter, timeouts: ExchangeTimeouts, patience: Patience) -> None:
         self.host = host
-        self._counter = counter
-        self.limit = limit
-        """Seconds that one round can take at most."""
+        self._counter, self._timeouts, self._patience = counter, timeouts, patience
+        self.moved = 0
+        """Bytes each way of the newest round."""
         self.until = float("inf")
         self.stats = ExchangeStats()
         """The outcomes of its exchanges."""
         self.waited = 0.0
         """Total seconds for which the calling thread was blocked here."""
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a round can take at most."""
+        return self._timeouts.limit(self._patience.of(self._timeouts), self.moved)
 
     @property
     def next_round(self) -> int:

@@ -124,10 +124,14 @@ class OuterSettings(BaseModel):
         description="After the last step: none, or average (the mean of the slow weights once more, left in the model).",
     )
     wait_s: Seconds = Field(
-        default=10.0, description="Seconds that a node waits for a partner in one round before it goes on without one."
+        default=10.0,
+        description="Seconds that a node waits for a partner in one round before it goes on without one; in long rounds a fifth of "
+        "their time, if that is more (at most 300).",
     )
     chunk_timeout_s: Seconds = Field(default=5.0, description="Seconds without any byte after which an exchange is given up.")
-    exchange_timeout_s: Seconds = Field(default=120.0, description="Seconds that one whole exchange may take.")
+    exchange_timeout_s: Seconds = Field(
+        default=120.0, description="Seconds that one whole exchange may take; more if its bytes need more at 8 Mbit/s."
+    )
     quorum: int = Field(
         default=0, ge=0, le=65_536, description="Averages over everyone: peers that are enough to begin with; 0: all in view."
     )

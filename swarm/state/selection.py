@@ -34,6 +34,7 @@ import torch
 
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange.context import LEAST_RATE
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer, download, fetch_digests
 from shoal.swarm.state.snapshot import chunks_in, snapshot_id
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 
 STATE_PROTOCOL = "/shoal/state/2"
 ANSWER_S = 5.0  # seconds in which a peer that is awake says whether it will hand out its weights
-PREPARE_S = 70.0  # seconds in which it then makes the snapshot, which it does between two steps
+MAKE_S = 60.0  # seconds in which it then makes the snapshot, between two steps, if no round is exchanged meanwhile
+GRACE_S = 10.0  # more for its answer to arrive
 SAMPLE = 4  # chunks that are compared
 NEAR = 0.8  # of the larger norm: unrelated weights are 1.4 apart, opposite ones 2, nothing and something 1
 ENOUGH = 2  # peers that offer the same snapshot
@@ -102,8 +104,13 @@ def plausible(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
     return [offer for offer in offers if offer.header.round <= limit]
 
 
-async def ask(host: Host, to: Peer, request: StateRequest) -> StateHeader:
-    """Ask one peer for the header of its snapshot.
+def making_s(nbytes: int) -> float:
+    """Return the seconds in which a peer makes a snapshot of ``nbytes``: its step may be exchanging as much just now."""
+    return MAKE_S + nbytes / LEAST_RATE
+
+
+async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> StateHeader:
+    """Ask one peer for the header of its snapshot, which has about ``nbytes`` bytes.
 
     Raises:
         NoStateError: it refuses, or does not answer.
@@ -121,7 +128,7 @@ async def ask(host: Host, to: Peer, request: StateRequest) -> StateHeader:
         except NetworkError as error:
             raise NoStateError(str(error)) from error
         if isinstance(reply, Answer) and reply.verdict == "wait":
-            reply = unpack(await stream.receive(StateHeader.LIMIT, PREPARE_S), StateHeader, Answer)
+            reply = unpack(await stream.receive(StateHeader.LIMIT, making_s(nbytes) + GRACE_S), StateHeader, Answer)
     finally:
         stream.close()
     if isinstance(reply, Answer):
@@ -137,9 +144,10 @@ async def collect(
     sources: Sequence[Peer],
     check: Callable[[str, StateHeader], None],
     patience: float,
+    nbytes: int,
     most: int = 64,
 ) -> Collected:
-    """Ask all ``sources`` at once, until two offer the same snapshot or all (or ``most``) have answered.
+    """Ask all ``sources`` for a snapshot of about ``nbytes``, until two offer the same one or all (or ``most``) have answered.
 
     It ends ``patience`` seconds after the first offer at the latest. ``check`` raises ShoalError at a header that does not fit.
     """
@@ -148,7 +156,7 @@ async def collect(
 
     async def one(to: Peer) -> None:
         try:
-            header = await ask(host, to, request)
+            header = await ask(host, to, request, nbytes)
             check(to[0], header)
             offers.append(SnapshotOffer(*to, header))
         except ShoalError as error:
@@ -208,7 +216,8 @@ async def choose(
     later = max(offer.header.round for offer in plausible(offers))
     behind = [offer.source for offer in offers if offer.header.round < later]
     if equal and behind:
-        again = await collect(host, request.model_copy(update={"since": later}), behind, check, patience)
+        nbytes = offers[0].header.nbytes
+        again = await collect(host, request.model_copy(update={"since": later}), behind, check, patience, nbytes)
         # A peer that has reached the later round may have gone beyond it, and offers that now.
         latest = {offer.peer: offer for offer in (*offers, *again.offers)}
         found = agreed([*offers, *again.offers]) or agreed(list(latest.values()))

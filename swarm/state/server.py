@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.state.chunks import SMALL_S, ChunkServer
-from shoal.swarm.state.selection import STATE_PROTOCOL
+from shoal.swarm.state.selection import STATE_PROTOCOL, making_s
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, State, encode, make, nothing
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
     from shoal.swarm.p2p.stream import Stream
 
-MAKE_S = 60.0  # seconds that a caller waits until a step is finished
 MAX_WAITING = 64  # callers that wait
 
 DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
@@ -164,14 +163,15 @@ class StateServer:
         self._wanted[future] = request.since
         if request.astray:
             self._diverged_callers[future] = request.round, stream.peer_id
+        seconds = making_s(FLOAT32.nbytes(self._shapes))
         try:
             await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # shows that this peer is awake
             if self._resting is not None:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
-            found = await asyncio.wait_for(future, MAKE_S)
+            found = await asyncio.wait_for(future, seconds)
             header: StateHeader | Answer = DIVERGED if found is None else found.header
         except asyncio.TimeoutError:
-            header = Answer(verdict="busy", reason=f"no step was finished in {MAKE_S:g} s", round=0)
+            header = Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
         finally:
             self._wanted.pop(future, None)
             self._diverged_callers.pop(future, None)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.exchange.context import LEAST_RATE
 from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 PATIENCE_S = 10.0  # seconds after the first offer in which a second peer may confirm it
-FETCH_S = 3600.0  # seconds that everything may take
+FETCH_S = 3600.0  # seconds that everything may take, at least
 LAST_ROUND = MAX_COUNT // 2  # whoever begins in it can go on for as many rounds again
 FEW = 64  # peers that are asked at once, at most
 
@@ -146,7 +147,7 @@ async def choose_source(
     """
     # Copies that are not equal need not all be waited for: two will do, unless they did not confirm each other.
     most = FEW if query.equal or attempt else ENOUGH
-    answers = await collect(host, query.request, sources, query.check, query.patience, most)
+    answers = await collect(host, query.request, sources, query.check, query.patience, FLOAT32.nbytes(query.shapes), most)
     for peer, error in answers.errors.items():
         level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO  # the others are raised below
         log.log(level, "no weights from peer %s: %s", short(peer), error)
@@ -222,16 +223,23 @@ async def _digests_held(host: Host, query: StateQuery, header: StateHeader, sour
 
 def fetch_state(host: Host, query: StateQuery, sources: Sequence[Peer]) -> State | None:
     """Fetch a state that fits, in memory, and wait for it; see `fetch_into`."""
-    return begin_fetch(host, query, sources).result(FETCH_S + 10.0)
+    return begin_fetch(host, query, sources).result(_fetching_s(query) + 10.0)
+
+
+def _fetching_s(query: StateQuery) -> float:
+    """Return the seconds that fetching may take: three attempts at the speed of the slowest link, if that is more than an hour."""
+    shapes = [*query.shapes, *(shape for shaped in query.extra.values() for shape in shaped)]
+    return max(FETCH_S, ATTEMPTS * FLOAT32.nbytes(shapes) / LEAST_RATE)
 
 
 def begin_fetch(host: Host, query: StateQuery, sources: Sequence[Peer]) -> concurrent.futures.Future[State | None]:
-    """Start `fetch_state` from any thread, without waiting. It ends within an hour."""
+    """Start `fetch_state` from any thread, without waiting. It ends within an hour; with a very large state, `_fetching_s`."""
+    seconds = _fetching_s(query)
 
     async def bounded() -> State | None:
         try:
-            return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra)), FETCH_S)
+            return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra)), seconds)
         except asyncio.TimeoutError:
-            raise NetworkError(f"the weights of the swarm did not come within {FETCH_S / 60:.0f} minutes.") from None
+            raise NetworkError(f"the weights of the swarm did not come within {seconds / 60:.0f} minutes.") from None
 
     return host.submit(bounded())

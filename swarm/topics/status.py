@@ -5,9 +5,9 @@ Nothing depends on it: a reader learns what the author claims, and no more.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from shoal.swarm.wire.envelope import KIB, Message
 from shoal.swarm.wire.fields import Address, Bytes, Count, Label, PeerId, SwarmId, Token
@@ -73,3 +73,8 @@ class Status(Message):
     faults: Annotated[tuple[tuple[Token, Count], ...], Field(max_length=FAULTS)] = ()
     issued: Seconds
     version: Label
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out ``doing`` where it is unknown, so that recordings of earlier versions stay as they are."""
+        return {name: value for name, value in fields(self).items() if name != "doing" or value is not None}

@@ -20,6 +20,11 @@ from shoal.swarm.wire.nonce import fresh_nonce
 log = logging.getLogger(__name__)
 
 
+def moved(nbytes: int, members: int) -> int:
+    """Return the bytes each way that a member of a group moves for a contribution of ``nbytes``, whichever way it is reduced."""
+    return nbytes * max(members - 1, 2)  # an all-reduce moves twice the contribution at most
+
+
 class MemberState:
     """One member as its leader sees it: its channel, and its messages so far."""
 

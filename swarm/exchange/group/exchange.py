@@ -14,8 +14,9 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.group.commit import moved
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import FormationRules, GroupLeader
 from shoal.swarm.exchange.group.liveness import LivenessView
@@ -67,16 +68,19 @@ class GroupExchange(ExchangeBase):
         self._rounds = RoundTracker(fragments)
         view, decisions = LivenessView(context), DecisionLog(context.host, context.identity, context.swarm)
         rules = FormationRules(quorum, grace, max_group, gather or screen.gathers)
-        self._leader = GroupLeader(context, timeouts, rules, decisions, self._rounds, view)
+        patience = Patience()
+        super().__init__(context.host, self._rounds, timeouts, patience)
+        self._leader = GroupLeader(context, timeouts, rules, decisions, self._rounds, view, patience)
         self._groups = GroupMember(
-            context, timeouts, self._leader, decisions, self._rounds, view, largest=max_group + 1, follow=follow
+            context, timeouts, self._leader, decisions, self._rounds, view, patience, largest=max_group + 1, follow=follow
         )
-        super().__init__(context.host, self._rounds, timeouts.limit)
+        self._largest = max_group + 1
 
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[Outcome]:
         """Begin a round. Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors."""
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
+        self.moved = moved(mine.payload.numel(), min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

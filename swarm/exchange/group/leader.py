@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
-from shoal.swarm.exchange.group.commit import GroupCommit, MemberState
+from shoal.swarm.exchange.group.commit import GroupCommit, MemberState, moved
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import difference
@@ -79,9 +79,10 @@ class GroupLeader:
         decisions: DecisionLog,
         rounds: RoundTracker,
         view: LivenessView,
+        patience: Patience,
     ) -> None:
         self._context, self._timeouts, self._rules = context, timeouts, rules
-        self._decisions, self._rounds, self._view = decisions, rounds, view
+        self._decisions, self._rounds, self._view, self._patience = decisions, rounds, view, patience
         self._pending: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
         """The form of this node's own contributions, by fragment."""
@@ -106,7 +107,7 @@ class GroupLeader:
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(ready.patience, self._timeouts.wait)
+        until = asyncio.get_running_loop().time() + min(ready.patience, self._patience.of(self._timeouts))
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
         try:
@@ -187,7 +188,8 @@ class GroupLeader:
 
     async def _attend(self, member: MemberState) -> None:
         """Receive the member's reports until its group is over or it is gone."""
-        longest = member.until + self._timeouts.exchange + 8 * self._timeouts.chunk
+        most = moved(member.ready.nbytes, self._rules.max_group + 1)
+        longest = member.until + self._timeouts.moving(most) + 8 * self._timeouts.chunk
         listening = asyncio.ensure_future(self._listen(member, longest))
         over = asyncio.ensure_future(member.over.wait())
         try:
@@ -249,9 +251,8 @@ class GroupLeader:
         groups = partition_into_groups(self._context.seed, key[0], members, self._rules.max_group)
         for names in groups:
             group = {peer: members[peer] for peer in names}
-            verdict = GroupCommit(
-                self._decisions, group, alone=len(groups) == 1, gather=self._rules.gather, timeout=self._timeouts.exchange
-            )
+            timeout = self._timeouts.moving(moved(next(iter(group.values())).ready.nbytes, len(group)))
+            verdict = GroupCommit(self._decisions, group, alone=len(groups) == 1, gather=self._rules.gather, timeout=timeout)
             self._start(verdict.run())
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:

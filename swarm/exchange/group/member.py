@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.allreduce import AllReduce
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
+from shoal.swarm.exchange.group.commit import moved
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupLeader
 from shoal.swarm.exchange.group.liveness import LivenessView
@@ -72,20 +73,23 @@ class GroupMember:
         decisions: DecisionLog,
         rounds: RoundTracker,
         view: LivenessView,
+        patience: Patience,
         *,
         largest: int,
         follow: bool,
     ) -> None:
         self._context, self._timeouts, self._leader = context, timeouts, leader
         self._decisions, self._rounds, self._view = decisions, rounds, view
-        self._largest, self._follow = largest, follow
+        self._largest, self._follow, self._patience = largest, follow, patience
         self._streams = PeerStreams(context.host, view, timeouts.chunk)
         self._local: set[asyncio.Task[None]] = set()
         context.host.serve(LEADER_PROTOCOL, leader.serve)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
-        pending = _RoundState(attempt, asyncio.get_running_loop().time() + self._timeouts.wait)
+        now = asyncio.get_running_loop().time()
+        self._patience.begin(now)
+        pending = _RoundState(attempt, now + self._patience.of(self._timeouts))
         try:
             await self._meet(pending)
         except Exception:  # an error that a peer provoked costs one round, never the training
@@ -150,7 +154,7 @@ class GroupMember:
             if leader != self._context.me:
                 await self._leader.leave(ready.round, ready.fragment, leader)
             formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
-            until = loop.time() + self._timeouts.exchange
+            began = loop.time()
             before: Roster | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
@@ -165,6 +169,7 @@ class GroupMember:
                     for late in self._view.expected(ready.round) - set(group.members):
                         pending.attempt.failed(late, "timeout")
                     self._view.mark_absent(self._view.here() - set(group.members))
+                until = began + self._timeouts.moving(moved(ready.nbytes, len(group.members)))
                 again = await self._reduce(channel, group, pending.attempt, until)
                 if again is None:
                     return

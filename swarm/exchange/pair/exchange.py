@@ -15,7 +15,7 @@ from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import Contribution, encode_contribution
 from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
@@ -42,14 +42,16 @@ class PairExchange(ExchangeBase):
         screen: UpdateScreen = TRUSTING,
     ) -> None:
         self._context, self._screen = context, screen
-        self._matchmaker = PairMatchmaker(context, timeouts, PairTransfer(context.host, timeouts), departed)
-        super().__init__(context.host, self._matchmaker, timeouts.limit)
+        patience, transfers = Patience(), PairTransfer(context.host, timeouts)
+        self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience)
+        super().__init__(context.host, self._matchmaker, timeouts, patience)
 
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[PartnerContribution]:
         """Start looking for a partner. Raises ValueError if ``key`` is of another run than this swarm."""
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
+        self.moved = mine.payload.numel()
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._meet(attempt), lambda received: self._mean(mine, received))
 

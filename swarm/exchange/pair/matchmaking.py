@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, Contribution
 from shoal.swarm.exchange.pair.dialing import open_unless
 from shoal.swarm.exchange.pair.pairing import PairSelector
@@ -97,11 +97,10 @@ class PairMatchmaker:
         timeouts: ExchangeTimeouts,
         transfers: PairTransfer,
         departed: Callable[[], Mapping[str, Member]] = dict,
+        patience: Patience | None = None,
     ) -> None:
-        self._context, self._timeouts, self._transfers = context, timeouts, transfers
+        self._context, self._timeouts, self._transfers, self._patience = context, timeouts, transfers, patience or Patience()
         self._pairing: PairingAttempt | None = None
-        self._began = float("-inf")
-        """The loop's time at which this node began to look for a partner in its last round."""
         self._selector = PairSelector(context, departed)
         self._held: dict[str, tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
         self.next_round = 0
@@ -125,8 +124,9 @@ class PairMatchmaker:
     async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        deadline, period, self._began = began + self._timeouts.wait, began - self._began, began
-        linger = min(self._timeouts.wait * LINGER, LINGER_S, period * WORTH)
+        period, wait = self._patience.begin(began), self._patience.of(self._timeouts)
+        deadline = began + wait
+        linger = min(wait * LINGER, LINGER_S, period * WORTH)
         while True:
             partner, order = self._selector.of(pairing.key.round)
             pairing.partner = partner
@@ -143,7 +143,7 @@ class PairMatchmaker:
                     called_back += 1
                 peer = queue.popleft() if queue else pairing.turned_away.popleft()
                 if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
-                    until = min(deadline, loop.time() + min(self._timeouts.wait * SEARCH, SEARCH_S, period * WORTH))
+                    until = min(deadline, loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH))
                 left = until - loop.time()
                 if left <= 0:
                     break
@@ -206,7 +206,7 @@ class PairMatchmaker:
         if pairing.engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
-        bound = self._timeouts.exchange + 4 * self._timeouts.chunk
+        bound = self._timeouts.moving(pairing.attempt.contribution.payload.numel()) + 4 * self._timeouts.chunk
         try:
             return await asyncio.wait_for(pairing.engaged, bound)
         except asyncio.TimeoutError:
@@ -382,7 +382,7 @@ class PairMatchmaker:
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self._held[peer] = (round, taken)
         # A caller says nothing more until it is answered.
-        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._timeouts.wait))
+        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._patience.of(self._timeouts)))
         try:
             either: set[asyncio.Future[Any]] = {taken, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -82,7 +82,7 @@ class PairTransfer:
         if caller:
             self._undecided.add(exchange)
         began = asyncio.get_running_loop().time()
-        until = began + self._timeouts.exchange
+        until = began + self._timeouts.moving(theirs.nbytes)
         try:
             received = await self._swap(stream, attempt, theirs, until)
             confirm = self._decide if caller else self._follow

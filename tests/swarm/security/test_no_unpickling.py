@@ -155,7 +155,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     kinds, folder = bombs
     monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.SMALL_S", 0.5)
     monkeypatch.setattr("shoal.swarm.p2p.resource_manager.MAX_HANDLERS_PER_PEER", 256)  # all must reach their handlers
-    monkeypatch.setattr("shoal.swarm.state.server.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
+    monkeypatch.setattr("shoal.swarm.state.selection.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor._handlers)
     assert len(served) >= 10
     with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=20) as attacker:

@@ -11,6 +11,7 @@ import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange import context
 from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import transfer
@@ -81,6 +82,12 @@ def test_both_commit(pair):
     assert pair.run(5.0, 6.0, BFLOAT16, round=1) == [(5.5, -5.5)] * 2
     assert pair.hosts[0].traffic.sent == pair.hosts[1].traffic.received
     assert pair.hosts[1].traffic.sent == pair.hosts[0].traffic.received
+
+
+def test_a_large_contribution_gets_the_time_that_a_slow_link_needs(network, monkeypatch):
+    monkeypatch.setattr(context, "LEAST_RATE", 1e4)  # 1.2 MB may take two minutes
+    pair = Pair(network, ExchangeTimeouts(LONG, LONG, exchange=1e-6))
+    assert pair.run() == [(2.0, -2.0)] * 2
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

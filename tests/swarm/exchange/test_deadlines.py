@@ -1,0 +1,67 @@
+"""Deadlines follow what a round moves and how long it takes; the settings are the least."""
+
+import pytest
+
+from shoal.optim.codecs.base import FLOAT32
+from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, Patience
+from shoal.swarm.exchange.group.commit import moved
+from shoal.swarm.state.selection import MAKE_S, making_s
+from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, StateQuery, _fetching_s
+from shoal.swarm.wire.state import StateRequest
+
+TIMEOUTS = ExchangeTimeouts(10.0, 5.0, 120.0)
+SMALL, REAL = 2_000_000, 538_060_032  # bytes: of a toy, and of 135 million parameters in float32
+
+
+def test_the_setting_is_the_least_and_bytes_give_more():
+    assert TIMEOUTS.moving(SMALL) == 120.0
+    assert TIMEOUTS.moving(REAL) == pytest.approx(REAL / LEAST_RATE)
+    assert TIMEOUTS.moving(2**60) == LARGEST_S
+
+
+def test_a_round_has_time_for_its_parts():
+    assert TIMEOUTS.limit(10.0, SMALL) == 10.0 + 120.0 + 8 * 5.0
+    assert TIMEOUTS.limit(60.0, REAL) == pytest.approx(60.0 + REAL / LEAST_RATE + 8 * 5.0)
+
+
+@pytest.mark.parametrize(("members", "times"), [(2, 2), (3, 2), (4, 3), (16, 15)])
+def test_in_a_group_everybody_gets_what_all_others_send(members, times):
+    assert moved(100, members) == 100 * times
+
+
+def patience(*rounds):
+    found = Patience()
+    for now in rounds:
+        found.begin(now)
+    return found.of(TIMEOUTS)
+
+
+def test_long_rounds_wait_for_a_fifth_of_their_time():
+    assert patience(0.0, 500.0, 1000.0) == 100.0
+
+
+@pytest.mark.parametrize("rounds", [(), (0.0,), (0.0, 500.0), (0.0, 2.0, 4.0)])
+def test_quick_rounds_and_the_first_two_wait_as_long_as_is_set(rounds):
+    assert patience(*rounds) == 10.0
+
+
+@pytest.mark.parametrize("rounds", [(0.0, 2.0, 30_000.0), (0.0, 30_000.0, 30_002.0)])
+def test_one_long_pause_is_no_measure(rounds):
+    assert patience(*rounds) == 10.0
+
+
+def test_nobody_waits_longer_than_some_minutes():
+    assert patience(0.0, 86_400.0, 2 * 86_400.0) == LONGEST_S
+
+
+def test_a_newcomer_waits_for_a_source_that_exchanges_a_large_model():
+    assert making_s(SMALL) == pytest.approx(MAKE_S, rel=0.05)
+    assert making_s(REAL) > TIMEOUTS.moving(REAL)
+
+
+def test_a_very_large_state_may_travel_for_hours():
+    request = StateRequest(swarm="a" * 52, model="0" * 64)
+    assert _fetching_s(StateQuery(request, [(10, 10)], {"momentum": [(10, 10)]})) == FETCH_S
+    shapes = [(70_000, 100_000)]  # seven billion values, and as many of momentum
+    large = StateQuery(request, shapes, {"momentum": shapes})
+    assert _fetching_s(large) == ATTEMPTS * 2 * FLOAT32.nbytes(shapes) / LEAST_RATE
