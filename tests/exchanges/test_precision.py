@@ -1,0 +1,27 @@
+"""The ranks of a peer in float16: a gradient that is not finite on one of them lets all leave out the step."""
+
+import math
+from pathlib import Path
+
+import precision_jobs as jobs
+import pytest
+import torch
+
+from shoal.node.training.errors import TrainingError
+from shoal.node.training.precision import check
+
+JOBS = Path(jobs.__file__)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_all_ranks_leave_out_the_same_steps(ranks, kind):
+    try:
+        check("float16", torch.device("cpu"))
+    except TrainingError as error:
+        pytest.skip(str(error))
+    one, other = ranks(2).call(JOBS, "steps", kind=kind, precision="float16")
+    assert one == other
+    assert not one["taken"][jobs.BAD]
+    assert one["taken"][jobs.BAD + 1 :] == [True] * (jobs.STEPS - jobs.BAD - 1)
+    flat = torch.cat([torch.tensor(weights).flatten() for weights in one["weights"]])
+    assert math.isfinite(float(flat.sum()))
