@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from shoal.optim import FLOAT32, OuterOptimizer
-from shoal.swarm.wire.digest import digest
+from shoal.optim import OuterOptimizer
+from shoal.swarm.exchange.payload import float32_digest
 
 ROUNDS = "rounds"
 KEPT = 4_000_000  # values of the slow weights that are kept of a round, about: enough for the distance between nodes
@@ -17,7 +17,7 @@ def digest_of(opt: OuterOptimizer, fragment: int) -> str | None:
     """Return a short digest of a fragment's slow weights; None if a round does not leave them equal on all peers."""
     if not opt.anchored or fragment >= opt.fragments:
         return None
-    return digest(FLOAT32.encode(opt.slow_of(fragment)).numpy().data).hex()[:16]
+    return float32_digest(opt.slow_of(fragment)).hex()[:16]
 
 
 def keep(opt: OuterOptimizer, folder: Path, number: int) -> None:

@@ -182,12 +182,17 @@ class FloatCodec(Stateless):
         for tensor in tensors:
             flat[offset : offset + tensor.numel()].copy_(tensor.detach().reshape(-1))
             offset += tensor.numel()
-        if not all_finite([flat]) and (wide := self._too_large(tensors)) is not None:
+        if not all_finite([flat]):
+            self.check_range(tensors)
+        return flat.view(torch.uint8)
+
+    def check_range(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError for a finite value that is too large for ``dtype``."""
+        if (wide := self._too_large(tensors)) is not None:
             raise ValueError(
                 f"a value of {wide:.6g} is too large for {self.name}, which ends at {torch.finfo(self.dtype).max:.6g}: choose "
                 "float32 (or bfloat16), lower the learning rate, or clip gradients"
             )
-        return flat.view(torch.uint8)
 
     def _too_large(self, tensors: Sequence[Tensor]) -> float | None:
         """Return a finite value that ``dtype`` cannot hold, or None."""

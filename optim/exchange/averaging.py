@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.senders import beyond_senders
 from shoal.optim.exchange.base import Mean, counted_weights, weighted_mean
+from shoal.optim.exchange.on_demand import held_at_once
 from shoal.optim.exchange.robust import Contributions, UpdateScreen
 
 
@@ -22,7 +23,7 @@ def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contribu
     tail = beyond_senders(codec)
     if tail is None:
         return screen.mean(me, fragment, contributions, even)
-    held = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
+    held = sorted(((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
     count = len(held[0][2]) - tail
     rest = weighted_mean([(peer, weight, tensors[count:]) for peer, weight, tensors in held])
     stated, _ = counted_weights([weight for _, weight, _ in held])

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.exchange.on_demand import OnDemand, slabs
 
 MOST = 4.0
 """Largest weight in a mean, in median weights of its members: a stated weight is a claim that nobody checks."""
@@ -68,6 +70,18 @@ class Exchange(Protocol):
         """Begin an exchange. The tensors are copied before this returns; the caller may change them at once.
 
         ``even``: how many of the first tensors get a plain mean over the members that count, whatever their weights.
+        """
+        ...
+
+
+@runtime_checkable
+class Borrows(Protocol):
+    """Exchange that can send tensors of which it makes no copy."""
+
+    def borrow(self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+        """Do as ``start``, but the caller leaves the tensors as they are until ``result`` has returned.
+
+        Should they change earlier, the contribution counts nowhere: what is sent no longer has the digest that was announced.
         """
         ...
 
@@ -136,21 +150,55 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], 
     ordered = sorted(contributions, key=lambda item: item[0])
     weights, limit = counted_weights([weight for _, weight, _ in ordered])
     counted = [(peer, weight, part) for (peer, _, part), weight in zip(ordered, weights, strict=True) if weight > 0]
-    return Mean(combined(counted, even), sum(weights), tuple(peer for peer, _, _ in ordered), len(counted), limit=limit)
+    spare = next((part for (_, _, part), weight in zip(ordered, weights, strict=True) if not weight), None)
+    return Mean(combined(counted, even, spare), sum(weights), tuple(peer for peer, _, _ in ordered), len(counted), limit=limit)
 
 
-def combined(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0) -> list[Tensor]:
-    """Return the sum of the tensors, each times its positive weight's share of all, or the same share in the first ``even``."""
+def combined(
+    contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0, spare: Iterable[Tensor] | None = None
+) -> list[Tensor]:
+    """Return the sum of the tensors, each times its positive weight's share of all, or the same share in the first ``even``.
+
+    It is computed in the tensors of one of them, or in ``spare``, other than ``OnDemand`` ones, which are only read.
+    """
     ordered = sorted(contributions, key=lambda item: item[0])
     total = sum(weight for _, weight, _ in ordered)
+    shares = [(1 / len(ordered), weight / total) for _, weight, _ in ordered]
+    first = ordered[0][2]
+    if isinstance(first, OnDemand):
+        return _into_another(first, [tensors for _, _, tensors in ordered[1:]], shares, even, spare)
     result: list[Tensor] = []
-    for _, weight, tensors in ordered:
-        shares = [1 / len(ordered), weight / total]
+    for (_, _, tensors), share in zip(ordered, shares, strict=True):
         if not result:
-            result = [tensor.mul_(shares[place >= even]) for place, tensor in enumerate(tensors)]
-            continue
-        for place, (accumulated, tensor) in enumerate(zip(result, tensors, strict=True)):
-            accumulated.add_(tensor, alpha=shares[place >= even])
+            result = [tensor.mul_(share[place >= even]) for place, tensor in enumerate(tensors)]
+        elif isinstance(tensors, OnDemand):
+            flat = [tensor.view(-1) for tensor in result]
+            for place, start, stop in slabs(tensors):
+                flat[place][start:stop].add_(tensors.values(place, start, stop), alpha=share[place >= even])
+        else:
+            for place, (accumulated, tensor) in enumerate(zip(result, tensors, strict=True)):
+                accumulated.add_(tensor, alpha=share[place >= even])
+    return result
+
+
+def _into_another(
+    first: OnDemand,
+    others: Sequence[Iterable[Tensor]],
+    shares: Sequence[Sequence[float]],
+    even: int,
+    spare: Iterable[Tensor] | None,
+) -> list[Tensor]:
+    """Return the sum that begins with ``first``, in the same order of additions, piece by piece in the tensors of another."""
+    rest = [tensors if isinstance(tensors, OnDemand) else list(tensors) for tensors in others]
+    room = next((tensors for tensors in (*rest, spare) if tensors is not None and not isinstance(tensors, OnDemand)), None)
+    result = [torch.empty(shape) for shape in first.shapes] if room is None else list(room)
+    flat = [[tensor.view(-1) for tensor in tensors] if isinstance(tensors, list) else tensors for tensors in rest]
+    for place, start, stop in slabs(first):
+        piece = first.values(place, start, stop) * shares[0][place >= even]
+        for tensors, share in zip(flat, shares[1:], strict=True):
+            part = tensors.values(place, start, stop) if isinstance(tensors, OnDemand) else tensors[place][start:stop]
+            piece.add_(part, alpha=share[place >= even])
+        result[place].view(-1)[start:stop] = piece
     return result
 
 

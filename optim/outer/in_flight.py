@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +19,7 @@ class PendingExchange:
 
     handle: Handle
     context: RoundContext
-    contribution: list[Tensor]
+    contribution: Sequence[Tensor]
     step: int
     position: int
     """Position in the schedule at which it was sent."""

@@ -21,6 +21,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import (
     AnnouncesAbsence,
+    Borrows,
     ComparesStates,
     Exchange,
     Handle,
@@ -29,6 +30,7 @@ from shoal.optim.exchange.base import (
     NoPartner,
     RoundKey,
 )
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise
 from shoal.optim.outer.fragments import positions
@@ -41,7 +43,7 @@ from shoal.optim.outer.weighting import Weight, equal
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, AveragesEvenly, RoundContext, Rule, State, assign
 from shoal.optim.schedule.round_length import RoundLength, Steps
-from shoal.optim.schedule.schedule import Schedule, Send
+from shoal.optim.schedule.schedule import Apply, Schedule, Send
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,11 @@ class OuterOptimizer(OuterState):
         self.steps += 1
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
-            for action in self.schedule.at(position):
+            actions = self.schedule.at(position)
+            for action in actions:
                 if isinstance(action, Send):
                     yield from [pending.handle for pending in self._in_flight.get(action.fragment, ()) if not pending.finished]
-                    self._send(action.fragment)
+                    self._send(action.fragment, at_once=Apply(action.fragment) in actions or Apply(action.fragment, 0) in actions)
                 else:
                     due = self._find_due(action.fragment, action.after)
                     if due is not None and not due.finished:
@@ -234,7 +237,8 @@ class OuterOptimizer(OuterState):
         return float(weight)
 
     @torch.no_grad()
-    def _send(self, fragment: int) -> None:
+    def _send(self, fragment: int, *, at_once: bool) -> None:
+        """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
         if fragment >= len(self._parts):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
         for pending in self._in_flight[fragment]:
@@ -248,19 +252,11 @@ class OuterOptimizer(OuterState):
         own_weight = 1.0 if listening or not weight else weight
         context = RoundContext(RoundKey(self.run, self.round, fragment), own_weight, own_weight)
         contribution = self.rule.contribution(slow, fast, state, context)
-        codec = self._codecs[fragment]
+        lends = isinstance(self.exchange, Borrows)
+        if not (lends and at_once):  # otherwise nothing that it is made of changes before its outcome is applied
+            contribution = self._detached(list(contribution)) if lends else list(contribution)
         if weight > 0:
-            tail_codec = BufferTailCodec(codec, len(tail)) if tail else codec
-            sent = 0.0 if listening else weight
-            payload = [*(tensor.float() for tensor in contribution), *tail]
-            handle: Handle
-            if self.anchored and isinstance(self.exchange, ComparesStates):
-                held = sketch(self.slow_of(fragment))
-                handle = self.exchange.start(context.key, payload, sent, tail_codec, state=held)
-            elif isinstance(self.rule, AveragesEvenly) and (even := self.rule.even(len(contribution))):
-                handle = self.exchange.start(context.key, payload, sent, tail_codec, even)
-            else:
-                handle = self.exchange.start(context.key, payload, sent, tail_codec)
+            handle = self._start(context.key, contribution, tail, 0.0 if listening else weight)
         else:
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
@@ -271,6 +267,18 @@ class OuterOptimizer(OuterState):
         self._in_flight[fragment].append(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
+
+    def _start(self, key: RoundKey, contribution: Sequence[Tensor], tail: list[Tensor], weight: float) -> Handle:
+        codec = self._codecs[key.fragment]
+        codec = BufferTailCodec(codec, len(tail)) if tail else codec
+        even = self.rule.even(len(contribution)) if isinstance(self.rule, AveragesEvenly) else 0
+        if isinstance(self.exchange, Borrows):
+            whole = contribution if isinstance(contribution, OnDemand) else OnDemand(contribution)
+            return self.exchange.borrow(key, whole.joined(tail), weight, codec, even)
+        payload = [*(tensor.float() for tensor in contribution), *tail]
+        if self.anchored and isinstance(self.exchange, ComparesStates):
+            return self.exchange.start(key, payload, weight, codec, state=sketch(self.slow_of(key.fragment)))
+        return self.exchange.start(key, payload, weight, codec, even) if even else self.exchange.start(key, payload, weight, codec)
 
     def _find_due(self, fragment: int, after: int | None) -> PendingExchange | None:
         return next((p for p in self._in_flight[fragment] if after is None or p.position == self.position - after), None)
@@ -288,10 +296,12 @@ class OuterOptimizer(OuterState):
 
     def _detach(self) -> None:
         """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
-        just_sent = [pending for exchanges in self._in_flight.values() for pending in exchanges if pending.step == self.steps]
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)} if just_sent else set()
-        for pending in just_sent:
-            pending.contribution = [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in pending.contribution]
+        for pending in (pending for exchanges in self._in_flight.values() for pending in exchanges if pending.step == self.steps):
+            pending.contribution = self._detached(pending.contribution)
+
+    def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
+        return [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in tensors]
 
     @torch.no_grad()
     def _apply(self, fragment: int, pending: PendingExchange) -> None:
@@ -353,11 +363,13 @@ class OuterOptimizer(OuterState):
             return
         for fragment, (steps, _) in enumerate(list(self._sent_at)):
             if steps < self.steps:
-                self._send(fragment)
+                self._send(fragment, at_once=True)
         self._apply_in_flight()
         key = RoundKey(self.run, self.round, len(self._parts))
         self.round += 1
-        mean = self.exchange.start(key, [*(t.float() for t in self.slow), *self._buffers.now()], 1.0, FLOAT32).result()
+        everything = [*(t.float() for t in self.slow), *self._buffers.now()]
+        lent = self.exchange.borrow(key, OnDemand(everything)) if isinstance(self.exchange, Borrows) else None
+        mean = (lent or self.exchange.start(key, everything, 1.0, FLOAT32)).result()
         if mean is not None:
             assign([*self.slow, *self._buffers.now()], mean.tensors)
         assign(self._weights.stage(self._weights.everything), self.slow)

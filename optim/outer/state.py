@@ -292,7 +292,7 @@ class OuterState(Wrapper):
                 follows[index].add_(by)
         self.slow[index].copy_(slow)
 
-    def _unsent(self, fragment: int) -> list[Tensor] | None:
+    def _unsent(self, fragment: int) -> Sequence[Tensor] | None:
         """Return the contribution whose outcome is not known yet, or None."""
         return next((pending.contribution for pending in self._in_flight[fragment] if not pending.finished), None)
 

@@ -54,8 +54,11 @@ class Rule(Protocol):
         """Return the state before the first round, for all parameters."""
         ...
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return the tensors whose mean the rule needs: some of the arguments, or fresh ones. Shapes follow from the model."""
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> Sequence[Tensor]:
+        """Return the tensors whose mean the rule needs: some of the arguments, fresh ones, or ``OnDemand`` ones made of arguments.
+
+        Shapes follow from the model.
+        """
         ...
 
     def apply(

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.optim.exchange.on_demand import OnDemand, differences
 from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 
 
@@ -43,9 +44,9 @@ class DiLoCoRule:
         """Return momentum 0; no buffer without momentum."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> OnDemand:
         """Return the pseudo-gradients."""
-        return pseudo_gradient(slow, fast)
+        return differences(slow, fast)
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.exchange.on_demand import OnDemand
+from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, zeros
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class NoLoCoRule:
         """Return momentum 0."""
         return {"momentum": zeros(slow)}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> OnDemand:
         """Return ``fast`` in the one-tensor form, else ``slow``, then the pseudo-gradients."""
-        return list(fast) if self.sends_weights_only else [*slow, *pseudo_gradient(slow, fast)]
+        return OnDemand(fast if self.sends_weights_only else [*slow, *zip(slow, fast, strict=True)])
 
     def even(self, count: int) -> int:
         """Return the number of tensors of slow weights, if these are sent."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Codec, Shape
+from shoal.optim.codecs.base import Codec, FloatCodec, Shape
 from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.on_demand import OnDemand
+from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, Payload
 from shoal.swarm.wire.digest import digest
 from shoal.swarm.wire.pair import Offer
 
@@ -19,10 +21,10 @@ BARRED = "this node has banned its caller for a while, for what it said in verif
 
 @dataclass(frozen=True)
 class Contribution:
-    """An encoded contribution: ``payload`` (uint8) is made by ``codec`` from tensors of ``shapes``; ``sha256`` is its digest."""
+    """A contribution: ``payload`` is what ``codec`` makes of tensors of ``shapes``; ``sha256`` is its digest."""
 
     key: RoundKey
-    payload: Tensor
+    payload: Payload
     shapes: tuple[Shape, ...]
     codec: Codec
     weight: float
@@ -30,13 +32,9 @@ class Contribution:
     even: int = 0
     """How many of the first tensors get a plain mean, whatever the weights; the same at all peers of the method."""
 
-    def view(self) -> memoryview:
-        """Return the payload's bytes without a copy."""
-        return self.payload.numpy().data
-
-    def tensors(self) -> list[Tensor]:
-        """Decode the payload, as the others do. The tensors may be views into it."""
-        return self.codec.decode(self.payload, self.shapes)
+    def tensors(self) -> Sequence[Tensor]:
+        """Return what the others decode (`Payload.tensors`)."""
+        return self.payload.tensors()
 
     def differs(self, theirs: Offer) -> str | None:
         """Return the reason why this cannot be averaged with the offered contribution, or None."""
@@ -45,21 +43,28 @@ class Contribution:
         if theirs.fragment != self.key.fragment:
             return f"the fragment is {self.key.fragment} here and {theirs.fragment} there"
         reason = shapes_differ(self.shapes, theirs.shapes)
-        if reason is None and theirs.nbytes != self.payload.numel():
-            reason = f"the payload has {self.payload.numel()} bytes here and {theirs.nbytes} there"
+        if reason is None and theirs.nbytes != self.payload.nbytes:
+            reason = f"the payload has {self.payload.nbytes} bytes here and {theirs.nbytes} there"
         return reason
 
 
 def encode_contribution(
     swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int = 0
 ) -> Contribution:
-    """Encode ``tensors``. Raises ValueError if ``key`` is of another run than ``swarm``, or if the codec refuses them."""
+    """Encode ``tensors``; those that are `OnDemand` are borrowed where the codec allows it.
+
+    Raises:
+        ValueError: ``key`` is of another run than ``swarm``, or the codec refuses the tensors.
+    """
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
-    payload = codec.encode(tensors)
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    sha256 = digest(payload.numpy().data)
-    return Contribution(key, payload, shapes, codec, float(weight), sha256, even)
+    shapes = tuple(tensors.shapes if isinstance(tensors, OnDemand) else (tuple(tensor.shape) for tensor in tensors))
+    payload: Payload
+    if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
+        payload = BorrowedPayload(tensors, codec)
+    else:
+        payload = EncodedPayload(codec.encode([tensor.float() for tensor in tensors]), codec, shapes)
+    return Contribution(key, payload, shapes, codec, float(weight), digest(payload.blocks()), even)
 
 
 def model_digest(tensors: Sequence[Tensor]) -> str:

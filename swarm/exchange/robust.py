@@ -43,6 +43,7 @@ from typing import Literal
 from torch import Tensor
 
 from shoal.optim.exchange.base import Mean, RoundKey, combined, weighted_mean
+from shoal.optim.exchange.on_demand import held_at_once
 from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
@@ -142,7 +143,8 @@ class DistanceScreen:
         """Return the weighted mean, or the robust rule's replacement for it."""
         if self.robust == "none":
             return weighted_mean(contributions, even)
-        everyone = sorted(((peer, weight, list(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
+        held = ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions)
+        everyone = sorted(held, key=lambda item: item[0])
         # A peer of weight 0 does not move the others; it takes over their result, in a pair within its own clip.
         whole = [item for item in everyone if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)]
         whole = whole if any(weight for _, weight, _ in everyone) else everyone

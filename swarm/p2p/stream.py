@@ -7,9 +7,9 @@ there, ends the stream with a clean EOF, so EOF before the last expected byte is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.rate_limit import LEAST, BandwidthLimiter, Pace, Pacer
@@ -19,6 +19,19 @@ _HEAD = 4  # bytes of the length before each small message
 _GONE = (ConnectionError, EOFError, BrokenPipeError)  # IncompleteReadError is an EOFError
 
 _T = TypeVar("_T")
+
+
+class Blocks(Protocol):
+    """Bytes to be sent that are made block by block."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are in all."""
+        ...
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Return the blocks, in order; each is done with before the next is made, or soon after."""
+        ...
 
 
 class TrafficMeter:
@@ -112,7 +125,7 @@ class Stream:
 
     async def swap(
         self,
-        outgoing: memoryview,
+        outgoing: memoryview | Blocks,
         incoming: memoryview,
         *,
         chunk_timeout: float,
@@ -121,8 +134,9 @@ class Stream:
     ) -> None:
         """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
 
-        Both are contiguous and their sizes were agreed before. Bytes go straight into ``incoming``, and none
-        beyond it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so far, on the loop.
+        Both are contiguous, ``outgoing`` or each block of it, and their sizes were agreed before. Bytes go straight into
+        ``incoming``, and none beyond it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so far,
+        on the loop.
 
         Raises NetworkError when nothing moved in either direction for ``chunk_timeout`` seconds, at ``deadline``
         (an instant of ``time.monotonic()``), or when the stream ends early; the stream is then closed and ``incoming``
@@ -134,7 +148,7 @@ class Stream:
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
         bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
-        sender = loop.create_task(self._send_bulk(bulk, outgoing.cast("B")))
+        sender = loop.create_task(self._send_bulk(bulk, outgoing))
         whole = False
         try:
             await self._watch(bulk, sender, chunk_timeout, deadline)
@@ -152,9 +166,10 @@ class Stream:
                 if not whole:
                     self.abort()
 
-    async def _send_bulk(self, bulk: _Bulk, outgoing: memoryview) -> None:
-        with self._traffic.pace(self.peer_id, len(outgoing)) as pace:
-            await bulk.send(outgoing, pace)
+    async def _send_bulk(self, bulk: _Bulk, outgoing: memoryview | Blocks) -> None:
+        blocks = iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
+        with self._traffic.pace(self.peer_id, outgoing.nbytes) as pace:
+            await bulk.send(blocks, pace)
 
     async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], chunk_timeout: float, deadline: float) -> None:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
@@ -249,9 +264,15 @@ class _Bulk(asyncio.BufferedProtocol):
         """Return the bytes received plus those that the socket took."""
         return self._received + self._sent - int(self._transport.get_write_buffer_size())
 
-    async def send(self, outgoing: memoryview, pace: Pace | None) -> None:
+    async def send(self, blocks: Iterable[memoryview], pace: Pace | None) -> None:
         """Write everything at ``pace``, and wait until the transport holds no reference to it."""
         self._transport.set_write_buffer_limits(high=2 * CHUNK)
+        for block in blocks:
+            await self._write(block, pace)
+        self._transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
+        await self._can_write()
+
+    async def _write(self, outgoing: memoryview, pace: Pace | None) -> None:
         upload, start = self._traffic.upload, 0
         while start < len(outgoing):
             await self._can_write()
@@ -268,8 +289,6 @@ class _Bulk(asyncio.BufferedProtocol):
             start += len(chunk)
             self._sent += len(chunk)
             self._count(len(chunk))
-        self._transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
-        await self._can_write()
 
     async def _can_write(self) -> None:
         await self._writable.wait()

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from shoal.optim import FLOAT32, Codec, Handle, OuterOptimizer, RoundKey
 from shoal.optim.exchange.base import NoPartner
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.payload import float32_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -27,7 +29,6 @@ from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.wire.digest import digest
 from shoal.swarm.wire.envelope import seal
 
 START = "start"
@@ -60,7 +61,7 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 def digest_of(params: Sequence[Tensor]) -> str:
     """Return the hex digest of the values, as float32."""
-    return digest(FLOAT32.encode([p.detach().float().cpu() for p in params]).numpy().data).hex()
+    return float32_digest(params).hex()
 
 
 def new_swarm(
@@ -191,6 +192,15 @@ class SessionExchange:
             return NoPartner()
         try:
             return self.inner.start(key, tensors, weight, codec, even)
+        except NetworkError:
+            return NoPartner()
+
+    def borrow(self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+        """Begin a round without a copy of the tensors, as ``start`` does with one."""
+        if self._closed:
+            return NoPartner()
+        try:
+            return self.inner.borrow(key, tensors, weight, codec, even)
         except NetworkError:
             return NoPartner()
 

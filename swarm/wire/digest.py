@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
@@ -36,8 +37,14 @@ class HashList:
         return self._list.digest()
 
 
-def digest(payload: memoryview) -> bytes:
-    """Return the digest of a complete payload."""
-    hashes = HashList(payload)
-    hashes.advance(len(payload))
+def digest(blocks: Iterable[memoryview]) -> bytes:
+    """Return the digest of a complete payload, of which ``blocks`` are the chunks of 1 MiB, in order."""
+    hashes = hashlib.sha256()
+    for block in blocks:
+        hashes.update(blake3(block).digest())
     return hashes.digest()
+
+
+def chunks(payload: memoryview) -> Iterator[memoryview]:
+    """Return the chunks of a payload that is held in one piece."""
+    return (payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,14 +37,18 @@ class Gathered:
 
     me: str
     attempt: Attempt
-    parts: Mapping[str, tuple[float, Tensor]]
+    parts: Mapping[str, tuple[float, Tensor | None]]
+    """None: this node's own."""
 
     def mean(self) -> Mean:
         """Average in order of peer ids, so that every member gets the same bits. Call it once: it works in place of the first
         payload.
         """
-        contributions = [(peer, weight, self._tensors(payload)) for peer, (weight, payload) in self.parts.items()]
         attempt, mine = self.attempt, self.attempt.contribution
+        held = self.parts.items()
+        contributions: list[tuple[str, float, Iterable[Tensor]]] = [
+            (peer, weight, mine.tensors() if payload is None else self._tensors(payload)) for peer, (weight, payload) in held
+        ]
         return mean_of(attempt.screen, mine.codec, self.me, attempt.key.fragment, contributions, mine.even)
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
@@ -57,7 +61,7 @@ class AllGather:
 
     def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float) -> None:
         self._streams, self.group, self._me, self._attempt, self._until = streams, group, me, attempt, until
-        self._parts = {me: (attempt.contribution.weight, attempt.contribution.payload)}
+        self._parts: dict[str, tuple[float, Tensor | None]] = {me: (attempt.contribution.weight, None)}
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
 
@@ -126,7 +130,7 @@ class AllGather:
         hashes = HashList(incoming)
         try:
             await stream.swap(
-                self._attempt.contribution.view(), incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
+                self._attempt.contribution.payload, incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
                 on_progress=hashes.advance,
             )  # fmt: skip
             if hashes.digest() != ready.sha256:

@@ -164,7 +164,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype
         self._silence = SENDER * streams.chunk_timeout
         self._calls: dict[Stream, None] = {}
-        flat = mine.payload.view(mine.codec.dtype)
+        flat = mine.payload.whole().view(mine.codec.dtype)
         share = -(-flat.numel() // len(group.members)) * flat.element_size()
         super().__init__(
             p2p=_Endpoint(self, me),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
@@ -80,6 +81,15 @@ class GroupExchange(ExchangeBase):
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[Outcome]:
         """Begin a round. Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors."""
+        return self._begin(key, tensors, weight, codec, even)
+
+    def borrow(
+        self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
+    ) -> ExchangeHandle[Outcome]:
+        """Begin a round without a copy of the tensors where the codec sends plain floats (`shoal.optim.exchange.base.Borrows`)."""
+        return self._begin(key, tensors, weight, codec, even)
+
+    def _begin(self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int) -> ExchangeHandle[Outcome]:
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
         self.moved = moved(mine.payload.numel(), min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)

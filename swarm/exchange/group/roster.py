@@ -74,7 +74,7 @@ def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -
         model=model,
         codec=mine.codec.name,
         shapes=hashlib.sha256(pack_shapes(mine.shapes)).digest(),
-        nbytes=mine.payload.numel(),
+        nbytes=mine.payload.nbytes,
         weight=mine.weight,
         sha256=mine.sha256,
         patience=min(max(patience, 0.0), MAX_PATIENCE),

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
@@ -50,6 +51,17 @@ class PairExchange(ExchangeBase):
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[PartnerContribution]:
         """Start looking for a partner. Raises ValueError if ``key`` is of another run than this swarm."""
+        return self._begin(key, tensors, weight, codec, even)
+
+    def borrow(
+        self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
+    ) -> ExchangeHandle[PartnerContribution]:
+        """Begin a round without a copy of the tensors where the codec sends plain floats (`shoal.optim.exchange.base.Borrows`)."""
+        return self._begin(key, tensors, weight, codec, even)
+
+    def _begin(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int
+    ) -> ExchangeHandle[PartnerContribution]:
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
         self.moved = mine.payload.numel()
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)

@@ -222,7 +222,7 @@ class PairMatchmaker:
                 swarm=self._context.swarm,
                 round=key.round,
                 fragment=key.fragment,
-                nbytes=contribution.payload.numel(),
+                nbytes=contribution.payload.nbytes,
                 shapes=contribution.shapes,
                 dtype="float32",
                 codec=codec.name,

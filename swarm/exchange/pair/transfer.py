@@ -118,7 +118,7 @@ class PairTransfer:
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
         await stream.swap(
-            attempt.contribution.view(),
+            attempt.contribution.payload,
             incoming,
             chunk_timeout=self._timeouts.chunk,
             deadline=until,
