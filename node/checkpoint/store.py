@@ -171,23 +171,33 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 class _Hashed:
-    """File that hashes what is written, so that it need not be read again."""
+    """File that hashes what is written, unless it is ``plain``, so that it need not be read again."""
 
-    def __init__(self, file: BinaryIO, wrote: Callable[[], None]) -> None:
-        self._file, self._wrote, self.digest = file, wrote, hashlib.sha256()
+    def __init__(self, file: BinaryIO, wrote: Callable[[], None], plain: bool = False) -> None:
+        self._file, self._wrote, self._plain, self.digest = file, wrote, plain, hashlib.sha256()
 
     def write(self, data: Any) -> None:
         self._file.write(data)
-        self.digest.update(data)
+        if not self._plain:
+            self.digest.update(data)
         self._wrote()
 
 
-def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[[str], None] = lambda point: None) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    state: Any,
+    *,
+    keep: int = KEEP,
+    at: Callable[[str], None] = lambda point: None,
+    hash_later: bool = False,
+) -> Path:
     """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are kept.
 
     ``state`` nests dicts, lists and tuples of None, bool, int, float, str and tensors (any dtype that safetensors
     knows, any device, any strides). Subclasses of dict come back as dict, tensors on the CPU without gradient.
-    It may be `Packed` already. ``at`` is called with each of the `POINTS` that is reached.
+    It may be `Packed` already. ``at`` is called with each of the `POINTS` that is reached. ``hash_later``: read the tensor file
+    once more to hash it, so that the tensors are written sooner.
 
     Raises:
         CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
@@ -201,10 +211,11 @@ def save(folder: Path, step: int, state: Any, *, keep: int = KEEP, at: Callable[
         with _temporary(folder) as temporary:
             at("begun")
             with (temporary / TENSORS).open("wb") as file:
-                hashed = _Hashed(file, lambda: at("block"))
+                hashed = _Hashed(file, lambda: at("block"), hash_later)
                 write_tensors(hashed, kinds, packed.tensors.__getitem__)
             at("tensors")
-            body = {"format": FORMAT, "step": step, "tensors_sha256": hashed.digest.hexdigest(), "state": packed.tree}
+            tensors = _sha256(temporary / TENSORS) if hash_later else hashed.digest.hexdigest()
+            body = {"format": FORMAT, "step": step, "tensors_sha256": tensors, "state": packed.tree}
             text = json.dumps(body)
             digest = hashlib.sha256(text.encode()).hexdigest()
             (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")

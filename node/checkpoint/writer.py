@@ -1,4 +1,7 @@
-"""Saving checkpoints without stopping: the state is copied between two steps, and a thread writes it while training goes on.
+"""Saving checkpoints: the state is copied between two steps, and a thread writes it while training goes on.
+
+Where memory does not suffice for a copy, of up to 20 bytes a parameter, training stands still until the tensors themselves are
+written, which takes about as long as the first copy did, or as the disk is slow; the rest of the save goes on beside training.
 
 There is one copy and one writer. A save that comes due while the previous one is being written is postponed until that is done, and
 then saves the state of that moment: so a slow disk makes checkpoints rarer, and neither queues nor memory grow. (In-memory
@@ -42,7 +45,7 @@ class Snapshots:
             CheckpointError: memory does not suffice.
             TypeError: a checkpoint cannot hold ``state``.
         """
-        packed = pack(state)
+        packed = state if isinstance(state, Packed) else pack(state)
         free = {shaped: list(buffers) for shaped, buffers in self._buffers.items()}
         try:
             copies = {name: self._copy(tensor, free) for name, tensor in packed.tensors.items()}
@@ -70,6 +73,10 @@ class Snapshots:
             self._buffers.setdefault(shaped, []).append(buffer)
         return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory kept for the next copy."""
@@ -89,6 +96,7 @@ class CheckpointWriter:
         notify: called with sentences for the user.
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
         room: called with the bytes of a checkpoint before it is written, in that thread; raises CheckpointError without room.
+        copies: called with the bytes of memory that a copy would take, returns whether it may.
     """
 
     def __init__(
@@ -100,9 +108,14 @@ class CheckpointWriter:
         notify: Callable[[str], None],
         at: Callable[[str], None] = lambda point: None,
         room: Callable[[int], None] = lambda nbytes: None,
+        copies: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
         self._folder, self._keep, self._state, self._notify, self._at = folder, keep, state, notify, at
-        self._room = room
+        self._room, self._copies = room, copies
+        self._size = 0
+        """Bytes of the tensors of the last save."""
+        self._free, self._given_up = threading.Event(), threading.Event()
+        """Whether training may change the tensors that are being written, and whether it does before it may."""
         self._snapshots = Snapshots()
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -121,7 +134,10 @@ class CheckpointWriter:
         return self._snapshots.nbytes
 
     def turn(self, step: int) -> None:
-        """Begin a save that is due, and report how the previous one ended; call it between two steps. Never waits for the disk."""
+        """Begin a save that is due, and report how the previous one ended; call it between two steps.
+
+        It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at most.
+        """
         if self.busy:
             return
         self._report()
@@ -135,9 +151,10 @@ class CheckpointWriter:
         self._wait(end)
         if not self.busy:
             self._report()
-            self._begin(step)
-            self._wait(end + self.nbytes / SLOWEST)
+            self._begin(step, last=True)
+            self._wait(end + self._size / SLOWEST)
         if self.busy:
+            self._given_up.set()
             return (
                 f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is too slow or hangs; the older "
                 "checkpoints are as they were."
@@ -150,23 +167,45 @@ class CheckpointWriter:
         if self._writer is not None:
             self._writer.join(max(end - time.monotonic(), 0.0))
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, *, last: bool = False) -> None:
+        """Begin a save. The ``last`` needs no copy and is not waited for here, because no step follows it."""
         try:
-            packed = self._snapshots.take(self._state())
+            packed = pack(self._state())
+            self._size = sum(tensor.nbytes for tensor in packed.tensors.values())
+            copied = not last and self._copies(max(self._size - self._snapshots.nbytes, 0))
+            if copied:
+                packed = self._snapshots.take(packed)
         except (CheckpointError, TypeError) as error:
             self._failure = _as_failure(error)
             self._report(done=True)
             return
+        if not copied:
+            self._snapshots.clear()
+        self._free, self._given_up = threading.Event(), threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
-        self._writer = threading.Thread(target=self._write, args=(step, packed), name="shoal-checkpoint", daemon=True)
+        arguments = (step, packed, copied, self._free, self._given_up)
+        self._writer = threading.Thread(target=self._write, args=arguments, name="shoal-checkpoint", daemon=True)
         self._writer.start()
+        if not copied and not last and not self._free.wait(PATIENCE_S + self._size / SLOWEST):
+            self._given_up.set()
 
-    def _write(self, step: int, packed: Packed) -> None:
+    def _write(self, step: int, packed: Packed, copied: bool, free: threading.Event, given_up: threading.Event) -> None:
+        def at(point: str) -> None:
+            self._at(point)
+            if point == "block" and given_up.is_set():  # what was written since may be of another step
+                raise CheckpointError(
+                    f"Cannot save a checkpoint to {str(self._folder)!r}: the disk is too slow or hangs; choose another folder."
+                )
+            if point == "tensors":
+                free.set()
+
         try:
             self._room(sum(tensor.nbytes for tensor in packed.tensors.values()))
-            save(self._folder, step, packed, keep=self._keep, at=self._at)
+            save(self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied)
         except (CheckpointError, MemoryError, ValueError) as error:
             self._failure = _as_failure(error)
+        finally:
+            free.set()
 
     def _report(self, done: bool = False) -> None:
         """Report how the finished save ended."""

@@ -115,6 +115,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path):
     assert "was not saved" in run.saver.last(1, patience_s=0.0)
     disk.free.set()
     run.written()
+    assert steps(tmp_path) == []  # the state may have changed since
     disk.free.clear()
     disk.reached.clear()
     run.train(due=True)
@@ -122,6 +123,58 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path):
     assert "the disk is too slow or hangs" in run.saver.last(2, patience_s=0.0)  # still at the one before
     disk.free.set()
     run.written()
+
+
+def test_without_memory_for_a_copy_training_stands_still_until_the_tensors_are_written(tmp_path):
+    order, synced = [], threading.Event()
+
+    def at(point):
+        order.append(point)
+        if point == "state":  # the rest of the save goes on beside training
+            assert synced.wait(LONG)
+
+    run = Training(tmp_path, at=at, copies=lambda nbytes: False)
+    run.train(due=True)
+    assert "tensors" in order
+    assert run.saver.nbytes == 0
+    for _ in range(3):
+        run.train()
+    assert run.saver.busy
+    synced.set()
+    run.written()
+    assert check(tmp_path) == 1
+
+
+def test_a_hanging_disk_holds_up_a_save_without_a_copy_for_a_while_and_what_is_mixed_is_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.node.checkpoint.writer.PATIENCE_S", 0.0)
+    disk = Disk()
+    run = Training(tmp_path, at=disk, copies=lambda nbytes: False)
+    run.train(due=True)  # returns, though the disk hangs
+    assert disk.reached.wait(LONG)
+    run.train()
+    disk.free.set()
+    run.written()
+    run.train()
+    assert steps(tmp_path) == []
+    assert "the disk is too slow or hangs" in run.said[0]
+
+
+def test_no_copy_is_made_for_the_last_save_and_memory_that_is_short_is_given_back(tmp_path):
+    wanted, room = [], [True]
+    run = Training(tmp_path, copies=lambda nbytes: wanted.append(nbytes) or room[0])
+    run.train(due=True)
+    run.written()
+    assert run.saver.nbytes == 3 * 4 * 4 + 5 * 2
+    run.train(due=True)
+    run.written()
+    assert wanted == [58, 0]  # the copy that is there already takes no more
+    room[0] = False
+    run.train(due=True)
+    run.written()
+    assert run.saver.nbytes == 0
+    assert run.saver.last(3) is None
+    assert len(wanted) == 3
+    assert check(tmp_path) == 3
 
 
 def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
