@@ -2,10 +2,10 @@
 
     python bench/memory.py --params 10e6 --methods noloco,diloco --json
 
-Real nodes train the built-in GPT on this machine, in processes of their own and over real sockets: two from the start, which
-exchange and save checkpoints, and one that joins later, takes their weights and trains with them. Each row has the largest peak of
-resident memory of the three (VmHWM of Linux) less that of a process that has loaded the same modules and trains the same model with
-the same optimizer alone, divided by the parameters. The network daemons are processes of their own (``daemon_mb``).
+Real nodes train the built-in GPT (bench/_memory_task.py) on this machine, in processes of their own and over real sockets: two from
+the start, which exchange and save checkpoints, and one that joins later, takes their weights and trains with them. Each row has the
+largest peak of resident memory of the three (VmHWM of Linux) less that of a process that has loaded the same modules and trains the
+same model with the same optimizer alone, divided by the parameters.
 
 Batches are small, so that the peak of a step is not that of its activations. The nodes get ``--ram`` as large as what they need, as
 they would on a machine that is just large enough: where memory is plentiful a checkpoint is written from a copy (--roomy).
@@ -29,8 +29,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900.0
 HEADS = 4
-WORDS = 256  # vocabulary: bytes
-CONTEXT = 16
+TASK = f"{ROOT / 'bench' / '_memory_task.py'}:Bytes"
+NEED = 17  # bytes a parameter beyond training alone that a node is allowed, by --ram
+QUEUES = 0.05  # of --ram, for what waits in queues
 
 
 def shape_for(params: float) -> tuple[int, int]:
@@ -44,7 +45,7 @@ class Process:
     """A process of which the peak of resident memory is noted until it ends."""
 
     def __init__(self, home: Path, name: str, command: list[str]) -> None:
-        self.name, self.peak, self.anonymous, self.daemon, self.lines = name, 0, 0, 0, list[str]()
+        self.name, self.peak, self.anonymous, self.lines = name, 0, 0, list[str]()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -63,8 +64,6 @@ class Process:
             found = _status(self.process.pid)
             self.peak = max(self.peak, found.get("VmHWM", 0))
             self.anonymous = max(self.anonymous, found.get("RssAnon", 0))
-            for child in _children(self.process.pid):
-                self.daemon = max(self.daemon, _status(child).get("VmHWM", 0))
             time.sleep(0.02)
 
     def until(self, condition: Any, what: str, began: float) -> Any:
@@ -97,29 +96,21 @@ def _status(pid: int) -> dict[str, int]:
     return {found[0].rstrip(":"): 1024 * int(found[1]) for found in words if len(found) == 3 and found[2] == "kB"}
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
-    except OSError:
-        return []
-
-
 def alone(options: argparse.Namespace) -> None:
     """Train in this process, with nothing of an outer optimizer; print the number of parameters."""
     import torch
 
     import shoal.node.runtime.node_run  # noqa: F401  (what a node has loaded)
+    from bench._memory_task import Bytes
     from shoal.node.task import Shard
-    from shoal.node.tasks.text import TextTask
 
     torch.set_num_threads(1)
-    layers, width = shape_for(options.params)
-    task = TextTask(layers=layers, width=width, heads=HEADS, context=CONTEXT, batch=1)
+    task = Bytes(*shape_for(options.params))
     model = task.model()
     inner = task.inner_optimizer(list(model.parameters()))
-    batches = iter(task.batches(Shard(0, 8, 0)))
+    batches = task.batches(Shard(0, 8, 0))
     task.evaluate(model)
-    for _ in range(options.every * 2):
+    for _ in range(10):
         task.loss(model, next(batches)).backward()  # type: ignore[no-untyped-call]
         inner.step()
         inner.zero_grad()
@@ -129,7 +120,7 @@ def alone(options: argparse.Namespace) -> None:
 
 def baseline(options: argparse.Namespace, home: Path, began: float) -> tuple[int, int, int]:
     """Return the parameters, and the peaks of resident and of anonymous memory, of training alone."""
-    command = [sys.executable, __file__, "--alone", "--params", str(options.params), "--every", str(options.every)]
+    command = [sys.executable, __file__, "--alone", "--params", str(options.params)]
     process = Process(home, "alone", command)
     process.end(began)
     return int(process.lines[-1]), process.peak, process.anonymous
@@ -143,13 +134,13 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     table = home / "swarm.toml"
     table.write_text(
         f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = {options.every}\n'
-        f"[train]\nsteps = 0\n[task.options]\nlayers = {layers}\nwidth = {width}\n"
-        f"heads = {HEADS}\ncontext = {CONTEXT}\nbatch = 1\n[node]\ncheckpoint_every_rounds = 2\nkeep_checkpoints = 1\n"
+        f"[train]\nsteps = 0\n[task]\nhooks = '{TASK}'\n"
+        f"[task.options]\nlayers = {layers}\nwidth = {width}\n[node]\ncheckpoint_every_rounds = 2\nkeep_checkpoints = 1\n"
     )
 
     def node(name: str, *arguments: str) -> Process:
-        more = ["--name", name, "--folder", str(home / name), "--identity", str(home / f"{name}.key"), "--threads", "1",
-                "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, params, home, offload=offload)]  # fmt: skip
+        more = ["--name", name, "--folder", str(home / name), "--identity", str(home / f"{name}.key"), "--threads", "1", "--task", TASK,
+                "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, peak, params, home, offload=offload)]  # fmt: skip
         return Process(home, name, [sys.executable, "-m", "shoal", *arguments, *more])
 
     first = node("first", "up", str(table))
@@ -174,15 +165,17 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     each = {one.name: round((one.peak - peak) / params, 2) for one in nodes}
     held = {one.name: round((one.anonymous - anonymous) / params, 2) for one in nodes}
     return {
-        "method": method, "offload": offload, "params": params, "bytes_per_parameter": max(each.values()), "nodes": each,
+        "method": method, "offload": offload, "roomy": options.roomy, "params": params, "bytes_per_parameter": max(each.values()), "nodes": each,
         "anonymous_bytes_per_parameter": max(held.values()), "alone_mb": round(peak / 1e6, 1),
-        "daemon_mb": round(max(one.daemon for one in nodes) / 1e6, 1), "rounds_with_others": met,
+        "rounds_with_others": met,
         "wall_s": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
 
-def _extra(options: argparse.Namespace, params: int, home: Path, *, offload: bool) -> list[str]:
-    return []
+def _extra(options: argparse.Namespace, peak: int, params: int, home: Path, *, offload: bool) -> list[str]:
+    """Return a node's options: --ram, unless memory is plentiful, and --offload."""
+    ram = [] if options.roomy else ["--ram", f"{(peak + NEED * params) / (1 - QUEUES) / 1e9:.4f}"]
+    return [*ram, *(["--offload", str(home)] if offload else [])]
 
 
 def _rounds(folder: Path) -> int:
@@ -201,15 +194,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=8, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=4, help="rounds with others before the newcomer comes, and with it")
     parser.add_argument("--newcomer", action=argparse.BooleanOptionalAction, default=True, help="a third node joins later")
+    parser.add_argument("--roomy", action="store_true", help="no --ram: checkpoints are written from a copy")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     sizes = [float(text) for text in options.params.split(",")]
+    sys.path.insert(0, str(ROOT))
     if options.alone:
         options.params = sizes[0]
         alone(options)
         return
-    sys.path.insert(0, str(ROOT))
     from shoal.optim import METHODS
 
     methods = options.methods.split(",") if options.methods else list(METHODS)

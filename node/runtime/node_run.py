@@ -79,8 +79,9 @@ class NodeRun:
         self.settings, self.link, self.display, self.shutdown = settings, link, display, shutdown
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder = settings.node.run_folder
-        keep, room = settings.node.keep_checkpoints, room_maker(self.folder, settings.node.disk)
-        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=display.message, room=room)
+        keep, disk, copies = settings.node.keep_checkpoints, settings.node.disk, resources.room_for_copy(settings.node.ram)
+        room, notify = room_maker(self.folder, disk), display.message
+        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=notify, room=room, copies=copies)
         self._membership: Membership | None = None
         self._parts: NodeParts | None = None
         self._speed = 0.0

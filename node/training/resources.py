@@ -15,7 +15,22 @@ from shoal.swarm.errors import ShoalError
 GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
-_EXCHANGE = 3  # of the slow weights' size: a contribution, and it and the partner's as they travel
+_EXCHANGE = {"noloco": 1, "local": 1, "diloco": 1, "diloco-hb": 1, "none": 0, "sparta": 0.1}
+"""Of the slow weights' size, what an exchange takes: the partner's contribution, in which the mean is computed (bench/memory.py)."""
+_OTHER_EXCHANGE = 2.0
+"""The same with the other methods, whose own contribution is held too."""
+_STATE = {
+    "noloco": 1,
+    "gasloc": 1,
+    "diloco": 1,
+    "diloco-hb": 1,
+    "streaming": 1,
+    "decoupled": 1,
+    "eager": 3,
+    "co2": 2,
+    "sparseloco": 1,
+}
+"""Of the slow weights' size, what the outer rule and the codec remember."""
 
 
 class MemoryBudgetError(ShoalError):
@@ -45,17 +60,16 @@ def check(
     Without such a bound (0), ``log`` is called with a sentence if it needs more than there is. Call it when the model exists, and
     the optimizers' state does not. ``parameters``: those that are trained; ``slow_here``: the slow weights are in main memory.
     """
-    model = sum(_bytes([parameter.data]) for parameter in parameters)
     here = sum(_bytes([parameter.data]) for parameter in parameters if parameter.device.type == "cpu")
     slow = 4 * sum(parameter.numel() for parameter in parameters)
-    outer = slow * (1 if method == "none" else 2)  # with the momentum that most methods have
+    staged = 4 * sum(parameter.numel() for parameter in parameters if parameter.device.type != "cpu" or parameter.itemsize < 4)
+    outer = slow * (1 + _STATE.get(method, 0)) + staged
     parts = {
         "it holds": held(),
         "gradients": here,
         "inner optimizer": _INNER * here,
         "outer optimizer": outer if slow_here else 0,
-        "the copy for checkpoints": model + _INNER * model + outer,
-        "exchange": _EXCHANGE * slow,
+        "exchange": int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow),
         "queues": sum(shares(gigabytes)),
     }
     total = sum(parts.values())
@@ -69,6 +83,16 @@ def check(
             f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end other programs, or train a "
             "smaller model; with --ram it would not begin"
         )
+
+
+def room_for_copy(gigabytes: float) -> Callable[[int], bool]:
+    """Return the function that decides whether a checkpoint may be written from a copy of so many bytes.
+
+    With a bound (``gigabytes``) it may if this process stays within it; else if that takes half of the free memory at most.
+    """
+    if gigabytes:
+        return lambda nbytes: held() + nbytes <= gigabytes * GB
+    return lambda nbytes: 2 * nbytes <= free_memory()[0]
 
 
 def shares(gigabytes: float) -> tuple[int, int]:

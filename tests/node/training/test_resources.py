@@ -36,7 +36,7 @@ PARAMETERS = list(Wide().model().parameters())
 def test_a_model_that_does_not_fit_is_refused_with_the_sum(monkeypatch):
     monkeypatch.setattr(memory, "held", lambda: 100_000_000)
     outer = 4_000_000 * 2
-    training = 4_000_000 * (1 + 2 + 3 + 3) + 2 * outer
+    training = 4_000_000 * (1 + 2 + 1) + outer
     gigabytes = 0.2
     need = 100_000_000 + training + sum(shares(gigabytes))
     assert need < gigabytes * GB
@@ -56,7 +56,7 @@ def test_the_estimate_is_what_the_optimizers_really_take():
 
 def test_without_a_bound_the_user_is_warned_before_the_optimizers_are_made(monkeypatch):
     monkeypatch.setattr(memory, "held", lambda: 100_000_000)
-    need = 4_000_000 * (1 + 2 + 3 + 3 + 4) + sum(shares(0.0))
+    need = 4_000_000 * (1 + 2 + 2 + 1) + sum(shares(0.0))
     logged, made = [], []
 
     def trainer(free):
@@ -88,6 +88,14 @@ def test_a_containers_limit_counts(tmp_path):
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
     assert free_memory(tmp_path, tmp_path) == (500_000, 1_000_000)
     assert free_memory(tmp_path / "none", tmp_path)[0] == 500_000
+
+
+def test_a_checkpoint_is_copied_only_where_that_leaves_memory(monkeypatch):
+    monkeypatch.setattr(memory, "held", lambda: GB)
+    monkeypatch.setattr(memory, "free_memory", lambda: (GB, 9 * GB))
+    bounded, free = memory.room_for_copy(1.5), memory.room_for_copy(0.0)
+    assert (bounded(GB // 2), bounded(GB // 2 + 1)) == (True, False)
+    assert (free(GB // 2), free(GB // 2 + 1)) == (True, False)
 
 
 def test_queues_follow_from_the_budget():
