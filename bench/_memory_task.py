@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class Bytes(Task):
         logits: Tensor = model(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    def inner_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW with a rate at which nothing is learnt and nothing diverges."""
         return torch.optim.AdamW(params, lr=1e-5)
 

@@ -139,9 +139,9 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     )
 
     def node(name: str, *arguments: str) -> Process:
-        more = ["--name", name, "--folder", str(home / name), "--identity", str(home / f"{name}.key"), "--threads", "1", "--task", TASK,
-                "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, peak, params, home, offload=offload)]  # fmt: skip
-        return Process(home, name, [sys.executable, "-m", "shoal", *arguments, *more])
+        own = ["--name", name, "--folder", str(home / name), "--identity", str(home / f"{name}.key"), "--threads", "1"]
+        more = ["--task", TASK, "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, peak, params, home, offload=offload)]
+        return Process(home, name, [sys.executable, "-m", "shoal", *arguments, *own, *more])
 
     first = node("first", "up", str(table))
     nodes = [first]
@@ -165,7 +165,8 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     each = {one.name: round((one.peak - peak) / params, 2) for one in nodes}
     held = {one.name: round((one.anonymous - anonymous) / params, 2) for one in nodes}
     return {
-        "method": method, "offload": offload, "roomy": options.roomy, "params": params, "bytes_per_parameter": max(each.values()), "nodes": each,
+        "method": method, "offload": offload, "roomy": options.roomy, "params": params,
+        "bytes_per_parameter": max(each.values()), "nodes": each,
         "anonymous_bytes_per_parameter": max(held.values()), "alone_mb": round(peak / 1e6, 1),
         "rounds_with_others": met,
         "wall_s": round(time.monotonic() - began, 1),

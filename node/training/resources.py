@@ -16,20 +16,12 @@ GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
 _EXCHANGE = {"noloco": 1, "local": 1, "diloco": 1, "diloco-hb": 1, "none": 0, "sparta": 0.1}
-"""Of the slow weights' size, what an exchange takes: the partner's contribution, in which the mean is computed (bench/memory.py)."""
+"""Of the slow weights' size, what an exchange takes: the partner's contribution, in which the mean is computed."""
 _OTHER_EXCHANGE = 2.0
 """The same with the other methods, whose own contribution is held too."""
 _STATE = {
-    "noloco": 1,
-    "gasloc": 1,
-    "diloco": 1,
-    "diloco-hb": 1,
-    "streaming": 1,
-    "decoupled": 1,
-    "eager": 3,
-    "co2": 2,
-    "sparseloco": 1,
-}
+    "noloco": 1, "gasloc": 1, "diloco": 1, "diloco-hb": 1, "streaming": 1, "decoupled": 1, "eager": 3, "co2": 2, "sparseloco": 1
+}  # fmt: skip
 """Of the slow weights' size, what the outer rule and the codec remember."""
 
 

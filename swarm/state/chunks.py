@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, chunk_size, chunks_in
-from shoal.swarm.wire.digest import CHUNK
+from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, chunks_in
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.state import ChunkReply, ChunkRequest
 
@@ -22,6 +22,8 @@ SMALL_S = 10.0  # seconds for one small message, or without a byte
 CHUNK_S = 60.0  # seconds for one chunk
 IDLE_S = 30.0  # seconds that a caller may leave a stream without a request
 MAX_SERVED = 64  # streams served at once
+
+log = logging.getLogger(__name__)
 
 NOTHING = memoryview(b"")
 
@@ -66,7 +68,11 @@ def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
         return memoryview(snapshot.digests)
     if chunk >= chunks_in(snapshot.header.nbytes):
         return None
-    return snapshot.payload.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(snapshot.header.nbytes, chunk)]
+    try:
+        return snapshot.chunk(chunk)
+    except OSError as error:
+        log.warning("weights are not handed out: %s", error)
+        return None
 
 
 class ChunkSource:

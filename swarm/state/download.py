@@ -23,6 +23,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.chunks import ChunkSource, NotHeldError
 from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
+from shoal.swarm.state.spool import Spool, spool_for
 from shoal.swarm.wire.digest import CHUNK
 from shoal.swarm.wire.state import StateHeader
 
@@ -105,11 +106,10 @@ class ChunkSink(Protocol):
 
 
 class MemorySink:
-    """Sink of ``nbytes`` bytes in memory."""
+    """Sink of ``nbytes`` bytes that are kept until it is gone: in memory, or in a file if they are many."""
 
     def __init__(self, nbytes: int) -> None:
-        self.payload: Tensor = torch.empty(nbytes, dtype=torch.uint8)
-        self._view = self.payload.numpy().data
+        self.content: Tensor | Spool = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8)
         self._have: set[int] = set()
 
     @property
@@ -119,7 +119,10 @@ class MemorySink:
 
     def write(self, chunk: int, data: memoryview) -> None:
         """Copy one chunk into its place."""
-        self._view[chunk * CHUNK : chunk * CHUNK + len(data)] = data
+        if isinstance(self.content, Spool):
+            self.content.write(chunk * CHUNK, data)
+        else:
+            self.content.numpy().data[chunk * CHUNK : chunk * CHUNK + len(data)] = data
         self._have.add(chunk)
 
 

@@ -17,6 +17,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.state.chunks import SMALL_S, ChunkServer
 from shoal.swarm.state.selection import STATE_PROTOCOL, making_s
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, State, encode, make, nothing
+from shoal.swarm.state.spool import Spool
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
 from shoal.swarm.wire.state import StateHeader, StateRequest
@@ -35,8 +36,9 @@ log = logging.getLogger(__name__)
 class StateServer:
     """Server of this node's slow weights. The training thread makes the copy, so no half-updated weights are handed out.
 
-    Memory: at most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that the
-    rule shares, and none two minutes after the last request. While both are being downloaded, further callers get the later of the
+    At most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that the rule
+    shares, and none two minutes after the last request; large ones are files (`shoal.swarm.state.spool`). While both are being
+    downloaded, further callers get the later of the
     two rather than a new one.
     """
 
@@ -107,11 +109,11 @@ class StateServer:
                 self._host.submit(self._hand_out(None))
             else:
                 self._host.submit(self._make(state, encode(state), version))  # copied here, for the next step changes them
-        except NetworkError as error:  # the host is closing
+        except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
             log.debug("weights are not handed out: %s", error)
 
-    async def _make(self, state: State, payload: Tensor, version: tuple[object, ...]) -> None:
+    async def _make(self, state: State, payload: Tensor | Spool, version: tuple[object, ...]) -> None:
         try:
             snapshot = await asyncio.get_running_loop().run_in_executor(None, make, state, payload)
         except BaseException:

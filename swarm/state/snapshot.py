@@ -17,6 +17,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Shape
+from shoal.optim.exchange.on_demand import OnDemand
+from shoal.swarm.exchange.payload import BorrowedPayload
+from shoal.swarm.state.spool import Spool, spool_for
 from shoal.swarm.wire.digest import CHUNK
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.fields import pack_shapes
@@ -49,16 +52,26 @@ class State:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State as bytes: ``payload`` (uint8, flat, float32 values) and the digests of its chunks, as ``header`` declares them."""
+    """State as bytes (float32 values, in memory or in a file) and the digests of its chunks, as ``header`` declares them."""
 
     header: StateHeader
-    payload: Tensor
+    content: Tensor | Spool
     digests: bytes
 
     @property
     def id(self) -> bytes:
         """SHA-256 of the header."""
         return snapshot_id(self.header)
+
+    @property
+    def payload(self) -> Tensor:
+        """The bytes (uint8, flat); those of a file are mapped, and take memory while they are used."""
+        return self.content if isinstance(self.content, Tensor) else self.content.mapped()
+
+    def chunk(self, number: int) -> memoryview:
+        """Return the bytes of one chunk. OSError if the disk fails."""
+        size = chunk_size(self.header.nbytes, number)
+        return read_at(self.content, number * CHUNK, size)
 
 
 def snapshot_id(header: StateHeader) -> bytes:
@@ -76,22 +89,38 @@ def chunk_size(nbytes: int, chunk: int) -> int:
     return min(CHUNK, nbytes - chunk * CHUNK)
 
 
-def digests_of(payload: memoryview) -> bytes:
-    """Return the BLAKE3 digests of all chunks, one after another."""
-    return b"".join(blake3(payload[at : at + CHUNK]).digest() for at in range(0, len(payload), CHUNK))
+def read_at(content: Tensor | Spool, offset: int, nbytes: int) -> memoryview:
+    """Return ``nbytes`` bytes of a snapshot's content from ``offset`` on. OSError if it is in a file and the disk fails."""
+    return content.read(offset, nbytes) if isinstance(content, Spool) else content.numpy().data[offset : offset + nbytes]
 
 
-def encode(state: State) -> Tensor:
-    """Return a copy of the whole state as flat float32 bytes."""
-    return FLOAT32.encode([*state.slow, *(tensor for name in sorted(state.extra) for tensor in state.extra[name])])
+def digests_of(content: Tensor | Spool) -> bytes:
+    """Return the BLAKE3 digests of all chunks, one after another. OSError if the disk fails."""
+    nbytes = content.nbytes
+    sizes = ((number * CHUNK, chunk_size(nbytes, number)) for number in range(chunks_in(nbytes)))
+    return b"".join(blake3(read_at(content, offset, size)).digest() for offset, size in sizes)
 
 
-def make(state: State, payload: Tensor) -> Snapshot:
+def encode(state: State) -> Tensor | Spool:
+    """Return a copy of the whole state as flat float32 bytes, in a file if it is large and there is room."""
+    payload = BorrowedPayload(
+        OnDemand([*state.slow, *(tensor for name in sorted(state.extra) for tensor in state.extra[name])]), FLOAT32
+    )
+    spool, offset = spool_for(payload.nbytes), 0
+    if spool is None:
+        return payload.whole()
+    for block in payload.blocks():
+        spool.write(offset, block)
+        offset += len(block)
+    return spool
+
+
+def make(state: State, payload: Tensor | Spool) -> Snapshot:
     """Return the snapshot of ``state``, whose `encode` is ``payload``. Hashes all of it: do not call it on the host's loop."""
-    digests = digests_of(payload.numpy().data)
+    digests = digests_of(payload)
     header = StateHeader(
         round=state.round,
-        nbytes=payload.numel(),
+        nbytes=payload.nbytes,
         shapes=tuple(tuple(tensor.shape) for tensor in state.slow),
         dtype="float32",
         sha256=hashlib.sha256(digests).digest(),

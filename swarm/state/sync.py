@@ -127,7 +127,7 @@ class _StateInMemory:
         return MemorySink(header.nbytes)
 
     async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
-        state = read(Snapshot(header, sink.payload, digests), self._extra)
+        state = read(Snapshot(header, sink.content, digests), self._extra)
         tensors = [*state.slow, *(tensor for part in state.extra.values() for tensor in part)]
         if await asyncio.get_running_loop().run_in_executor(None, all_finite, tensors):
             return state
