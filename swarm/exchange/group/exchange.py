@@ -91,6 +91,6 @@ class GroupExchange(ExchangeBase):
 
     def _begin(self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int) -> ExchangeHandle[Outcome]:
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
-        self.moved = moved(mine.payload.numel(), min(self._largest, len(self._context.members())))
+        self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

@@ -63,7 +63,7 @@ class PairExchange(ExchangeBase):
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int
     ) -> ExchangeHandle[PartnerContribution]:
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
-        self.moved = mine.payload.numel()
+        self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._meet(attempt), lambda received: self._mean(mine, received))
 

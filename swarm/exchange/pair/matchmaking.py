@@ -206,7 +206,7 @@ class PairMatchmaker:
         if pairing.engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
-        bound = self._timeouts.moving(pairing.attempt.contribution.payload.numel()) + 4 * self._timeouts.chunk
+        bound = self._timeouts.moving(pairing.attempt.contribution.payload.nbytes) + 4 * self._timeouts.chunk
         try:
             return await asyncio.wait_for(pairing.engaged, bound)
         except asyncio.TimeoutError:
