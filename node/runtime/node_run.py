@@ -78,9 +78,8 @@ class NodeRun:
     ) -> None:
         self.settings, self.link, self.display, self.shutdown = settings, link, display, shutdown
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
-        self.folder = settings.node.run_folder
-        keep, disk, copies = settings.node.keep_checkpoints, settings.node.disk, resources.room_for_copy(settings.node.ram)
-        room, notify = room_maker(self.folder, disk), display.message
+        self.folder, node, copies = settings.node.run_folder, settings.node, resources.room_for_copy(settings.node.ram)
+        keep, room, notify = node.keep_checkpoints, room_maker(self.folder, node.disk), display.message
         self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=notify, room=room, copies=copies)
         self._membership: Membership | None = None
         self._parts: NodeParts | None = None

@@ -19,7 +19,9 @@ from torch import Tensor
 from shoal.optim.codecs.base import buffer
 from shoal.optim.exchange.averaging import mean_of
 from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.robust import UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
 from shoal.swarm.exchange.group.roster import Roster
 from shoal.swarm.p2p.stream import short
@@ -36,7 +38,8 @@ class Gathered:
     """The whole, verified contributions of a group: peer id -> weight and payload."""
 
     me: str
-    attempt: Attempt
+    mine: Contribution
+    screen: UpdateScreen
     parts: Mapping[str, tuple[float, Tensor | None]]
     """None: this node's own."""
 
@@ -44,16 +47,15 @@ class Gathered:
         """Average in order of peer ids, so that every member gets the same bits. Call it once: it works in place of the first
         payload.
         """
-        attempt, mine = self.attempt, self.attempt.contribution
+        mine = self.mine
         held = self.parts.items()
         contributions: list[tuple[str, float, Iterable[Tensor]]] = [
             (peer, weight, mine.tensors() if payload is None else self._tensors(payload)) for peer, (weight, payload) in held
         ]
-        return mean_of(attempt.screen, mine.codec, self.me, attempt.key.fragment, contributions, mine.even)
+        return mean_of(self.screen, mine.codec, self.me, mine.key.fragment, contributions, mine.even)
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
-        mine = self.attempt.contribution
-        yield from mine.codec.decode(payload, mine.shapes)  # one peer's after the other's, to hold one at a time
+        yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time
 
 
 class AllGather:
@@ -81,7 +83,9 @@ class AllGather:
 
     def result(self, mean: int) -> Gathered:
         """Return the decided contributions, ready to be averaged."""
-        return Gathered(self._me, self._attempt, {peer: self._parts[peer] for peer in self.group.at(mean)})
+        # Not of the attempt, which will hold it: a ring of both would keep every round's payloads until Python looks for rings.
+        attempt = self._attempt
+        return Gathered(self._me, attempt.contribution, attempt.screen, {peer: self._parts[peer] for peer in self.group.at(mean)})
 
     def lose(self, places: int) -> None:
         """Stop waiting for members that have died."""

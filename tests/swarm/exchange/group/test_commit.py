@@ -1,6 +1,7 @@
 """What counts and what does not when members of a group, or its leader, die, stop, lie, or are too late."""
 
 import asyncio
+import gc
 import math
 
 import pytest
@@ -376,3 +377,16 @@ def test_who_was_called_off_before_the_group_was_formed_is_not_in_it(school):
     school.until(lambda: leader.waiting() == 0)
     assert school.values([second.start(0, 1.0), third.start(0, 3.0)]) == [2.0, 2.0]
     assert early.result() is None
+
+
+def test_a_rounds_payloads_are_gone_with_its_mean(school):
+    peers = school.peers(3)
+    gc.collect()
+    gc.disable()
+    try:
+        assert None not in [handle.result() for handle in start(peers, FLOAT32)]
+        for peer in peers:
+            peer.host.call(asyncio.sleep(0.1), 5)  # the rest of the round, in the simulated loop's time
+        assert [type(held).__name__ for held in gc.get_objects() if type(held).__name__ in ("Gathered", "Contribution")] == []
+    finally:
+        gc.enable()
