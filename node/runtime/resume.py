@@ -167,6 +167,7 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
     except ValueError as error:
         raise TrainingError(f"The checkpoint is of another model ({error}): use the same task and options.") from error
     trainer.model.load_state_dict(state["model"])
+    trainer.inner_step.load_state_dict(state.get("scaler"))
     if opt.round == 0:  # so that peers that join take over these weights, not those of the random seed
         opt.round, opt.applied = 1, [0] * opt.fragments
     if trainer.scheduler is not None and fits:
