@@ -21,8 +21,9 @@ from shoal.node.tasks.corpus import DataError, Document, read_documents
 class Finetune(Task):
     """Task with ``base``: folder or name of a model; ``lora``: rank of an adapter, 0: none; ``data``: files or folders of text."""
 
-    def __init__(self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 1e-3) -> None:
-        self.base, self.lora, self.context, self.batch, self.lr = base, lora, context, batch, lr
+    def __init__(self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 0.0) -> None:
+        self.base, self.lora, self.context, self.batch = base, lora, context, batch
+        self.lr = lr or (1e-4 if base and not lora else 1e-3)  # a model that was trained before forgets at more
         self.data = data
 
     @cached_property
@@ -73,11 +74,16 @@ class Finetune(Task):
         found: Tensor = model(input_ids=batch, labels=batch).loss
         return found
 
+    @cached_property
+    def held_out(self) -> Tensor:
+        """32 windows of held-out text, made on first use."""
+        return self.draw(self.tokens_of(None), 32, torch.Generator().manual_seed(0))
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
-        """Return the same loss on held-out text."""
-        batch = self.draw(self.tokens_of(None), 32, torch.Generator().manual_seed(0))
-        return float(self.loss(model, batch.to(next(model.parameters()).device)))
+        """Return the same loss on held-out text, a few windows at a time: the logits of all would take much memory."""
+        device = next(model.parameters()).device
+        return sum(float(self.loss(model, part.to(device))) for part in torch.split(self.held_out, 8)) / 4
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW, for the steps between two exchanges."""
