@@ -1,0 +1,92 @@
+"""What an outer optimizer holds: nothing of the model's size but slow weights and the rule's state where it can be avoided."""
+
+import pytest
+import torch
+
+from shoal.optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
+from shoal.optim.exchange.base import NoPartner
+from shoal.optim.exchange.on_demand import OnDemand
+
+
+class Lender:
+    """Exchange that borrows, and notes what it is given."""
+
+    def __init__(self):
+        self.lent = []
+
+    def start(self, *_args, **_kwargs):
+        raise AssertionError("it can do without a copy")
+
+    def borrow(self, key, tensors, weight=1.0, codec=None, even=0):
+        assert isinstance(tensors, OnDemand)
+        self.lent.append((tensors, [tensor.clone() for tensor in tensors]))
+        return NoPartner()
+
+
+def train(method, exchange, steps, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(4, 3).to(dtype)), torch.nn.Parameter(torch.randn(5).to(dtype))]
+    opt = method(torch.optim.SGD(weights, lr=0.1), exchange, every=2, **options)
+    for step in range(steps):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 1.0 + step)
+        opt.step()
+    return opt, weights
+
+
+def test_a_float32_parameter_is_its_own_staging():
+    opt, weights = train(NoLoCo, Lender(), 2)
+    assert [fast.data_ptr() for fast in opt._weights.fast] == [weight.data_ptr() for weight in weights]
+    moved = [weight.data_ptr() for weight in weights]
+    assert all(slow.data_ptr() not in moved for slow in opt.slow)
+
+
+@pytest.mark.parametrize("change", [lambda w: w.bfloat16(), lambda w: w.t().contiguous().t()], ids=["dtype", "strides"])
+def test_a_parameter_that_is_replaced_gets_staging_of_its_own(change):
+    opt, weights = train(NoLoCo, Lender(), 1)
+    with torch.no_grad():
+        weights[0].data = change(weights[0].data)
+    weights[0].grad = torch.ones_like(weights[0])
+    opt.step()
+    assert opt._weights.fast[0].data_ptr() != weights[0].data_ptr()
+    assert opt._weights.fast[1].data_ptr() == weights[1].data_ptr()
+    assert torch.equal(opt.slow[0].to(weights[0].dtype), weights[0])
+
+
+@pytest.mark.parametrize("method", [NoLoCo, DiLoCo])
+def test_what_waits_for_its_mean_is_lent_and_not_copied(method):
+    exchange = Lender()
+    opt, weights = train(method, exchange, 2)
+    ours = {tensor.data_ptr() for tensor in (*opt.slow, *weights)}
+    for lent, _ in exchange.lent:
+        for item in lent._items:
+            assert {tensor.data_ptr() for tensor in ([item] if isinstance(item, torch.Tensor) else item)} <= ours
+
+
+@pytest.mark.parametrize(("method", "options"), [(CO2, {}), (StreamingDiLoCo, {"fragments": 1, "lag": 1}), (NoLoCo, {})])
+def test_what_is_lent_stays_as_it_is_while_it_is_in_flight(method, options):
+    class Slow(Lender):
+        """Its rounds are checked when their outcome is asked for."""
+
+        def borrow(self, *args, **kwargs):
+            super().borrow(*args, **kwargs)
+            lent, copies = self.lent[-1]
+            handle = NoPartner()
+            handle.result = lambda deadline=None: [self.same(lent, copies), None][1]
+            return handle
+
+        def same(self, lent, copies):
+            assert all(torch.equal(a, b) for a, b in zip(lent, copies, strict=True))
+
+    exchange = Slow()
+    opt, _ = train(method, exchange, 8, **options)
+    opt.finish()
+    assert len(exchange.lent) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", [NoLoCo, DiLoCo, CO2])
+def test_lending_changes_no_bit(method, dtype):
+    lent, _ = train(method, Lender(), 8, dtype)
+    copied, _ = train(method, type("Copies", (), {"start": lambda *_args, **_kwargs: NoPartner()})(), 8, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(lent.slow, copied.slow, strict=True))

@@ -1,0 +1,61 @@
+"""Payloads: made from the tensors while they are read, and the same bytes as an encoded one."""
+
+import pytest
+import torch
+
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
+from shoal.optim.codecs.registry import codec_named
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.on_demand import OnDemand, differences
+from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, float32_digest
+from shoal.swarm.wire.digest import CHUNK, chunks, digest
+
+SHAPES = [(3,), (CHUNK // 4 - 3,), (5, 7), (0,), (CHUNK // 2 + 11,), ()]
+
+
+def made(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16], ids=lambda codec: codec.name)
+def test_a_borrowed_payload_has_the_bytes_and_the_digest_of_an_encoded_one(codec):
+    slow, fast = made(0), made(1)
+    encoded = codec.encode([s - f for s, f in zip(slow, fast, strict=True)])
+    payload = BorrowedPayload(differences(slow, fast), codec)
+    blocks = list(payload.blocks())
+    assert [len(block) for block in blocks[:-1]] == [CHUNK] * (len(blocks) - 1)
+    assert b"".join(blocks) == encoded.numpy().tobytes() == payload.whole().numpy().tobytes()
+    assert payload.nbytes == encoded.numel()
+    assert digest(payload.blocks()) == digest(chunks(encoded.numpy().data))
+    assert b"".join(payload.blocks()) == b"".join(EncodedPayload(encoded, codec, SHAPES).blocks())
+
+
+def test_the_bytes_of_a_tensor_are_not_copied():
+    tensor = torch.arange(float(CHUNK))
+    (first, *_) = BorrowedPayload(OnDemand([tensor]), FLOAT32).blocks()
+    tensor[0] = 9.0
+    assert torch.frombuffer(first, dtype=torch.float32)[0] == 9.0
+
+
+def test_an_empty_payload_has_no_block():
+    payload = BorrowedPayload(OnDemand([]), FLOAT32)
+    assert (payload.nbytes, list(payload.blocks())) == (0, [])
+
+
+def test_a_value_too_large_for_the_codec_is_refused():
+    with pytest.raises(ValueError, match="too large for float16"):
+        BorrowedPayload(OnDemand([torch.tensor([1.0, 1e6])]), FLOAT16)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", EncodedPayload)])
+def test_only_plain_floats_are_borrowed(name, kind):
+    mine = encode_contribution("swarm", RoundKey("swarm", 0), OnDemand(made(0)), 1.0, codec_named(name))
+    assert isinstance(mine.payload, kind)
+    assert mine.sha256 == encode_contribution("swarm", RoundKey("swarm", 0), made(0), 1.0, codec_named(name)).sha256
+
+
+def test_the_digest_of_weights_is_that_of_their_float32_values():
+    tensors = [tensor.double() for tensor in made(0)]
+    assert float32_digest(tensors) == digest(chunks(FLOAT32.encode(made(0)).numpy().data))
