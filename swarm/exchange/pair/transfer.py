@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
 REMEMBERED = 1024  # outcomes remembered for callees that ask again
-VERIFIED = 10e6  # values a second, at least, that a partner decodes and verifies
+VERIFIED = 3e6  # values a second, at least, that a partner decodes and verifies, also with more nodes than processors
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
 Outcome = Literal["committed", "aborted"]
