@@ -48,7 +48,7 @@ class Layout:
 
     def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
         """Return the outer optimizer's whole state, on rank 0; it may be the optimizer's own tensors."""
-        return opt.state_dict(copy=False)
+        return opt.whole_state(copy=False)
 
     def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
         """Load the whole state that rank 0 gives. ValueError if it does not fit; nothing is changed then."""

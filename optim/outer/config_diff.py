@@ -11,15 +11,20 @@ from shoal.optim.outer.optimizer import OuterOptimizer
 def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
     """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20 and not 50"), or None.
 
-    Compares rule, schedule, codec, weight, length of a round, number of buffers, and fragments. Tensors are not read, so ``other``
-    may be on the device "meta".
+    Compares rule, present outer rate and momentum of each parameter, schedule, codec, weight, length of a round, number of buffers,
+    and fragments. Tensors are not read, so ``other`` may be on the device "meta".
     """
+    for index in range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ():
+        present, expected = mine.outer.values(index), other.outer.values(index)
+        for name in present.keys() & expected.keys():
+            if present[name] != expected[name]:
+                return f"{name} is {present[name]} and not {expected[name]}"
     for one, two in ((mine.rule, other.rule), (mine.schedule, other.schedule)):
         if type(one) is not type(two):
             return f"it is {_name(one)} and not {_name(two)}"
         for item in fields(one):  # type: ignore[arg-type]
             found = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
-            if found is not None:
+            if found is not None and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys():
                 return found
     pairs = {
         "the codec": (mine.codec.name, other.codec.name),

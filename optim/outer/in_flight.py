@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.state import Rejectable
 from shoal.optim.exchange.base import Handle, Mean
+from shoal.optim.outer.param_groups import Parts
 from shoal.optim.rules.base import RoundContext
 
 
@@ -20,6 +21,8 @@ class PendingExchange:
     handle: Handle
     context: RoundContext
     contribution: Sequence[Tensor]
+    rules: Parts
+    """The rules that made it, and that apply its mean."""
     step: int
     position: int
     """Position in the schedule at which it was sent."""

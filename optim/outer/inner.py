@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from shoal.optim.outer.fsdp import local
 from shoal.optim.outer.parameters import Inner
 
 _OF_EARLIER_WEIGHTS = ("LBFGS", "ASGD", "ScheduleFree")
@@ -29,6 +30,17 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
                     "an inner optimizer whose state holds gradients only, such as AdamW"
                 )
     return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
+
+
+def initialises(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a step now would only make the optimizer's state: there is none, and all rates and gradients are 0.
+
+    So torch.distributed.checkpoint's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` prepare a new optimizer.
+    """
+    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(gradient is not None and not bool(local(gradient).any()) for gradient in gradients)
 
 
 class Wrapper(torch.optim.Optimizer):

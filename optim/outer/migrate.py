@@ -41,7 +41,7 @@ def migrate_state(
 
     Args:
         opt: a new optimizer, before any step.
-        saved: the state that ``state_dict`` returned.
+        saved: the state that ``state_dict`` or ``whole_state`` returned.
         kind: kind of the rule that saved it (``kind_of``), if an older version did not save that.
         methods: names of the method that saved it and of the present one; by default the kinds of their rules.
         groups: take over the inner optimizer's settings (learning rates) too, not only its state for each parameter.
@@ -52,7 +52,7 @@ def migrate_state(
     Raises:
         ValueError: the shapes are those of another model; nothing is changed then.
     """
-    saved = opt._without_frozen(dict(saved))
+    saved = opt._without_frozen(opt._whole(saved))
     check_shapes("the saved outer state 'slow'", saved["slow"], opt.slow)
     dropped: list[str] = []
     state: dict[str, Any] = {

@@ -31,11 +31,12 @@ from shoal.optim.exchange.base import (
     RoundKey,
 )
 from shoal.optim.exchange.on_demand import OnDemand
+from shoal.optim.outer import param_groups
 from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.in_flight import PendingExchange
-from shoal.optim.outer.inner import as_one
+from shoal.optim.outer.inner import as_one, initialises
 from shoal.optim.outer.parameters import Exclude, Inner, all_parameters, excluded, trained
 from shoal.optim.outer.sketch import sketch
 from shoal.optim.outer.state import OuterState
@@ -130,6 +131,10 @@ class OuterOptimizer(OuterState):
         self.slow = self._weights.slow
         self._buffers = AveragedBuffers(model if buffers == "average" else None, exclude)
         self.rule_state: State = rule.initial(self.slow)
+        place = {parameter: index for index, parameter in enumerate(self._params)}
+        groups = [[place[p] for p in group["params"] if p in place] for group in self.param_groups]
+        self.outer = param_groups.OuterGroups(rule, self.slow, groups)
+        """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``, for schedulers of torch."""
         self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
         self.steps = 0
         self.position = 0
@@ -169,19 +174,14 @@ class OuterOptimizer(OuterState):
         """Take one inner step, then do what the schedule asks for (it may wait for a partner, within the exchange's limits).
 
         ValueError if a parameter that was frozen when this was made requires a gradient now, or the inner optimizer has more than
-        it had; RuntimeError within ``averaged``. No step is taken then.
+        it had; RuntimeError within ``averaged``. No step is taken then. A step by which torch.distributed.checkpoint makes the
+        inner optimizer's state counts as none.
         """
         self._check_not_averaged("step")
-        if sum(len(group["params"]) for group in self.param_groups) != self._count:
-            raise ValueError(
-                "the inner optimizer has other parameters than when the outer one was made, and they would never be averaged: on "
-                "all peers, finish() and make a new one after adding parameter groups"
-            )
-        if any(p.requires_grad for p in self._frozen):
-            raise ValueError(
-                "a parameter that was frozen when the outer optimizer was made is trained now, and would never be averaged: on all "
-                "peers, finish() and make a new one after unfreezing"
-            )
+        self._check_parameters()
+        if closure is None and initialises(self):
+            self.inner.step()
+            return None
         loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
         for _ in self.after_inner():
             pass  # the next iteration waits for the exchange
@@ -251,27 +251,28 @@ class OuterOptimizer(OuterState):
         self._listening.discard(fragment)
         own_weight = 1.0 if listening or not weight else weight
         context = RoundContext(RoundKey(self.run, self.round, fragment), own_weight, own_weight)
-        contribution = self.rule.contribution(slow, fast, state, context)
+        rules = self.outer.rules(self._parts[fragment])
+        contribution = param_groups.contribution(rules, slow, fast, state, context)
         lends = isinstance(self.exchange, Borrows)
         if not (lends and at_once):  # otherwise nothing that it is made of changes before its outcome is applied
             contribution = self._detached(list(contribution)) if lends else list(contribution)
         if weight > 0:
-            handle = self._start(context.key, contribution, tail, 0.0 if listening else weight)
+            even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
+            handle = self._start(context.key, contribution, tail, 0.0 if listening else weight, even)
         else:
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
                 self.exchange.absent(context.key)
         pending = PendingExchange(
-            handle, context, contribution, self.steps, self.position, finished=weight == 0, listening=listening
+            handle, context, contribution, rules, self.steps, self.position, finished=weight == 0, listening=listening
         )
         self._in_flight[fragment].append(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
-    def _start(self, key: RoundKey, contribution: Sequence[Tensor], tail: list[Tensor], weight: float) -> Handle:
+    def _start(self, key: RoundKey, contribution: Sequence[Tensor], tail: list[Tensor], weight: float, even: int) -> Handle:
         codec = self._codecs[key.fragment]
         codec = BufferTailCodec(codec, len(tail)) if tail else codec
-        even = self.rule.even(len(contribution)) if isinstance(self.rule, AveragesEvenly) else 0
         if isinstance(self.exchange, Borrows):
             whole = contribution if isinstance(contribution, OnDemand) else OnDemand(contribution)
             return self.exchange.borrow(key, whole.joined(tail), weight, codec, even)
@@ -291,7 +292,7 @@ class OuterOptimizer(OuterState):
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
-                self.rule.apply(slow, fast, [], state, RoundContext(exchanges[-1].context.key, members=0))
+                param_groups.apply(exchanges[-1].rules, slow, fast, [], state, RoundContext(exchanges[-1].context.key, members=0))
             self._weights.restart(self._parts[fragment])
 
     def _detach(self) -> None:
@@ -322,13 +323,14 @@ class OuterOptimizer(OuterState):
                 weight = 0.0
         context = RoundContext(pending.context.key, weight, total, members, lag, pending.contribution)
         tensors = pending.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
-        self.rule.apply(slow, fast, tensors, state, context)
+        param_groups.apply(pending.rules, slow, fast, tensors, state, context)
         self._weights.restart(part)
         if mean is not None and fragment == 0:
             assign(self._buffers.now(), mean.tensors[count:])
         # Removed last: had anything above raised, a second call would still find the exchange.
         self._in_flight[fragment].remove(pending)
         self.applied[fragment] = context.key.round
+        self.outer.step()
         self._report(context.key, mean, lag)
 
     def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:

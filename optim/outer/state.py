@@ -16,8 +16,10 @@ from shoal.optim.codecs.state import codec_state
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.inner import Wrapper
+from shoal.optim.outer.param_groups import SETTINGS, OuterGroups
 from shoal.optim.outer.parameters import all_parameters
-from shoal.optim.outer.state_checks import check_keys, check_shapes, settings_changed, settings_of
+from shoal.optim.outer.state_checks import check_keys, check_shapes, groups_of, settings_changed, settings_of
+from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
 from shoal.optim.schedule.round_length import RoundLength
@@ -28,6 +30,7 @@ class OuterState(Wrapper):
     """Base of ``OuterOptimizer``: the state that outlives a step."""
 
     inner: torch.optim.Optimizer
+    outer: OuterGroups
     rule: Rule
     schedule: Schedule
     codec: Codec
@@ -40,6 +43,8 @@ class OuterState(Wrapper):
     tokens: int
     applied: list[int]
     _params: list[Tensor]
+    _frozen: list[Tensor]
+    _count: int
     _parts: list[list[int]]
     _weights: ModelWeights
     _codecs: list[Codec]
@@ -51,23 +56,48 @@ class OuterState(Wrapper):
         if self._averaged:
             raise RuntimeError(f"{what}() within averaged() would be lost: the block ends with the weights that it began with")
 
+    def _check_parameters(self) -> None:
+        """Raise ValueError if the inner optimizer has parameters, or trains some, that were not there or frozen at first."""
+        if sum(len(group["params"]) for group in self.param_groups) != self._count:
+            raise ValueError(
+                "the inner optimizer has other parameters than when the outer one was made, and they would never be averaged: on "
+                "all peers, finish() and make a new one after adding parameter groups"
+            )
+        if any(p.requires_grad for p in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen when the outer optimizer was made is trained now, and would never be averaged: on all "
+                "peers, finish() and make a new one after unfreezing"
+            )
+
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
         return [self.inner] if "inner" in vars(self) else []
 
-    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return everything needed to go on. Exchanges in flight are not saved: their contribution is sent again with the next one.
+    @property
+    def _form(self) -> TorchForm:
+        every = all_parameters(self.inner)
+        return TorchForm(every, self._params, self._parts, self._weights.coarse, self._sent_shapes)
 
-        A resumed run is bit-identical if nothing was in flight (always so when means are applied at once). ``copy=False``: slow
-        weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at once.
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return everything needed to go on, in torch's form (`shoal.optim.outer.torch_form`).
+
+        Exchanges in flight are not saved: their contribution is sent again with the next one. A resumed run is bit-identical if
+        nothing was in flight (always so when means are applied at once). The outer tensors of sharded parameters are DTensors, so
+        torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them, also into another layout.
+        ``copy=False``: slow weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at
+        once.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state = self._saved(copy)
+        state = self._form.pack(self.whole_state(copy=copy))
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
 
-    def _saved(self, copy: bool) -> dict[str, Any]:
+    def whole_state(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return the same state in lists, in the order of ``parameters``: the form of nodes' checkpoints and of older versions.
+
+        Of sharded parameters this process's part only.
+        """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
         for fragment, exchanges in self._in_flight.items() if START in rule else ():
@@ -90,13 +120,15 @@ class OuterState(Wrapper):
             "kind": kind_of(self.rule),
             "settings": settings_of(self.rule),
             "schedule": repr(self.schedule),
+            "groups": self.outer.settings(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned (restoring the model's own weights is up to the caller).
+        """Restore what ``state_dict`` or ``whole_state`` returned (restoring the model's own weights is up to the caller).
 
-        The inner optimizer's settings are restored, as torch does. The outer ones (rule, schedule) stay those of the constructor,
-        because all peers must have the same; a warning names the first that was another when the state was saved.
+        All that is in parameter groups is restored, as torch does: the inner optimizer's settings, the outer ``lr`` and
+        ``momentum``. The others (rule, schedule) stay those of the constructor, because all peers must have the same; a warning
+        names those that were others when the state was saved.
 
         Raises:
             ValueError: shapes differ from this model's, or another method, codec or number of fragments saved it (``migrate_state``
@@ -105,12 +137,14 @@ class OuterState(Wrapper):
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, state) or state
-        state = self._without_frozen(check_keys(state))
+        state = self._without_frozen(check_keys(self._whole(state)))
+        groups = groups_of(state, len(self.outer.param_groups))
         rule_state, codecs = self._checked_rule(state), self._loaded_codecs(state)
         counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
         shallow(self.length).load_state_dict(length, counts["tokens"])
         self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
+        self.outer.restore(groups)
         self.length.load_state_dict(length, counts["tokens"])
         self._codecs, self.codec = codecs, codecs[0]
         in_place(self.slow, state["slow"])
@@ -123,11 +157,15 @@ class OuterState(Wrapper):
         self.steps, self.round, self.tokens, self.position = counts["steps"], counts["round"], counts["tokens"], position
         self.applied = [int(round) for round in state.get("applied", self.applied)]
         self._sent_at = [(int(steps), int(tokens)) for steps, tokens in state.get("sent_at", self._sent_at)]
-        changed = settings_changed(state, self.rule, self.schedule)
+        changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
-            warnings.warn(f"{changed}: outer settings stay those of the constructor", stacklevel=2)
+            warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state in lists, whichever form it has."""
+        return dict(state) if "param_groups" not in state else self._form.unpack(state, self.rule_state)
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without that of frozen parameters, which older versions kept."""

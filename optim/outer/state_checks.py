@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -35,10 +35,24 @@ def settings_of(rule: Rule) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
 
-def settings_changed(state: Mapping[str, Any], rule: Rule, schedule: Schedule) -> str | None:
-    """Return a clause on the settings that were others when ``state`` was saved, or None. (Older states have the schedule only.)"""
+def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the saved settings of the ``count`` outer parameter groups. ValueError if there were others.
+
+    Older states have the same for all groups, or nothing.
+    """
+    groups: list[dict[str, Any]] = state.get("groups", [dict(state.get("settings", {}))] * count)
+    if len(groups) != count:
+        raise ValueError(f"the saved outer state has {len(groups)} parameter groups, this optimizer {count}")
+    return groups
+
+
+def settings_changed(state: Mapping[str, Any], rule: Rule, schedule: Schedule, restored: Collection[str] = ()) -> str | None:
+    """Return a clause on the settings, but for those ``restored``, that were others when ``state`` was saved, or None.
+
+    (Older states have the schedule only.)
+    """
     was, now = dict(state.get("settings", {})), settings_of(rule)
-    names = [name for name in now if name in was and was[name] != now[name]]
+    names = [name for name in now if name in was and was[name] != now[name] and name not in restored]
     before, after = ([f"{name} {values[name]}" for name in names] for values in (was, now))
     if state.get("schedule", repr(schedule)) != repr(schedule):
         before, after = [*before, state["schedule"]], [*after, repr(schedule)]

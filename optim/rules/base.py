@@ -40,6 +40,8 @@ class RoundContext:
     """Inner steps between sending and applying."""
     sent: Sequence[Tensor] = field(default_factory=list)
     """The own contribution whose mean is applied, before any codec."""
+    places: Sequence[int] = ()
+    """Places of the given parameters in the fragment, if the rule has only a part of it."""
 
     @property
     def share(self) -> float:

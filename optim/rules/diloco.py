@@ -119,7 +119,7 @@ class DecoupledRule:
         gradients = pseudo_gradient(slow, fast)
         lengths = [torch.linalg.vector_norm(g) for g in gradients]
         for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
-            if (context.key.fragment, position) not in self.plain and length > 0:
+            if not self._is_plain(position, context) and length > 0:
                 g.div_(length)
         return gradients + lengths
 
@@ -130,7 +130,11 @@ class DecoupledRule:
         count = len(slow)
         merged = rda(mean[:count], mean[count:])
         for position in range(count):
-            if (context.key.fragment, position) in self.plain:
+            if self._is_plain(position, context):
                 merged[position] = mean[position]
         outer_step(slow, merged, state, self.lr, self.momentum, nesterov=True)
         assign(fast, slow)
+
+    def _is_plain(self, position: int, context: RoundContext) -> bool:
+        place = context.places[position] if context.places else position
+        return (context.key.fragment, place) in self.plain

@@ -61,7 +61,7 @@ def bits(made):
 def assert_same_bits(one, other):
     assert len(bits(one)) == len(bits(other))
     assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
-    assert one.opt.state_dict()["inner"]["param_groups"] == other.opt.state_dict()["inner"]["param_groups"]
+    assert one.opt.inner.state_dict()["param_groups"] == other.opt.inner.state_dict()["param_groups"]
 
 
 @pytest.mark.parametrize("saved_at", range(STEPS + 1))

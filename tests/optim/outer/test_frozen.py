@@ -91,7 +91,7 @@ def test_state_that_has_the_frozen_parameters_too_is_loaded():
     net = Adapted()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), every=2)
     train(net, opt, 4)
-    now = opt.state_dict()
+    now = opt.whole_state()
     old = copy.deepcopy(now)
     place = {id(p): number for number, p in enumerate(opt.parameters)}  # the older version's lists had one entry for each
     older = [place.get(id(p)) for p in net.parameters()]
@@ -103,4 +103,4 @@ def test_state_that_has_the_frozen_parameters_too_is_loaded():
     fresh.load_state_dict(old)
     assert all(torch.equal(a, b) for a, b in zip(fresh.slow, opt.slow, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(fresh.rule_state["momentum"], opt.rule_state["momentum"], strict=True))
-    assert {index: tensor.unique().tolist() for index, tensor in fresh.state_dict()["rounding"].items()} == {0: [3.0]}
+    assert {index: tensor.unique().tolist() for index, tensor in fresh.whole_state()["rounding"].items()} == {0: [3.0]}

@@ -143,7 +143,7 @@ def test_what_cannot_be_combined_is_refused_and_a_state_that_does_not_fit_change
         opt.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     ordered = torch.optim.SGD([p for group in opt.param_groups for p in group["params"]], lr=0.7)
     one = NoLoCo(ordered, Alone()).state_dict()
-    with pytest.raises(ValueError, match=r"parameter groups of \[4\] parameters, these of \[2, 2\]"):
+    with pytest.raises(ValueError, match="has 1 parameter groups, this optimizer 2"):
         opt.load_state_dict(one)
     assert [group["lr"] for group in opt.param_groups] == [0.05, 0.05]
 

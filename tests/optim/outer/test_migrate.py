@@ -112,7 +112,7 @@ def test_the_outer_momentum_goes_over_within_the_family_and_is_named_elsewhere()
 
 def test_an_older_checkpoint_does_not_say_its_kind_so_the_caller_may():
     old = Run("diloco").train(10)
-    state = {name: value for name, value in old.opt.state_dict().items() if name not in ("kind", "schedule")}
+    state = {name: value for name, value in old.opt.whole_state().items() if name not in ("kind", "schedule")}
     assert migrate_state(Run("streaming").opt, copy.deepcopy(state), kind="DiLoCo") == []
     assert migrate_state(Run("noloco").opt, copy.deepcopy(state)) == [
         "the outer momentum of a method that was not noted (the method is NoLoCo now)"
@@ -144,11 +144,11 @@ def test_the_memory_of_a_codec_goes_over_where_it_fits_and_is_named_elsewhere():
     old = run("topk2+ef")
     old.opt.exchange = Answers()
     old.train(10)
-    memory = old.opt.state_dict()["codecs"][0]["error"]
+    memory = old.opt.whole_state()["codecs"][0]["error"]
     assert any(bool(tensor.any()) for tensor in memory)
     new = run("topk2+ef")
     assert new.begin_from(old) == []
-    assert same(new.opt.state_dict()["codecs"][0]["error"], memory)
+    assert same(new.opt.whole_state()["codecs"][0]["error"], memory)
     assert run("e3m0+ef").begin_from(old) == ["the memory of the codec topk2+ef (the codec is e3m0+ef now)"]
     assert run("float32").begin_from(old) == ["the memory of the codec topk2+ef (the codec is float32 now)"]
     cut = Run(StreamingDiLoCo, fragments=2, codec=codec_named("topk2+ef"))
@@ -199,7 +199,7 @@ def test_learning_rates_come_over_or_stay():
 def test_another_model_is_refused_and_nothing_is_changed(harm):
     new = Run(LocalSGD).train(3)
     before = copy.deepcopy([new.opt.state_dict(), new.net.state_dict()])
-    state = Run("noloco", width=5 if harm == "width" else 4).train(6).opt.state_dict()
+    state = Run("noloco", width=5 if harm == "width" else 4).train(6).opt.whole_state()
     if harm == "groups":
         state["inner"]["param_groups"] *= 2
     words = r"'slow' has shape \(5, 3\) at tensor 0, this model has \(4, 3\)" if harm == "width" else "other parameter groups"
@@ -217,11 +217,11 @@ def test_load_state_dict_is_strict_about_whose_momentum_it_is():
 
 def test_a_state_that_is_not_copied_is_the_optimizers_own():
     run = Run("co2").train(6)
-    state, copied = run.opt.state_dict(copy=False), run.opt.state_dict()
+    state, copied = run.opt.whole_state(copy=False), run.opt.whole_state()
     assert all(a is b for a, b in zip(state["slow"], run.opt.slow, strict=True))
     assert str(state) == str(copied)
     start = [tensor.clone() for tensor in run.opt.rule_state["start"]]
-    run.opt.state_dict(copy=False)  # what is in flight is added to a copy, not to the optimizer's own
+    run.opt.whole_state(copy=False)  # what is in flight is added to a copy, not to the optimizer's own
     assert same(start, run.opt.rule_state["start"])
 
 

@@ -268,11 +268,12 @@ def test_state_dict_hooks_fire_as_on_any_optimizer():
     state = opt.state_dict()
     assert state["mine"] == 1
     fresh = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1)
-    fresh.register_load_state_dict_pre_hook(lambda given, state: state | {"round": 7})
-    fresh.register_load_state_dict_post_hook(lambda given: calls.append(("after loading", given.round)))
+    groups = [group | {"lr": 0.7} for group in state["param_groups"]]
+    fresh.register_load_state_dict_pre_hook(lambda given, state: state | {"param_groups": groups})
+    fresh.register_load_state_dict_post_hook(lambda given: calls.append(("after loading", given.param_groups[0]["lr"])))
     fresh.load_state_dict(state)
-    assert calls == [("before saving", True), ("after loading", 7)]
-    assert state["round"] == 1
+    assert calls == [("before saving", True), ("after loading", 0.7)]
+    assert state["param_groups"][0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

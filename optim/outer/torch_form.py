@@ -1,0 +1,165 @@
+"""The state of an outer optimizer in the form of torch's optimizers, which torch.distributed.checkpoint knows.
+
+    {"state": {i: {"exp_avg": ..., "outer": {"slow": ..., "momentum": ..., ...}}, ...},
+     "param_groups": [{"lr": ..., "params": [...], "outer": {"lr": ..., "momentum": ..., "progress": "..."}}, ...]}
+
+i is the parameter's number among all of the inner optimizer; its slow weights, the rule's tensors, its rounding error and a codec's
+residuals are in "outer", which frozen and excluded parameters lack. "progress" is a text (JSON) with all that is no tensor, the
+same in each group, because torch keeps nothing beside "state" and "param_groups". Every entry is there from the start, so that a
+new optimizer's state is a template into which a checkpoint can be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.outer.fsdp import local, sharded_like
+
+OUTER, PROGRESS = "outer", "progress"
+_PLAIN = ("steps", "position", "length", "round", "tokens", "sent_at", "applied", "kind", "settings", "schedule")
+
+
+class TorchForm:
+    """Conversion of one optimizer's whole state (``OuterOptimizer.whole_state``) into torch's form, and back.
+
+    Args:
+        every: all parameters of the inner optimizer.
+        params: those that are averaged.
+        parts: positions in ``params``, for each fragment.
+        coarse: tells by position whether rounding errors are kept.
+        sent: returns the shapes of a fragment's contribution.
+    """
+
+    def __init__(
+        self,
+        every: Sequence[Tensor],
+        params: Sequence[Tensor],
+        parts: Sequence[Sequence[int]],
+        coarse: Callable[[int], bool],
+        sent: Callable[[int], list[torch.Size]],
+    ) -> None:
+        self._every, self._params, self._parts, self._coarse, self._sent = every, params, parts, coarse, sent
+        self._place = {parameter: index for index, parameter in enumerate(params)}
+
+    def pack(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state in torch's form. Tensors of sharded parameters are DTensors with the parameter's placements."""
+        state = dict(whole["inner"]["state"])
+        outer = self._tensors(whole)
+        for number, parameter in enumerate(self._every):
+            if parameter in self._place:
+                own = outer[self._place[parameter]]
+                spread = {name: sharded_like(parameter, tensor) for name, tensor in own.items()}
+                state[number] = {**state.get(number, {}), OUTER: spread}
+        progress = {name: whole[name] for name in _PLAIN}
+        progress |= {
+            "rounded": sorted(whole["rounding"]),
+            "rule": sorted(whole["rule"]),
+            "parts": [list(part) for part in self._parts],
+            "codecs": [_counted(memory) for memory in whole["codecs"]],
+        }
+        text = json.dumps(progress)
+        pairs = zip(whole["inner"]["param_groups"], whole["groups"], strict=True)
+        return {"state": state, "param_groups": [{**group, OUTER: {**settings, PROGRESS: text}} for group, settings in pairs]}
+
+    def _tensors(self, whole: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Return the outer tensors of each averaged parameter by name."""
+        found: list[dict[str, Tensor]] = [{"slow": slow} for slow in whole["slow"]]
+        for index, tensors in enumerate(found):
+            tensors |= {name: values[index] for name, values in whole["rule"].items()}
+            if self._coarse(index):
+                error = whole["rounding"].get(index)
+                tensors["rounding"] = torch.zeros_like(whole["slow"][index]) if error is None else error
+        for fragment, memory in enumerate(whole["codecs"]):
+            if "error" not in memory:
+                continue
+            residual = memory["error"]
+            if residual is None:
+                residual = [torch.zeros(shape) for shape in self._sent(fragment)]
+            for (index, name), tensor in zip(_residuals(self._parts[fragment], len(residual)), residual, strict=True):
+                found[index][name] = tensor
+        return found
+
+    def unpack(self, state: Mapping[str, Any], rule: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+        """Return the whole state of ``pack``'s, in which parameters may have names for numbers.
+
+        ``rule``: the rule's present state, for its shapes. ValueError if groups or parameters are others, or the outer part is
+        missing.
+        """
+        groups = state["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
+        text = next((group[OUTER][PROGRESS] for group in groups if OUTER in group), None)
+        if text is None:
+            raise ValueError(
+                "the saved state has no outer part, so it is not an outer optimizer's (load it into the inner one), or it was read "
+                "with flatten_optimizer_state_dict, which does not keep it"
+            )
+        if len(keys) != len(self._every):
+            raise ValueError(f"the saved parameter groups have {len(keys)} parameters, this optimizer {len(self._every)}")
+        progress = json.loads(text)
+        number = {parameter: at for at, parameter in enumerate(self._every)}
+        entries = [dict(state["state"].get(key, {})) for key in keys]
+        outer = [entries[number[parameter]].get(OUTER, {}) for parameter in self._params]
+
+        def row(name: str, shapes: Sequence[torch.Size]) -> list[Tensor]:
+            return [self._one(outer, index, name, shape) for index, shape in enumerate(shapes)]
+
+        own = [local(parameter).shape for parameter in self._params]
+        kept = {name: [tensor.shape for tensor in rule[name]] if name in rule else own for name in progress["rule"]}
+        codecs = [
+            self._codec(outer, number, part, memory)
+            for number, (part, memory) in enumerate(zip(progress["parts"], progress["codecs"], strict=True))
+        ]
+        inner = [{name: value for name, value in entry.items() if name != OUTER} for entry in entries]
+        sizes = [len(group["params"]) for group in groups]
+        firsts = [sum(sizes[:at]) for at in range(len(sizes))]
+        return {name: progress[name] for name in _PLAIN} | {
+            "inner": {
+                "state": {at: entry for at, entry in enumerate(inner) if entry},
+                "param_groups": [
+                    {name: value for name, value in group.items() if name != OUTER} | {"params": [*range(first, first + size)]}
+                    for group, first, size in zip(groups, firsts, sizes, strict=True)
+                ],
+            },
+            "slow": row("slow", own),
+            "rounding": {at: self._one(outer, at, "rounding", own[at]) for at in progress["rounded"] if at < len(own)},
+            "rule": {name: row(name, shapes) for name, shapes in kept.items()},
+            "codecs": codecs,
+            "groups": [{n: v for n, v in group.get(OUTER, {}).items() if n != PROGRESS} for group in groups],
+        }
+
+    def _codec(
+        self, outer: Sequence[Mapping[str, Tensor]], fragment: int, part: Sequence[int], memory: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return a codec's memory with its residuals; ``part``: the fragment when it was saved."""
+        if memory.get("error") is None:
+            return memory
+        found = _residuals(part, memory["error"])
+        shapes: Sequence[torch.Size | None] = [None] * len(found)
+        if any(hasattr(parameter, "to_local") for parameter in self._params) and list(part) == self._here(fragment):
+            shapes = self._sent(fragment)
+        return memory | {"error": [self._one(outer, *place, shape) for place, shape in zip(found, shapes, strict=False)]}
+
+    def _here(self, fragment: int) -> list[int]:
+        return list(self._parts[fragment]) if fragment < len(self._parts) else []
+
+    def _one(self, outer: Sequence[Mapping[str, Tensor]], index: int, name: str, shape: torch.Size | None) -> Tensor:
+        if name not in outer[index]:
+            raise ValueError(f"the saved outer state has no {name!r} of parameter {index}: load it whole, and by the same method")
+        tensor = outer[index][name]
+        part = local(tensor)
+        return part if part is tensor or shape is None or part.numel() != shape.numel() else part.reshape(shape)
+
+
+def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
+    """Return for each of the ``count`` tensors of a contribution its parameter's position and its name."""
+    return [(part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)]
+
+
+def _counted(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a codec's memory with the number of its residuals in their place."""
+    return {name: len(value) if name == "error" and value is not None else value for name, value in memory.items()}

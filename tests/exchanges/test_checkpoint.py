@@ -1,0 +1,48 @@
+"""Checkpoints of sharded peers by torch.distributed.checkpoint: exact in every layout, and from one layout into another."""
+
+from pathlib import Path
+
+import checkpoint_jobs as jobs
+import pytest
+import torch
+
+JOBS = Path(jobs.__file__)
+LAYOUTS = ["fsdp", "hsdp", "tp"]
+
+
+# Not co2 with tensor parallelism: its penalty is of the local parts, so what is replicated differs from rank to rank.
+EACH = [(layout, method) for layout in LAYOUTS for method in jobs.METHODS if (layout, method) != ("tp", "co2")]
+
+
+@pytest.mark.parametrize(("layout", "method"), EACH)
+def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(ranks, layout, method, tmp_path):
+    found = ranks(4).call(JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method=method)
+    assert found == [{"equal": [True, True], "alike": True, "fresh": 16}] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rounding_errors_of_a_coarse_model_are_in_it(ranks, layout, tmp_path):
+    found = ranks(4).call(JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method="diloco", dtype="bfloat16")
+    assert found == [{"equal": [True, True], "alike": True, "fresh": 16}] * 4
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp", "hsdp"]
+)  # torch does not cut a whole tensor into uneven parts for FSDP over tensor parallelism
+def test_a_state_gathered_whole_is_cut_again(ranks, layout, tmp_path):
+    found = ranks(4).call(JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method="co2", full=True)
+    assert found == [{"equal": [True, True], "alike": False, "fresh": 16}] * 4
+
+
+@pytest.mark.parametrize(("one", "other"), [("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "whole"), ("whole", "fsdp")])
+def test_a_checkpoint_of_one_layout_loads_in_another(ranks, one, other, tmp_path):
+    saved = ranks(4).call(JOBS, "save", folder=str(tmp_path), layout=one)
+    loaded = ranks(4).call(JOBS, "load", folder=str(tmp_path), layout=other)
+    assert loaded == [[saved[0], 9]] * 4
+    assert any(torch.tensor(tensor).any() for tensor in saved[0][1])
+
+
+def test_peers_of_several_shards_each_save_their_own(ranks, tmp_path):
+    found = ranks(4).call(JOBS, "peers", folder=str(tmp_path))
+    assert [equal for equal, _ in found] == [True] * 4
+    assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
