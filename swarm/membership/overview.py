@@ -20,6 +20,8 @@ def facts(peer: str, member: Member) -> dict[str, Any]:
         "step": member.step,
         "loss": member.loss,
         "steps_per_s": member.steps_per_s,
+        "tokens_per_s": member.tokens_per_s,
+        "mfu": member.mfu,
     }
 
 

@@ -44,6 +44,8 @@ class RoundStatus(BaseModel):
 class Status(Message):
     """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``: evaluating.
 
+    ``tokens_per_s`` and ``mfu``: see `shoal.swarm.wire.member.Member`.
+
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
     ``faults``: kind of fault -> count.
@@ -73,8 +75,12 @@ class Status(Message):
     faults: Annotated[tuple[tuple[Token, Count], ...], Field(max_length=FAULTS)] = ()
     issued: Seconds
     version: Label
+    tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
+    mfu: Annotated[float, Field(ge=0)] | None = None
 
     @model_serializer(mode="wrap")
-    def _as_before(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out ``doing`` where it is unknown, so that recordings of earlier versions stay as they are."""
-        return {name: value for name, value in fields(self).items() if name != "doing" or value is not None}
+    def _without_unknown(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what version 1 did not have, where there is none of it: recordings of then stay the same, byte by byte."""
+        found: dict[str, Any] = serialized(self)
+        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None}
+        return {name: value for name, value in found.items() if name not in none or value != none[name]}

@@ -36,12 +36,22 @@ class StatusReporter:
         directory = membership.directory
         self._publisher = StatusPublisher(membership.gossip, self.status, lambda: len(directory.members()))
 
-    def progress(self, state: State, round: int, step: int, loss: float | None, steps_per_s: float) -> None:
+    def progress(
+        self,
+        state: State,
+        round: int,
+        step: int,
+        loss: float | None,
+        steps_per_s: float,
+        tokens_per_s: float = 0.0,
+        mfu: float | None = None,
+    ) -> None:
         """Note the progress of training."""
         with self._lock:
             before = self._now["state"]
-            speed = max(_finite(steps_per_s) or 0.0, 0.0)
+            speed, tokens = max(_finite(steps_per_s) or 0.0, 0.0), max(_finite(tokens_per_s) or 0.0, 0.0)
             self._now = {"state": state, "round": round, "step": step, "loss": _finite(loss), "steps_per_s": speed}
+            self._now |= {"tokens_per_s": tokens, "mfu": _finite(mfu)}
         if state != before:
             self._publisher.hint()
 

@@ -113,13 +113,21 @@ class TrainingMember:
             "version": SHOAL_VERSION,
         }
 
-    def announce(self, state: DirectoryState, loss: float | None = None, steps_per_s: float = 0.0) -> None:
-        """Publish where training is: to those who watch, and in the directory. Returns at once."""
+    def announce(
+        self,
+        state: DirectoryState,
+        loss: float | None = None,
+        steps_per_s: float = 0.0,
+        tokens_per_s: float = 0.0,
+        mfu: float | None = None,
+    ) -> None:
+        """Publish where training is and how fast: to those who watch, and in the directory. Returns at once."""
         opt = self._opt
         if self.reporter is not None:
-            self.reporter.progress(state, opt.round, opt.steps, loss, steps_per_s)
+            self.reporter.progress(state, opt.round, opt.steps, loss, steps_per_s, tokens_per_s, mfu)
         if self._publisher is not None:
-            details = None if self._sync is None else self.self_report.details()
+            details = {} if self._sync is None else self.self_report.details()
+            details |= {"tokens_per_s": tokens_per_s, "mfu": mfu}
             self._publisher.announce(**self.fields(state, loss, steps_per_s), details=details)
 
     def start_counting(self) -> None:
@@ -155,8 +163,10 @@ class TrainingMember:
         """Return a block in which the slow weights stay as they are: who asks for them meanwhile gets them at once."""
         return self.sync.at_rest()
 
-    def leave(self, loss: float | None = None, steps_per_s: float = 0.0) -> None:
+    def leave(
+        self, loss: float | None = None, steps_per_s: float = 0.0, tokens_per_s: float = 0.0, mfu: float | None = None
+    ) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""
-        self.announce("leaving", loss, steps_per_s)
+        self.announce("leaving", loss, steps_per_s, tokens_per_s, mfu)
         if self._publisher is not None:
             self._publisher.leave(LEAVE_S)

@@ -66,7 +66,7 @@ WINDOW = 20  # reports over which the speed is measured
 
 
 class StepRate:
-    """The usual number of inner steps a second: the median of the last reports.
+    """The usual number of inner steps, or of tokens, a second: the median of the last reports.
 
     The first report, which includes compilation, and one in which the machine slept count little.
     """
@@ -74,10 +74,10 @@ class StepRate:
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=WINDOW)
 
-    def add(self, steps: int, seconds: float) -> float:
-        """Add a report of ``steps`` inner steps in ``seconds``, without waiting for others, and return the speed."""
+    def add(self, amount: int, seconds: float) -> float:
+        """Add a report of ``amount`` inner steps or tokens in ``seconds``, without waiting for others, and return the speed."""
         if seconds > 0:
-            self._rates.append(steps / seconds)
+            self._rates.append(amount / seconds)
         return median_high(self._rates) if self._rates else 0.0
 
 

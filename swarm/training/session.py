@@ -75,6 +75,7 @@ class Session:
         self._loss: float | None = None
         self._speed, self._announced, self._round = StepRate(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
+        self._tokens, self._tokens_speed, self._tokens_rate = 0, StepRate(), 0.0
         self._finished = self._closed = False
 
     @property
@@ -164,14 +165,17 @@ class Session:
     def _announce(self, state: DirectoryState) -> None:
         assert self._member is not None
         self._measure(self._member)
-        self._member.announce(state, self._loss, self._rate)
+        self._member.announce(state, self._loss, self._rate, self._tokens_rate)
 
     def _measure(self, member: TrainingMember) -> None:
         opt = self._opt
         assert opt is not None
         now, waited = time.monotonic(), member.exchange.waited
         if opt.steps > self._since:
-            self._rate = self._speed.add(opt.steps - self._since, now - self._announced - (waited - self._waited))
+            busy = now - self._announced - (waited - self._waited)
+            self._rate = self._speed.add(opt.steps - self._since, busy)
+            self._tokens_rate = self._tokens_speed.add(opt.tokens - self._tokens, busy)
+            self._tokens = opt.tokens
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
 
     def report(self, loss: float) -> None:
@@ -223,7 +227,7 @@ class Session:
         try:
             if self._member is not None:
                 self._measure(self._member)
-                self._member.leave(self._loss, self._rate)
+                self._member.leave(self._loss, self._rate, self._tokens_rate)
         finally:
             self._closed = True
             if self._member is not None and self._member.reporter is not None:

@@ -29,6 +29,9 @@ MAX_MISSING = 4  # names of missing members in a record
 class Member(Message):
     """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 
+    ``tokens_per_s``: of late, without waiting for others; 0 where none are counted. ``mfu``: model FLOPs utilisation, a share of
+    the device's published peak; None where it is not known.
+
     Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which training stood still in a round;
     ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``). ``missing``: number of the
     ``missing_of`` members that it lost sight of at about the same moment, and some of their names. ``sketch``: the round and
@@ -36,7 +39,7 @@ class Member(Message):
     ``admission``: its packed `shoal.swarm.access.invitation.Admission`, in a swarm that is by invitation only.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "member", 3, 5 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -61,6 +64,8 @@ class Member(Message):
     missing_of: Count = 0
     missing_within_s: Seconds = 0.0
     missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
+    tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
+    mfu: Annotated[float, Field(ge=0)] | None = None
     sketch: tuple[Count, Count, Annotated[tuple[float, ...], Field(min_length=SKETCH, max_length=SKETCH)]] | None = None
 
     @model_validator(mode="after")

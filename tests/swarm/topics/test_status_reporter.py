@@ -52,8 +52,9 @@ def test_before_anything_happened_it_waits(status_reporter):
 def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     for number in range(ROUNDS + 3):
         over(status_reporter, number, [ME, PEERS[1]])
-    status_reporter.progress("training", 9, 90, 1.25, 4.0)
+    status_reporter.progress("training", 9, 90, 1.25, 4.0, 2048.0, 0.4)
     status = status_reporter.status()
+    assert (status.tokens_per_s, status.mfu) == (2048.0, 0.4)
     assert [done.round for done in status.rounds] == list(range(3, ROUNDS + 3))
     assert {done.partners for done in status.rounds} == {(PEERS[1][-8:],)}
     assert (status.state, status.round, status.step, status.loss, status.steps_per_s) == ("training", 9, 90, 1.25, 4.0)
@@ -91,12 +92,12 @@ def test_reinforcement_learning_and_verification_are_told(status_reporter):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_left_out(status_reporter, bad):
-    status_reporter.progress("training", 1, 1, bad, bad)
+    status_reporter.progress("training", 1, 1, bad, bad, bad, bad)
     over(status_reporter, 1, [ME, PEERS[1]], loss=bad)
     status_reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1)
     status = status_reporter.status()
     assert status.loss is status.reward is status.rounds[0].loss is None
-    assert status.steps_per_s == 0.0
+    assert (status.steps_per_s, status.tokens_per_s, status.mfu) == (0.0, 0.0, None)
 
 
 def test_a_large_group_fits(status_reporter):

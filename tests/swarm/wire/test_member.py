@@ -17,14 +17,16 @@ ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 WIDE = "\U0001d538"  # a character of four bytes
 LARGEST = {
     "swarm": "a" * 52, "peer": ME.peer_id, "name": WIDE * 64, "addresses": ("/" + "a" * 255,) * 8, "round": MAX_COUNT,
-    "step": MAX_COUNT, "loss": 1e300, "steps_per_s": 1e300, "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
+    "step": MAX_COUNT, "loss": 1e300, "steps_per_s": 1e300, "tokens_per_s": 1e300, "mfu": 1e300,
+    "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
     "state": "training", "issued": 1e300, "version": WIDE * 64, "admission": bytes(MAX_SHOWN), "exchange_s": 1e9, "wait_s": 1e9,
     "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
     "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9, "missing_names": (WIDE * 16,) * MAX_MISSING, "sketch": (MAX_COUNT, MAX_COUNT, (-1e300,) * SKETCH),
 }  # fmt: skip
 SMALL = {
-    "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "shard": 0, "issued": 0.0,
+    "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "tokens_per_s": 0.0, "mfu": None,
+    "shard": 0, "issued": 0.0,
     "version": "0", "state": "done",
 }  # fmt: skip
 ONES = {name: tuple(LARGEST[name][:1]) for name in ("addresses", "failures", "blamed", "missing_names")}

@@ -49,6 +49,8 @@ ALL = st.one_of(
         step=counts,
         loss=st.none() | st.floats(allow_infinity=False, allow_nan=False),
         steps_per_s=reals,
+        tokens_per_s=reals,
+        mfu=st.none() | reals,
         shard=st.integers(0, 9),
         shards=st.integers(10, 2**53),
         model=digests,
