@@ -16,8 +16,10 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.stream import short
 
-COLUMNS = ("name", "peer", "state", "round", "step", "loss", "s/step", "exchange", "wait", "failed", "shard", "reach", "seen")
-NUMBERS = ("round", "step", "loss", "s/step", "exchange", "wait")
+COLUMNS = (
+    "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "failed", "shard", "reach", "seen",
+)  # fmt: skip
+NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "tokens/s", "exchange", "wait")
 
 
 def read_status(link: Link) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def table(report: dict[str, Any]) -> str:
             str(member["step"]),
             loss,
             _seconds(member["step_s"]),
+            _tokens(member["tokens_per_s"], member["mfu"]),
             _seconds(member["exchange_s"]),
             _seconds(member["wait_s"]),
             _failed(member),
@@ -53,7 +56,7 @@ def table(report: dict[str, Any]) -> str:
             f"{member['seen_s_ago']:.0f} s",
         ]
         grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name must not be markup
-    console = Console(width=150)
+    console = Console(width=170)
     with console.capture() as capture:
         console.print(grid)
     # One line each, whatever the terminal's width, so that sentences can be copied.
@@ -66,6 +69,11 @@ def _peers(count: int) -> str:
 
 def _seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value else "-"
+
+
+def _tokens(tokens_per_s: float, mfu: float | None) -> str:
+    """Return tokens a second without waiting, and the share of the GPU's peak where it is known."""
+    return "-" if not tokens_per_s else f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
 
 
 def _failed(member: dict[str, Any]) -> str:

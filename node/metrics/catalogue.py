@@ -72,6 +72,19 @@ MEASURES: tuple[Measure, ...] = (
         "shoal_inner_steps_per_second", "gauge", "Of late, without what was spent waiting for others.",
         {"progress": "steps_per_s"},
     ),
+    Measure(
+        "shoal_tokens_total", "counter", "Tokens trained on, with those before a resume.",
+        {"progress": "tokens", "round": "tokens"},
+    ),
+    Measure(
+        "shoal_tokens_per_second", "gauge", "Of late, without what was spent waiting for others.",
+        {"progress": "tokens_per_s", "end": "tokens_per_s"},
+    ),
+    Measure(
+        "shoal_model_flops_utilisation", "gauge",
+        "Of late, without waiting: the share, of 1, of the GPU's published peak; nowhere if that is not known.",
+        {"progress": "mfu", "end": "mfu"},
+    ),
     Measure("shoal_loss", "gauge", "Training loss of the last half second or step, nats; rl: of the policy.", {"progress": "loss"}),
     Measure(
         "shoal_evaluation_loss", "gauge", "Held-out loss; rl: one less the mean reward.",

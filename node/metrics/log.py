@@ -40,6 +40,12 @@ class RoundRecord:
     """Digest of the fragment's slow weights, where all nodes of a group should hold the same."""
     suspicious: int = 0
     """Contributions that were refused since the last round because they were too far away."""
+    tokens: int = 0
+    """Tokens trained on so far, with those before a resume."""
+    tokens_per_s: float = 0.0
+    """Of late, without waiting for others."""
+    mfu: float | None = None
+    """Model FLOPs utilisation of late, of 1; None where the device's peak is not known."""
 
 
 class Metrics:

@@ -23,8 +23,8 @@ class Display(Protocol):
     def start(self, total_steps: int) -> None:
         """Begin; ``total_steps`` of 0 means without end."""
 
-    def update(self, step: int, loss: float, steps_per_s: float) -> None:
-        """Show an inner step: the number of steps done, its training loss in nats, and the speed."""
+    def update(self, step: int, loss: float, steps_per_s: float, tokens_per_s: float = 0.0, mfu: float | None = None) -> None:
+        """Show an inner step: the number of steps done, its training loss in nats, and the speed without waiting."""
 
     def round(self, info: RoundRecord) -> None:
         """Show a round."""
@@ -46,6 +46,11 @@ def clean(text: str) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return format(value, form) if value is not None and math.isfinite(value) else "-"
+
+
+def per_second(tokens_per_s: float, mfu: float | None) -> str:
+    """Return tokens a second, and model FLOPs utilisation where it is known, for people."""
+    return f"{_number(tokens_per_s, ',.0f')} tokens/s" + ("" if mfu is None else f", {_number(100 * mfu, '.0f')} % MFU")
 
 
 def describe(info: RoundRecord) -> str:
@@ -70,12 +75,13 @@ class LineDisplay:
         self._total = total_steps
         self._next = self._clock() + LINE_EVERY_S
 
-    def update(self, step: int, loss: float, steps_per_s: float) -> None:
+    def update(self, step: int, loss: float, steps_per_s: float, tokens_per_s: float = 0.0, mfu: float | None = None) -> None:
         """Print at most every ten seconds."""
         if self._clock() >= self._next:
             self._next = self._clock() + LINE_EVERY_S
             of = f" of {self._total}" if self._total else ""
-            self.message(f"step {step}{of}: loss {_number(loss, '.4f')}, {_number(steps_per_s, '.1f')} steps/s")
+            tokens = f", {per_second(tokens_per_s, mfu)}" if tokens_per_s > 0 else ""
+            self.message(f"step {step}{of}: loss {_number(loss, '.4f')}, {_number(steps_per_s, '.1f')} steps/s{tokens}")
 
     def round(self, info: RoundRecord) -> None:
         """Print the round."""
@@ -94,13 +100,16 @@ class LineDisplay:
 
 
 class _ProgressAndRound(Progress):
-    """A progress bar, and the newest round below it, in as many lines as it needs."""
+    """A progress bar, and below it the tokens a second and the newest round, in as many lines as they need."""
 
+    tokens = ""
     newest = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield both."""
+        """Yield all of it."""
         yield from super().get_renderables()
+        if self.tokens:
+            yield Text(self.tokens)
         yield Text(self.newest)  # Text: the partner's name is a stranger's, and no rich markup
 
 
@@ -123,9 +132,10 @@ class LiveDisplay:
         self._task = self._progress.add_task("", total=total_steps or None, loss="-", speed="-", of=of)
         self._progress.start()
 
-    def update(self, step: int, loss: float, steps_per_s: float) -> None:
+    def update(self, step: int, loss: float, steps_per_s: float, tokens_per_s: float = 0.0, mfu: float | None = None) -> None:
         """Move the bar."""
         if self._task is not None:
+            self._progress.tokens = per_second(tokens_per_s, mfu) if tokens_per_s > 0 else ""
             speed = _number(steps_per_s, ".1f")
             self._progress.update(self._task, completed=step, loss=_number(loss, ".3f"), speed=speed)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -35,28 +35,26 @@ from shoal.node.runtime.join import (
 )
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.parts import NodeParts
-from shoal.node.runtime.refusal_log import RefusalLog
-from shoal.node.runtime.result import RESULT, Result, summary, write_json
+from shoal.node.runtime.refusal_log import RefusalLog, rejections
+from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.signals import ShutdownSignals
 from shoal.node.task import Shard
 from shoal.node.training import resources
+from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
 from shoal.optim import RoundInfo
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.wire.member import Member
 
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 METRICS = "metrics.jsonl"
@@ -83,7 +81,7 @@ class NodeRun:
         self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=notify, room=room, copies=copies)
         self._membership: Membership | None = None
         self._parts: NodeParts | None = None
-        self._speed = 0.0
+        self._rates = Rates()
         self._loss: float | None = None
 
     @property
@@ -284,10 +282,11 @@ class NodeRun:
             if self.shutdown.requested:
                 self.display.message("stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved")
         finally:
-            p.member.leave(self._loss, self._speed)
+            p.member.leave(self._loss, *astuple(self._rates))
         result.interrupted = self.shutdown.requested
         result.steps, result.restarts = trainer.opt.steps, host.restarts
         result.wait_s = p.member.exchange.waited
+        result.note_rates(trainer.throughput)
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
         result.refused = p.refusals.now()
         with self._activity.doing("saving", bounded=True):
@@ -307,10 +306,7 @@ class NodeRun:
         if p.verification is not None:
             result.verify = p.verification.report()
         p.metrics.write("end", **asdict(result))
-        try:
-            write_json(self.folder / RESULT, asdict(result))
-        except OSError as error:
-            self.display.message(f"Cannot write {str(self.folder / RESULT)!r} ({error.strerror}): free some space.")
+        save(result, self.folder, self.display.message)
         for line in summary(result, self.folder, self._loss):
             self.display.message(line)
         return result
@@ -322,16 +318,16 @@ class NodeRun:
     def _on_progress(self, progress: Progress) -> None:
         p = self.parts
         host, self_report = p.membership.host, p.member.self_report
-        self._speed, self._loss = progress.steps_per_s, progress.loss
-        self.display.update(progress.step, progress.loss, progress.steps_per_s)
+        self._rates, self._loss = progress.rates, progress.loss
+        self.display.update(progress.step, progress.loss, *astuple(progress.rates))
         for sentence in self_report.events():
             self.display.message(sentence)
             suspected = self_report.absence.suspected
             p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
-        p.member.announce("training", self._loss, self._speed)
+        p.member.announce("training", self._loss, *astuple(self._rates))
         self._link_file.refresh()
         p.metrics.live(
-            "progress", step=progress.step, loss=progress.loss, steps_per_s=progress.steps_per_s,
+            "progress", step=progress.step, loss=progress.loss, tokens=progress.tokens, **asdict(progress.rates),
             members=len(p.membership.directory.members()), bytes_sent=host.traffic.sent,
             bytes_received=host.traffic.received, restarts=host.restarts,
         )  # fmt: skip
@@ -356,7 +352,8 @@ class NodeRun:
         member, rejected = members.get(partner) if partner else None, len(report.rejected)
         result.rounds += 1
         result.exchanges += partner is not None
-        self._log_rejected(report.rejected, members)
+        for line in rejections(report.rejected, members):
+            self.display.message(line)
         result.suspicious += rejected
         result.pairs_none += partner is None and not rejected and p.settings.outer.method != "none"
         record = RoundRecord(
@@ -371,6 +368,9 @@ class NodeRun:
             loss=p.trainer.round_loss(),
             weights=slow_weights.digest_of(p.trainer.whole, info.key.fragment),
             suspicious=rejected,
+            tokens=p.trainer.whole.tokens,
+            tokens_per_s=self._rates.tokens_per_s,
+            mfu=self._rates.mfu,
         )
         p.metrics.round(record)
         p.member.report_round(info, report, record.loss)
@@ -391,10 +391,3 @@ class NodeRun:
         """Write an event into the metrics, and send it to those who watch."""
         self.parts.metrics.write(event, **fields)
         self.parts.status.event(event, **fields)
-
-    def _log_rejected(self, rejected: Sequence[RejectedUpdate], members: Mapping[str, Member]) -> None:
-        for update in rejected:
-            name = members[update.peer].name if update.peer in members else short(update.peer)
-            self.display.message(
-                f"refused what {name} sent in round {update.key.round}: {update}; if you trust all peers, set outer.suspect=0"
-            )

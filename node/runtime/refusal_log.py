@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.exchange.robust import RejectedUpdate
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.member import Member
 
 RECENT_S = 600.0  # "of late"
 LOG_S = 60.0  # between two log lines about it
@@ -105,3 +108,12 @@ def sentence(found: Mapping[str, Any]) -> str:
     recent = listed(found["recent"]) or "nothing"
     minutes = found["recent_s"] / 60
     return f"This node refused, in the last {minutes:.0f} minutes: {recent}; since it started: {listed(found['total'])}."
+
+
+def rejections(rejected: Sequence[RejectedUpdate], members: Mapping[str, Member]) -> list[str]:
+    """Return a sentence about each contribution that was refused because it lay too far away."""
+    found = []
+    for update in rejected:
+        name = members[update.peer].name if update.peer in members else short(update.peer)
+        found.append(f"refused what {name} sent in round {update.key.round}: {update}; if you trust all peers, set outer.suspect=0")
+    return found

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.node.json_output import dumps
+from shoal.node.runtime.display import per_second
+from shoal.node.training.throughput import Throughput
 
 RESULT = "result.json"
 
@@ -40,6 +43,14 @@ class Result:
     bytes_received: int = 0
     wait_s: float = 0.0
     wall_s: float = 0.0
+    tokens: int = 0
+    """Tokens of this run, from its own first step on."""
+    tokens_per_s: float = 0.0
+    """In inner steps: without waiting for others, evaluating and saving."""
+    tokens_per_s_with_waiting: float = 0.0
+    """In all of ``wall_s``."""
+    mfu: float | None = None
+    """Model FLOPs utilisation in inner steps, of 1; None where the device's peak is not known."""
     restarts: int = 0
     """Restarts of the network daemon."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -55,6 +66,12 @@ class Result:
     verify: dict[str, Any] | None = None
     """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
 
+    def note_rates(self, throughput: Throughput) -> None:
+        """Set the tokens and their rates, once ``wall_s`` is known."""
+        rates = throughput.mean()
+        self.tokens, self.tokens_per_s, self.mfu = throughput.tokens, rates.tokens_per_s, rates.mfu
+        self.tokens_per_s_with_waiting = self.tokens / self.wall_s if self.wall_s else 0.0
+
 
 def summary(result: Result, folder: Path, training_loss: float | None) -> list[str]:
     """Return sentences about the end of a run for people: what came of it, where it is, and how to go on."""
@@ -68,7 +85,19 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
     else:
         end = f"finished after {done}: held-out loss {shown(result.loss_last)}, {shown(result.loss_first)} at first"
     resume = "the same command with --resume" + ("" if result.interrupted else " and more --steps") + " goes on from there"
-    return [end, f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}; {resume}"]
+    speed = [
+        f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, {result.tokens_per_s_with_waiting:,.0f} with waiting for "
+        "others, evaluating and saving"
+    ]
+    return [end, *(speed if result.tokens else []), f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}; {resume}"]
+
+
+def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
+    """Write ``result`` into ``folder``; a sentence to ``say`` if that fails."""
+    try:
+        write_json(folder / RESULT, asdict(result))
+    except OSError as error:
+        say(f"Cannot write {str(folder / RESULT)!r} ({error.strerror}): free some space.")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

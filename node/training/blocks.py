@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.training.errors import TrainingError
+from shoal.node.training.throughput import FlopCount, repeated
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # arguments that a block of transformers changes
 
@@ -67,4 +69,6 @@ def recompute(model: nn.Module) -> None:
 def _recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in CACHES):
         return forward(*args, **kwargs)
+    if FlopCount.current is not None:  # not always: torch cannot compile it with every context
+        kwargs["context_fn"] = lambda: (nullcontext(), repeated())
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

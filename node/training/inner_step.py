@@ -56,6 +56,11 @@ class InnerStep:
         self.scaler = precision.make_scaler(self.own.precision, device)
         self._skipped = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of most matrix products."""
+        return precision.DTYPES.get(self.own.precision, self.parameters[0].dtype)
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of computing in this node's precision."""
         return precision.autocast(self.own.precision, self.device)

@@ -28,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shoal.node.task import Batches, NumberedBatches, Task
 from shoal.node.user_code import UserCodeError
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.training.child_signals import keep_child_signals
 
 POSITION = "position of the task"
 WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
@@ -57,6 +58,7 @@ class Loader(Iterator[Any]):
             raise LoadingError("This task draws its batches with the model, which workers do not have: set train.workers to 0.")
         if workers and sys.platform == "win32":
             raise LoadingError("Workers are forked, which Windows cannot do: set train.workers to 0.")
+        keep_child_signals()  # from DataLoaders in the task too
         self._batches, self._taken = batches, 0
         numbered = batches if isinstance(batches, NumberedBatches) else None
         own = getattr(batches, "own_workers", False)

@@ -24,10 +24,11 @@ from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
 from shoal.node.training.loader import Loader
 from shoal.node.training.schedule import make_inner, make_scheduler
+from shoal.node.training.throughput import Rates, Throughput
 from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
+from shoal.swarm.training.outer_factory import make_outer, round_length
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,15 @@ class Progress:
     step: int
     loss: float
     """Mean training loss since the last report, nats."""
-    steps_per_s: float
-    """Over the last reports, without the time spent waiting for others."""
+    tokens: int
+    """Tokens trained on so far, with those before a resume."""
+    rates: Rates
+    """Over the last reports."""
+
+    @property
+    def steps_per_s(self) -> float:
+        """Inner steps a second, without the time spent waiting for others."""
+        return self.rates.steps_per_s
 
 
 class _MeanLoss:
@@ -124,6 +132,7 @@ class Trainer:
         self.whole = self.opt
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
         self.scheduler = make_scheduler(task, train, self.opt)
+        self.throughput = Throughput(self.device, self.inner_step.dtype)
         self._batches: Loader | None = None
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
@@ -175,19 +184,21 @@ class Trainer:
             TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
-        since, idle, speed, loss = self.opt.steps, self._waited(), StepRate(), 0.0
+        idle, loss = self._waited(), 0.0
         while not stop() and (self.train.steps == 0 or self.opt.steps < self.train.steps):
             self.step()
             now = time.monotonic()
             if now - reported >= REPORT_S:
                 recent = self._recent.take()  # a GPU has caught up then
                 loss = loss if recent is None else self._finite(recent)  # none, if all steps were left out (float16)
-                busy = time.monotonic() - reported - (self._waited() - idle)
-                on_progress(Progress(self.opt.steps, loss, speed.add(self.opt.steps - since, busy)))
-                reported, since, idle = time.monotonic(), self.opt.steps, self._waited()
+                rates = self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
+                on_progress(Progress(self.opt.steps, loss, self.opt.tokens, rates))
+                reported, idle = time.monotonic(), self._waited()
             before = time.monotonic()
             after_step()
             reported += time.monotonic() - before  # saving and evaluating do not count as inner steps
+        self._recent.take()  # waits for a GPU
+        self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
         if not stop():
             self.finish()
         return time.monotonic() - began
@@ -200,8 +211,11 @@ class Trainer:
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
         batch = self._next_batch()
-        loss = self.layout.mean(self.inner_step.gradients(batch))
-        self.opt.count(tokens_in(self.task, batch))
+        with self.throughput.step():
+            gradients = self.inner_step.gradients(batch)
+        loss, tokens = self.layout.mean(gradients), tokens_in(self.task, batch)
+        self.opt.count(tokens)
+        self.throughput.stepped(tokens)
         if self.inner_step.step(self.opt, self.opt.inner):
             self._recent.add(loss)
             self._of_round.add(loss)

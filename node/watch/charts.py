@@ -12,7 +12,7 @@ from shoal.swarm.topics.status import TAIL
 
 RECENT = 32  # rounds of which the picture of exchanges is
 SHADES = " ░▒▓█"
-COLUMNS = ("peer", "state", "round", "step", "loss", "with", "steps/s", "up", "down", "reward", "faults", "heard")
+COLUMNS = ("peer", "state", "round", "step", "loss", "with", "steps/s", "tokens/s", "up", "down", "reward", "faults", "heard")
 
 
 def number(value: float | None, form: str = ".3f") -> str:
@@ -27,6 +27,11 @@ def nbytes(value: float) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def tokens(per_s: float, mfu: float | None) -> str:
+    """Format tokens a second without waiting, and model FLOPs utilisation where it is known."""
+    return "-" if not per_s else f"{per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
 
 
 def plural(count: int, word: str) -> str:
@@ -50,6 +55,8 @@ def headline(view: SwarmView) -> str:
         if totals["reward"] is not None:
             parts.append(f"reward {number(totals['reward'])}")
         parts.append(f"{totals['steps_per_s']:.1f} steps/s")
+        if totals["tokens_per_s"]:
+            parts.append(f"{totals['tokens_per_s']:,.0f} tokens/s")
         parts.append(f"{nbytes(totals['sent_per_s'])}/s sent, {nbytes(totals['sent'])} in all")
         if totals["rollouts_own"] is not None:
             parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
@@ -78,6 +85,7 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     number(status.loss),
                     ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
                     number(status.steps_per_s, ".1f"),
+                    tokens(status.tokens_per_s, status.mfu),
                     nbytes(peer.sent_rate) + "/s",
                     nbytes(peer.received_rate) + "/s",
                     number(status.reward),

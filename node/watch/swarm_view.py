@@ -240,7 +240,7 @@ class SwarmView:
         return dict(counted)
 
     def totals(self) -> dict[str, Any]:
-        """Summarise the swarm: peers, rounds (lowest and highest), mean loss, inner steps and bytes a second."""
+        """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without waiting) and bytes a second."""
         here = self.here()
         rounds = [peer.status.round for peer in here]
         return {
@@ -252,6 +252,7 @@ class SwarmView:
             "loss": _mean(peer.status.loss for peer in here),
             "reward": _mean(peer.status.reward for peer in here),
             "steps_per_s": sum(peer.status.steps_per_s for peer in here),
+            "tokens_per_s": sum(peer.status.tokens_per_s for peer in here),
             "sent_per_s": sum(peer.sent_rate for peer in here),
             "sent": sum(peer.status.sent for peer in self.peers.values()),
             "received": sum(peer.status.received for peer in self.peers.values()),

@@ -41,6 +41,7 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.child_signals import keep_child_signals
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
@@ -58,6 +59,7 @@ class Session:
 
     def __init__(self, membership: Membership, params: list[Tensor], model: nn.Module | None, name: str, *, first: bool) -> None:
         self._membership, self._params, self._model, self._name, self._first = membership, params, model, name, first
+        keep_child_signals()
         self.settings: OuterSettings = membership.manifest.outer
         """The swarm's settings of averaging."""
         self.seed: int = membership.manifest.train.seed

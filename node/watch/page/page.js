@@ -23,6 +23,9 @@ function dark() {
 const colour = (index) => `hsl(${(210 + index * 137.5) % 360} 70% ${dark() ? 65 : 40}%)`;
 const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 
+// Without waiting for others; a node that counts none sends none.
+const tokens = (value, mfu) => (value ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : "–") + (mfu == null ? "" : ` (${(100 * mfu).toFixed(0)} % MFU)`);
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function bytes(value) {
@@ -37,6 +40,7 @@ function tiles(picture) {
   const rounds = t.round_min === null ? "–" : t.round_min === t.round_max ? `${t.round_min}` : `${t.round_min}–${t.round_max}`;
   const shown = [
     ["Peers", `${t.peers} of ${t.known}`], ["Round", rounds], ["Loss", number(t.loss)], ["Steps/s", number(t.steps_per_s, 1)],
+    ["Tokens/s", tokens(t.tokens_per_s)],
     ["Sent/s", bytes(t.sent_per_s)], ["Sent in all", bytes(t.sent)],
   ];
   if (t.reward !== null) shown.push(["Reward", number(t.reward)]);
@@ -125,6 +129,7 @@ function graph(svg, picture) {
 const COLUMNS = [
   ["Peer", null], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
   ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
+  ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
   ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
   ["Faults", (p) => p.faults.map(([name, count]) => `${name} ${count}`).join(", ") || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
 ];

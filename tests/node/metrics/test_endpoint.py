@@ -52,7 +52,8 @@ def test_events_as_prometheus_sees_them(endpoint):
     endpoint.event("start", 0.0, {"loss_first": 5.5, "steps": 0})
     endpoint.event(
         "progress", 1.0,
-        {"step": 70, "loss": 3.0, "steps_per_s": 20.0, "members": 4, "bytes_sent": 10, "bytes_received": 20, "restarts": 0},
+        {"step": 70, "loss": 3.0, "steps_per_s": 20.0, "members": 4, "bytes_sent": 10, "bytes_received": 20, "restarts": 0,
+         "tokens": 700, "tokens_per_s": 200.0, "mfu": 0.25},
     )  # fmt: skip
     endpoint.event("round", 2.0, ROUND)
     endpoint.event("round", 3.0, {**ROUND, "round": 4, "step": 100, "partner": None, "members": 1, "wait_s": 40.0})
@@ -71,6 +72,9 @@ def test_events_as_prometheus_sees_them(endpoint):
         )): 1.0,
         ("shoal_inner_steps_total", ()): 100.0,
         ("shoal_inner_steps_per_second", ()): 20.0,
+        ("shoal_tokens_total", ()): 700.0,
+        ("shoal_tokens_per_second", ()): 200.0,
+        ("shoal_model_flops_utilisation", ()): 0.25,
         ("shoal_loss", ()): 3.0,
         ("shoal_evaluation_loss", ()): 5.5,
         ("shoal_members", ()): 4.0,

@@ -115,11 +115,14 @@ def test_lines_name_the_round_and_hold_progress_back():
     now[0] = LINE_EVERY_S
     display.update(2, 4.5, 100.0)
     display.update(3, 4.0, 100.0)
+    now[0] += LINE_EVERY_S
+    display.update(4, 4.5, 100.0, 51_200.0, 0.414)
     display.close()
     assert stream.getvalue().splitlines() == [
         "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "round 3 without a partner: loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "step 2 of 1000: loss 4.5000, 100.0 steps/s",
+        "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
     ]
 
 
@@ -143,12 +146,13 @@ def test_the_live_display_shows_the_total_and_the_whole_round_on_a_usual_termina
     stream = io.StringIO()
     display = LiveDisplay(Console(file=stream, force_terminal=True, width=80))
     display.start(2000)
-    display.update(1234, 2.0, 50.0)
+    display.update(1234, 2.0, 50.0, 123_456.7, 0.4)
     display.round(info(round=123, partner="a-machine-in-the-lab"))
     display.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "step 1234 of 2000 " in shown
     assert "loss 2.000, 50.0 steps/s" in shown
+    assert "123,457 tokens/s, 40 % MFU" in shown
     assert "round 123 with a-machine-in-the-lab: loss 2.5000" in shown
     assert "wait 0.25 s" in shown.replace("\n", " ")
     assert max(map(len, shown.splitlines())) <= 80

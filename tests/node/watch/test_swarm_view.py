@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.watch import swarm_view
+from shoal.node.watch.charts import COLUMNS, headline, rows
 from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Unreachable, Watching
 from shoal.node.watch.swarm_view import BINS, MAX_POINTS, SILENT_S, Curve, SwarmView, mean_curve
 from tests.node.watch.conftest import NOW, SWARM, Author
@@ -29,8 +30,8 @@ def test_peers_and_totals(authors):
         Watching(time=NOW, swarm=SWARM),
         Described(time=NOW, name="first", task="text", method="noloco"),
         Connected(time=NOW, peer=anna.peer),
-        anna.heard(anna.round(3, [bert]), sent=5000),
-        bert.heard(bert.round(3, [anna])),
+        anna.heard(anna.round(3, [bert]), sent=5000, tokens_per_s=1500.0, mfu=0.25),
+        bert.heard(bert.round(3, [anna]), tokens_per_s=500.5),
         carl.heard(carl.round(2)),
     )
     assert [view.peers[author.peer].status.name for author in authors] == ["anna", "bert", "carl"]
@@ -38,7 +39,11 @@ def test_peers_and_totals(authors):
     totals = view.totals()
     assert (totals["peers"], totals["known"], totals["connected"]) == (3, 3, 1)
     assert (totals["round_min"], totals["round_max"]) == (2, 3)
-    assert totals["steps_per_s"] == 15.0
+    assert (totals["steps_per_s"], totals["tokens_per_s"]) == (15.0, 2000.5)
+    assert "15.0 steps/s   2,000 tokens/s   " in headline(view)
+    column = COLUMNS.index("tokens/s")
+    assert [str(cells[column]) for _, cells in rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
+    assert [peer.get("mfu") for peer in view.snapshot()["peers"]] == [0.25, None, None]
     assert (totals["sent"], totals["received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)
     assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
