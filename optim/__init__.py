@@ -36,9 +36,11 @@ from shoal.optim.outer.buffers import float_buffers
 from shoal.optim.outer.config_diff import config_diff
 from shoal.optim.outer.external_step import Stepped
 from shoal.optim.outer.fragments import strided
+from shoal.optim.outer.in_flight import RoundInfo
 from shoal.optim.outer.migrate import migrate_state
-from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
+from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.weighting import by_rate, by_steps, by_tokens, equal
+from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.rules.base import RoundContext, Rule
 from shoal.optim.rules.delayed import CO2Rule, EagerRule
 from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule, rda
@@ -86,6 +88,7 @@ __all__ = [
     "NoLoCoRule",
     "Options",
     "OuterOptimizer",
+    "Ranks",
     "RoundContext",
     "RoundInfo",
     "RoundKey",

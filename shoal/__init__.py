@@ -75,6 +75,7 @@ __all__ = [
     "NoLoCoRule",
     "Options",
     "OuterOptimizer",
+    "Ranks",
     "RoundContext",
     "RoundInfo",
     "RoundKey",

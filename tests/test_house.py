@@ -31,6 +31,7 @@ PACKAGES = {
         "exchange": {"codecs"},
         "rules": {"exchange"},
         "outer": {"codecs", "exchange", "rules", "schedule"},
+        "ranks": {"codecs", "exchange", "outer", "rules", "schedule"},
         "methods": {"codecs", "exchange", "outer", "rules", "schedule"},
     },
     "verification": {

@@ -7,8 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from shoal.optim.codecs.base import Codec
-
 
 @runtime_checkable
 class Rejectable(Protocol):
@@ -30,10 +28,3 @@ class Rejectable(Protocol):
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """Return the state; with ``unsent`` as ``rejected(unsent)`` would leave it."""
         ...
-
-
-def codec_state(codec: Codec, unsent: Sequence[Tensor] | None) -> dict[str, Any]:
-    """Return a codec's state to save. ``unsent``: a contribution in flight, which will be sent again with the next one."""
-    if unsent is not None and isinstance(codec, Rejectable) and codec.pending:
-        return codec.state_dict(unsent)
-    return codec.state_dict()

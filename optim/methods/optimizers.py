@@ -17,9 +17,11 @@ from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fragments import even, layers, positions, strided
-from shoal.optim.outer.optimizer import OuterOptimizer, RoundInfo
+from shoal.optim.outer.in_flight import RoundInfo
+from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.parameters import Exclude, Inner, excluded, trained
 from shoal.optim.outer.weighting import Weight, by_rate, equal
+from shoal.optim.outer.weights import Processes
 from shoal.optim.rules.delayed import CO2Rule, EagerRule
 from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule
 from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
@@ -47,6 +49,7 @@ class Options(TypedDict, total=False):
     buffers: Literal["ignore", "average"]
     model: nn.Module | None
     exclude: Exclude
+    ranks: Processes | None
 
 
 def _weights(options: Options, method: str) -> Options:

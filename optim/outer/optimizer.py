@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -35,29 +34,15 @@ from shoal.optim.outer import param_groups
 from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise
 from shoal.optim.outer.fragments import positions
-from shoal.optim.outer.in_flight import PendingExchange
+from shoal.optim.outer.in_flight import PendingExchange, RoundInfo
 from shoal.optim.outer.inner import as_one, initialises
 from shoal.optim.outer.parameters import Exclude, Inner, all_parameters, excluded, trained
-from shoal.optim.outer.sketch import sketch
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
-from shoal.optim.outer.weights import ModelWeights
+from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.rules.base import START, AveragesEvenly, RoundContext, Rule, State, assign
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedule import Apply, Schedule, Send
-
-
-@dataclass(frozen=True)
-class RoundInfo:
-    """Outcome of one exchange, as handed to ``on_round``."""
-
-    key: RoundKey
-    members: tuple[str, ...]
-    """Peer ids in the mean; empty if no peer answered."""
-    step: int
-    """Inner steps finished when the mean was applied."""
-    lag: int
-    """Inner steps between sending and applying."""
 
 
 class OuterOptimizer(OuterState):
@@ -85,6 +70,7 @@ class OuterOptimizer(OuterState):
         exclude: parameters that stay this peer's own (a head for its task): parameters, names, names of modules, or patterns
             such as "*.bias" (names need ``model``). They are trained, but neither kept nor sent, nor are buffers of these names.
             All peers must exclude the same.
+        ranks: the processes of this peer, if it is several that act as one (``shoal.optim.Ranks``); ``exchange`` is rank 0's.
 
     Raises:
         ValueError: no parameter that requires a gradient, not floating point, not in exactly one fragment, buffers or shards
@@ -108,6 +94,7 @@ class OuterOptimizer(OuterState):
         buffers: Literal["ignore", "average"] = "ignore",
         model: nn.Module | None = None,
         exclude: Exclude = (),
+        ranks: Processes | None = None,
     ) -> None:
         inner = as_one(inner)
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
@@ -127,7 +114,11 @@ class OuterOptimizer(OuterState):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
-        self._weights = ModelWeights(self._params, model, torch.device(slow_device))
+        if ranks is None:
+            self._weights = ModelWeights(self._params, model, torch.device(slow_device))
+        else:
+            self._weights = ranks.weights(self._params, model, torch.device(slow_device))
+            self.exchange, self.length = ranks.exchange(exchange), ranks.length(self.length)
         self.slow = self._weights.slow
         self._buffers = AveragedBuffers(model if buffers == "average" else None, exclude)
         self.rule_state: State = rule.initial(self.slow)
@@ -152,8 +143,8 @@ class OuterOptimizer(OuterState):
         """True within ``averaged``."""
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
-        if isinstance(exchange, KnowsOptimizer):
-            exchange.attach(self)
+        if isinstance(self.exchange, KnowsOptimizer):
+            self.exchange.attach(self)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -229,6 +220,14 @@ class OuterOptimizer(OuterState):
         state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
         return [self.slow[index] for index in part], [self._weights.fast[index] for index in part], state
 
+    def _context(self, key: RoundKey, **facts: Any) -> RoundContext:
+        part = self._parts[key.fragment]
+
+        def owners(places: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
+            return self._weights.of_owners([part[place] for place in places] or part, scalars)
+
+        return RoundContext(key, sizes=self._weights.sizes(part), owners=owners, **facts)
+
     def _weigh(self, fragment: int) -> float:
         steps, tokens = self._sent_at[fragment]
         weight = self.weight(self.tokens - tokens, self.steps - steps) if callable(self.weight) else self.weight
@@ -249,8 +248,9 @@ class OuterOptimizer(OuterState):
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
         self._listening.discard(fragment)
+        self.round, weight, listening = self._weights.agreed((self.round, weight, listening))
         own_weight = 1.0 if listening or not weight else weight
-        context = RoundContext(RoundKey(self.run, self.round, fragment), own_weight, own_weight)
+        context = self._context(RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight)
         rules = self.outer.rules(self._parts[fragment])
         contribution = param_groups.contribution(rules, slow, fast, state, context)
         lends = isinstance(self.exchange, Borrows)
@@ -263,9 +263,8 @@ class OuterOptimizer(OuterState):
             handle = NoPartner()
             if isinstance(self.exchange, AnnouncesAbsence):
                 self.exchange.absent(context.key)
-        pending = PendingExchange(
-            handle, context, contribution, rules, self.steps, self.position, finished=weight == 0, listening=listening
-        )
+        facts = (context, contribution, rules, self.steps, self.position, weight == 0)
+        pending = PendingExchange(self._weights, self._parts[fragment], handle, *facts, listening=listening)
         self._in_flight[fragment].append(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
@@ -278,7 +277,7 @@ class OuterOptimizer(OuterState):
             return self.exchange.borrow(key, whole.joined(tail), weight, codec, even)
         payload = [*(tensor.float() for tensor in contribution), *tail]
         if self.anchored and isinstance(self.exchange, ComparesStates):
-            return self.exchange.start(key, payload, weight, codec, state=sketch(self.slow_of(key.fragment)))
+            return self.exchange.start(key, payload, weight, codec, state=self.sketch_of(key.fragment))
         return self.exchange.start(key, payload, weight, codec, even) if even else self.exchange.start(key, payload, weight, codec)
 
     def _find_due(self, fragment: int, after: int | None) -> PendingExchange | None:
@@ -292,7 +291,8 @@ class OuterOptimizer(OuterState):
             slow, fast, state = self._of(fragment)
             self._detach()
             with torch.no_grad():
-                param_groups.apply(exchanges[-1].rules, slow, fast, [], state, RoundContext(exchanges[-1].context.key, members=0))
+                context = self._context(exchanges[-1].context.key, members=0)
+                param_groups.apply(exchanges[-1].rules, slow, fast, [], state, context)
             self._weights.restart(self._parts[fragment])
 
     def _detach(self) -> None:
@@ -321,7 +321,8 @@ class OuterOptimizer(OuterState):
             weight = min(weight, mean.limit)
             if pending.listening and members < len(mean.members):  # if all weights are 0, all count
                 weight = 0.0
-        context = RoundContext(pending.context.key, weight, total, members, lag, pending.contribution)
+        sent = pending.contribution
+        context = self._context(pending.context.key, weight=weight, total=total, members=members, lag=lag, sent=sent)
         tensors = pending.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
         param_groups.apply(pending.rules, slow, fast, tensors, state, context)
         self._weights.restart(part)

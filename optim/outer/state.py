@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
-from shoal.optim.codecs.state import codec_state
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.in_flight import PendingExchange
 from shoal.optim.outer.inner import Wrapper
 from shoal.optim.outer.param_groups import SETTINGS, OuterGroups
 from shoal.optim.outer.parameters import all_parameters
-from shoal.optim.outer.state_checks import check_keys, check_shapes, groups_of, settings_changed, settings_of
+from shoal.optim.outer.state_checks import (
+    check_given,
+    check_keys,
+    check_shapes,
+    groups_of,
+    settings_changed,
+    settings_of,
+)
 from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
@@ -86,6 +92,8 @@ class OuterState(Wrapper):
         ``copy=False``: slow weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at
         once.
         """
+        if self._weights.dealt:
+            raise RuntimeError("no rank of this peer has the whole state: shoal.optim.ranks.whole.whole_state gathers it on rank 0")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = self._form.pack(self.whole_state(copy=copy))
@@ -96,7 +104,7 @@ class OuterState(Wrapper):
     def whole_state(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the same state in lists, in the order of ``parameters``: the form of nodes' checkpoints and of older versions.
 
-        Of sharded parameters this process's part only.
+        Of sharded parameters, and in a peer of several ranks, this process's part only.
         """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
@@ -109,7 +117,7 @@ class OuterState(Wrapper):
             "slow": [_copied(tensor, copy) for tensor in self.slow],
             "rounding": {index: _copied(tensor, copy) for index, tensor in self._weights.rounding.items()},
             "rule": rule,
-            "codecs": [codec_state(codec, self._unsent(fragment)) for fragment, codec in enumerate(self._codecs)],
+            "codecs": [self._codec_state(fragment) for fragment in range(self.fragments)],
             "steps": self.steps,
             "position": self.position,
             "length": self.length.state_dict(),
@@ -139,7 +147,7 @@ class OuterState(Wrapper):
             state = before(self, state) or state
         state = self._without_frozen(check_keys(self._whole(state)))
         groups = groups_of(state, len(self.outer.param_groups))
-        rule_state, codecs = self._checked_rule(state), self._loaded_codecs(state)
+        rule_state, codecs = self._checked_rule(state, self.slow), self._loaded_codecs(state)
         counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
         shallow(self.length).load_state_dict(length, counts["tokens"])
@@ -180,16 +188,16 @@ class OuterState(Wrapper):
             "rule": {name: [tensors[index] for index in kept] for name, tensors in state["rule"].items()},
         }
 
-    def _checked_rule(self, state: Mapping[str, Any]) -> State:
-        """Return the rule's initial state. ValueError unless what was saved fits it, and the fragments."""
-        rule_state = self.rule.initial(self.slow)
-        check_shapes("the saved outer state 'slow'", state["slow"], self.slow)
+    def _checked_rule(self, state: Mapping[str, Any], slow: Sequence[Tensor]) -> State:
+        """Return the rule's initial state for these slow weights. ValueError unless what was saved fits it, and the fragments."""
+        rule_state = self.rule.initial(slow)
+        check_shapes("the saved outer state 'slow'", state["slow"], slow)
         for name, tensors in state["rule"].items():
             if name not in rule_state:
                 raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
             check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
         for index, tensor in state.get("rounding", {}).items():
-            check_shapes("the saved outer state 'rounding'", [tensor], self.slow[int(index) : int(index) + 1])
+            check_shapes("the saved outer state 'rounding'", [tensor], slow[int(index) : int(index) + 1])
         was, now = state.get("kind"), kind_of(self.rule)
         if state["rule"] and was is not None and not same_memory(was, now):
             raise ValueError(f"the saved outer state is of {was}, not of {now}: resume with the same method")
@@ -220,7 +228,8 @@ class OuterState(Wrapper):
 
     @torch.no_grad()
     def _trial(self, fragment: int, device: torch.device) -> list[torch.Size]:
-        slow, fast = ([torch.zeros_like(tensor, device=device) for tensor in self.slow_of(fragment)] for _ in range(2))
+        shapes = [self._weights.shapes[index] for index in self._parts[fragment]]
+        slow, fast = ([torch.zeros(shape, dtype=self.slow[0].dtype, device=device) for shape in shapes] for _ in range(2))
         sent = self.rule.contribution(slow, fast, self.rule.initial(slow), RoundContext(RoundKey("", 0, fragment)))
         return [tensor.shape for tensor in sent]
 
@@ -236,6 +245,15 @@ class OuterState(Wrapper):
     def slow_of(self, fragment: int) -> list[Tensor]:
         """Return the slow weights of a fragment, not copied."""
         return [self.slow[index] for index in self._parts[fragment]]
+
+    def sketch_of(self, fragment: int) -> tuple[float, ...]:
+        """Return the ``sketch`` of the slow weights of a fragment, of all ranks (each calls it)."""
+        return self._weights.sketch(self._parts[fragment])
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """The shapes of the averaged parameters; in a peer of several ranks a tensor of ``slow`` that another rank has is empty."""
+        return self._weights.shapes
 
     def in_flight(self, fragment: int) -> list[int]:
         """Return the rounds in which a fragment was sent that are not applied yet."""
@@ -255,7 +273,10 @@ class OuterState(Wrapper):
     @property
     def shared_shapes(self) -> dict[str, list[Shape]]:
         """The shapes of the ``shared`` tensors."""
-        return {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in self.shared.items()}
+        return {
+            name: [() if tensor.dim() == 0 else shape for tensor, shape in zip(tensors, self.shapes, strict=True)]
+            for name, tensors in self.shared.items()
+        }
 
     @torch.no_grad()
     def adopt(
@@ -284,13 +305,7 @@ class OuterState(Wrapper):
             RuntimeError: within ``averaged``.
         """
         self._check_not_averaged("adopt")
-        check_shapes("the given list of slow weights", slow, self.slow)
-        for name, tensors in (shared or {}).items():
-            if name not in self.shared:
-                raise ValueError(f"the given shared state has {name!r}, which this method does not share")
-            check_shapes(f"the given shared state {name!r}", tensors, self.shared[name])
-        if applied is not None and len(applied) != len(self._parts):
-            raise ValueError(f"the given weights are in {len(applied)} fragments, this optimizer's in {len(self._parts)}")
+        check_given(slow, shared or {}, applied, self.slow, self.shared, len(self._parts))
         every = range(len(self._parts))
         taken = list(every) if applied is None or into_model else [p for p in every if applied[p] >= self.applied[p]]
         for fragment in taken:
@@ -330,9 +345,11 @@ class OuterState(Wrapper):
                 follows[index].add_(by)
         self.slow[index].copy_(slow)
 
-    def _unsent(self, fragment: int) -> Sequence[Tensor] | None:
-        """Return the contribution whose outcome is not known yet, or None."""
-        return next((pending.contribution for pending in self._in_flight[fragment] if not pending.finished), None)
+    def _codec_state(self, fragment: int) -> dict[str, Any]:
+        """Return the state of a fragment's codec as if the contribution whose outcome is not known yet had been refused."""
+        unsent = next((pending for pending in self._in_flight[fragment] if not pending.finished), None)
+        codec = self._codecs[fragment]
+        return codec.state_dict() if unsent is None else unsent.state_of(codec)
 
     def _drop(self, fragment: int, until: float = math.inf) -> None:
         """Cancel the exchanges in flight of a fragment from rounds up to ``until``."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from shoal.optim.rules.base import Rule
 from shoal.optim.schedule.schedule import Schedule
 
+Given = Mapping[str, Sequence[Tensor]]
+
 
 def check_keys(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state. ValueError, naming the first, if something is missing that every version saved."""
@@ -27,6 +29,19 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
     for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their.shape != own.shape:
             raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
+
+
+def check_given(
+    slow: Sequence[Tensor], shared: Given, applied: Sequence[int] | None, own: Sequence[Tensor], own_shared: Given, fragments: int
+) -> None:
+    """Raise ValueError unless what is to be adopted has the names and shapes of the own."""
+    check_shapes("the given list of slow weights", slow, own)
+    for name, tensors in shared.items():
+        if name not in own_shared:
+            raise ValueError(f"the given shared state has {name!r}, which this method does not share")
+        check_shapes(f"the given shared state {name!r}", tensors, own_shared[name])
+    if applied is not None and len(applied) != fragments:
+        raise ValueError(f"the given weights are in {len(applied)} fragments, this optimizer's in {fragments}")
 
 
 def settings_of(rule: Rule) -> dict[str, Any]:

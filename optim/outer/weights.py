@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.codecs.base import alike
+from shoal.optim.codecs.base import Shape, alike
+from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fsdp import check_whole, local, reshard
+from shoal.optim.outer.sketch import sketch
+from shoal.optim.schedule.round_length import RoundLength
+
+T = TypeVar("T")
 
 
 class ModelWeights:
@@ -30,9 +36,10 @@ class ModelWeights:
     def __init__(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> None:
         check_whole(params, model)
         self.params, self.model = list(params), model
-        parts = [local(p) for p in self.params]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
+        parts = (self.held(index) for index in self.everything)  # one at a time
         self.slow = [torch.empty(p.shape, dtype=dtype, device=device).copy_(p.detach()) for p in parts]
+        self.shapes = self.shapes or [tuple(tensor.shape) for tensor in self.slow]
         self._staging: dict[int, Tensor] = {}
         self.fast = [self._staged(index) for index in self.everything]
         """Staging: the fast weights as last read, or to be written next."""
@@ -44,8 +51,12 @@ class ModelWeights:
         slow, param = self.slow[index], local(self.params[index]).detach()
         if param.dtype == slow.dtype and param.device == slow.device and param.is_contiguous():
             return param
+        return self._buffer(index)
+
+    def _buffer(self, index: int) -> Tensor:
         if index not in self._staging:  # pinned memory lets the GPU copy asynchronously
-            self._staging[index] = torch.empty_like(slow, pin_memory=param.is_cuda and slow.device.type == "cpu")
+            slow = self.slow[index]
+            self._staging[index] = torch.empty_like(slow, pin_memory=self.params[index].is_cuda and slow.device.type == "cpu")
         return self._staging[index]
 
     def stage(self, part: Sequence[int]) -> list[Tensor]:
@@ -59,6 +70,39 @@ class ModelWeights:
         """The positions of all parameters."""
         return range(len(self.params))
 
+    # What follows is for peers of several processes, in which each has a part of the weights: here one process has all.
+
+    dealt = False
+    """True if each of several processes has whole tensors of some parameters."""
+    first = True
+    """True in the process that speaks to other peers."""
+    shapes: Sequence[Shape] = ()
+    """The shapes of all parameters as the outer optimizer sees them; a tensor that another process has is empty in ``slow``."""
+
+    def held(self, index: int) -> Tensor:
+        """Return what this process keeps of a parameter, as it is in the model now."""
+        return local(self.params[index])
+
+    def sizes(self, part: Sequence[int]) -> Sequence[int]:
+        """Return ``RoundContext.sizes``."""
+        return ()
+
+    def agreed(self, value: T) -> T:
+        """Return the first process's value, in all of them."""
+        return value
+
+    def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
+        """Return one scalar for each parameter of ``part`` as the process has it that owns the parameter."""
+        return list(scalars)
+
+    def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors like those of a ``Rule`` with the parts of all processes, in the first one; those here are not copied."""
+        return tensors
+
+    def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
+        """Return the ``sketch`` of the slow weights of ``part``, in all processes."""
+        return sketch(self.slow[index] for index in part)
+
     @torch.no_grad()
     def read(self, part: Sequence[int]) -> None:
         """Copy the model's weights and their rounding errors into staging.
@@ -67,7 +111,7 @@ class ModelWeights:
         would drift back to the model's coarse grid even when nothing is learnt.
         """
         for index, fast in zip(part, self.stage(part), strict=True):
-            param = local(self.params[index])
+            param = self.held(index)
             if param.data_ptr() != fast.data_ptr():
                 fast.copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
         self._synchronize()
@@ -128,3 +172,19 @@ class ModelWeights:
     def _synchronize(self) -> None:
         for device in {p.device for p in self.params if p.is_cuda}:
             torch.cuda.synchronize(device)
+
+
+class Processes(Protocol):
+    """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer; all do the same in the same order."""
+
+    def weights(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> ModelWeights:
+        """Return this process's part of the model's slow weights."""
+        ...
+
+    def exchange(self, real: Exchange) -> Exchange:
+        """Return an exchange by which one process, which has the ``real`` one, averages for all."""
+        ...
+
+    def length(self, real: RoundLength) -> RoundLength:
+        """Return a length of rounds that is the same in all processes."""
+        ...

@@ -5,7 +5,7 @@ Sign convention: the pseudo-gradient is g = slow - fast, so that slow <- slow - 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -42,15 +42,27 @@ class RoundContext:
     """The own contribution whose mean is applied, before any codec."""
     places: Sequence[int] = ()
     """Places of the given parameters in the fragment, if the rule has only a part of it."""
+    sizes: Sequence[int] = ()
+    """Numbers of values of the fragment's parameters, if these are dealt to ranks, so that a tensor of another rank is empty."""
+    owners: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]] = lambda places, scalars: list(scalars)
+    """Returns scalars of the parameters at ``places`` as the ranks have them that own the parameters."""
 
     @property
     def share(self) -> float:
         """Share of the own contribution in the mean, in [0, 1]."""
         return self.weight / self.total
 
+    def of_owners(self, scalars: Sequence[Tensor]) -> list[Tensor]:
+        """Return scalars of the given parameters, one each, as their owners have them: for formulas that join parameters."""
+        return self.owners(self.places, scalars)
+
 
 class Rule(Protocol):
-    """Mathematics of one method, for the parameters of one fragment. All tensors are float32, or all float64, on one device."""
+    """Mathematics of one method, for the parameters of one fragment. All tensors are float32, or all float64, on one device.
+
+    In a peer of several ranks each rank runs it, and a tensor that another rank owns is empty. What it computes for one parameter
+    must therefore depend on that one alone, or on ``RoundContext.of_owners``.
+    """
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return the state before the first round, for all parameters."""
@@ -59,7 +71,7 @@ class Rule(Protocol):
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> Sequence[Tensor]:
         """Return the tensors whose mean the rule needs: some of the arguments, fresh ones, or ``OnDemand`` ones made of arguments.
 
-        Shapes follow from the model.
+        Tensor i belongs to parameter i % n of n, and has its shape or is a scalar (``SendsValues`` are an exception).
         """
         ...
 
@@ -79,6 +91,15 @@ class AveragesEvenly(Protocol):
 
     def even(self, count: int) -> int:
         """Return how many of the first tensors of a contribution of ``count`` these are."""
+        ...
+
+
+@runtime_checkable
+class SendsValues(Protocol):
+    """Rule whose contribution is one flat tensor of some values of each parameter, in their order."""
+
+    def counts(self, sizes: Sequence[int], key: RoundKey) -> list[int]:
+        """Return how many values of each parameter of a fragment it sends, given their numbers of values."""
         ...
 
 

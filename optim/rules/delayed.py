@@ -76,7 +76,7 @@ class CO2Rule:
         """Take one outer step, if there is a mean."""
         if context.members == 0:
             return
-        gap = self._gap(mean, state)
+        gap = self._gap(mean, state, context)
         for index, (m, start, s, f, g) in enumerate(zip(state["momentum"], state[START], slow, fast, mean, strict=True)):
             m.mul_(self.momentum).add_(g / gap)
             if self.clip is not None:
@@ -89,23 +89,20 @@ class CO2Rule:
             else:
                 f.sub_(start).add_(s)  # keeps the displacement since the last send, if any
                 start.copy_(s)
-            if self.penalty is None:
-                state["moved"][index].copy_((self.lr * torch.linalg.vector_norm(m)) ** 2)
+        if self.penalty is None:
+            moved = [(self.lr * torch.linalg.vector_norm(m)) ** 2 for m in state["momentum"]]
+            assign(state["moved"], context.of_owners(moved))
 
-    def _gap(self, mean: Sequence[Tensor], state: State) -> float | Tensor:
+    def _gap(self, mean: Sequence[Tensor], state: State, context: RoundContext) -> float | Tensor:
         """Return the penalty of this mean and advance C."""
         if self.penalty is not None:
             return self.penalty
-        length = _length(mean)
+        length = torch.stack(context.of_owners([torch.linalg.vector_norm(tensor) for tensor in mean])).square().sum().sqrt()
         usual = state["usual"][0]
         usual = torch.where(usual > 0, DECAY * usual + (1 - DECAY) * length, length)
         assign(state["usual"], [usual] * len(mean))
         moved = torch.stack(state["moved"]).sum().sqrt()
         return 1 + torch.where(usual > 0, moved / usual.clamp_min(torch.finfo(usual.dtype).tiny), 0.0)
-
-
-def _length(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).square().sum().sqrt()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,13 +66,13 @@ class SpartaRule:
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
         """Return one flat tensor of the chosen values."""
-        return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context.key), strict=True)])]
+        return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context), strict=True)])]
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Replace (or, if the mean is late, shift) the chosen values."""
-        places = self._places(fast, context.key)
+        places = self._places(fast, context)
         sizes = [at.numel() for at in places]
         sent = torch.split(context.sent[0], sizes)
         for f, at, theirs, own in zip(fast, places, torch.split(mean[0], sizes), sent, strict=True):
@@ -79,11 +80,22 @@ class SpartaRule:
             flat[at] = theirs if context.lag == 0 else flat[at] + (theirs - own)
         assign(slow, fast)
 
-    def _places(self, tensors: Sequence[Tensor], key: RoundKey) -> list[Tensor]:
-        """Return the chosen positions in each tensor."""
-        ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0)
+    def counts(self, sizes: Sequence[int], key: RoundKey) -> list[int]:
+        """Return how many values of each parameter are chosen."""
+        return [high - low for low, high in itertools.pairwise(self._chosen(sizes, key)[1])]
+
+    def _chosen(self, sizes: Sequence[int], key: RoundKey) -> tuple[Tensor, list[int]]:
+        """Return the chosen positions in the concatenation of all tensors, and where those of each tensor begin among them."""
+        ends = torch.tensor(sizes).cumsum(0)
         flat = chosen(key, int(ends[-1]), self.part)
-        cuts = [0, *torch.searchsorted(flat, ends).tolist()]
-        begins = [0, *ends[:-1].tolist()]
+        return flat, [0, *torch.searchsorted(flat, ends).tolist()]
+
+    def _places(self, tensors: Sequence[Tensor], context: RoundContext) -> list[Tensor]:
+        """Return the chosen positions in each tensor; none in one that another rank owns."""
+        sizes = context.sizes or [tensor.numel() for tensor in tensors]
+        flat, cuts = self._chosen(sizes, context.key)
+        begins = [0, *itertools.accumulate(sizes)]
         parts = zip(cuts, cuts[1:], begins, tensors, strict=False)
-        return [(flat[first:last] - begin).to(tensor.device) for first, last, begin, tensor in parts]
+        return [
+            (flat[first:last] - begin if tensor.numel() else flat[:0]).to(tensor.device) for first, last, begin, tensor in parts
+        ]

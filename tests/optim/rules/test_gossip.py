@@ -20,6 +20,7 @@ from shoal.optim import (
     LocalSGD,
     NoLoCo,
     OuterOptimizer,
+    RoundContext,
     RoundKey,
     Send,
     SpartaRule,
@@ -198,7 +199,7 @@ def test_small_tensors_are_reached_too():
     class Spy(Alone):
         def start(self, key, tensors, weight=1.0, codec=None):
             assert [t.numel() for t in tensors] == [10]
-            for index, at in enumerate(opt.rule._places(weights, key)):
+            for index, at in enumerate(opt.rule._places(weights, RoundContext(key))):
                 reached[index] += len(at)
             return super().start(key, tensors)
 

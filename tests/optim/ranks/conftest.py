@@ -1,0 +1,24 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "exchanges")]
+import worlds  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    """Start the process from which ranks are forked."""
+    process = worlds.start_nursery()
+    yield process
+    process.stdin.close()
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def trio(nursery):
+    """Three processes: the two ranks of one peer, and another peer."""
+    made = worlds.Ranks(nursery, 3)
+    yield made
+    made.close()
