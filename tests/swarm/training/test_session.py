@@ -100,6 +100,28 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
+    one, other = model(0), model(7)
+    kept = other[2].weight.detach().clone()
+    first = shoal.create(state=list(one[0].parameters()), every=EVERY, start_when=2, network=HERE, node="anna")
+    link = first.link
+
+    def train(session, module, seed):
+        with session as s:
+            opt = NoLoCo(sgd(module), s.exchange(), every=EVERY, exclude=list(module[2].parameters()))
+            began = module[0].weight.detach().clone(), module[2].weight.detach().clone()
+            loop(opt, module, seed)
+            return began, [tensor.clone() for tensor in opt.slow]
+
+    (body, head), slow = together(
+        lambda: train(first, one, 1), lambda: train(shoal.join(link, state=list(other[0].parameters()), network=HERE), other, 2)
+    )[1]
+    assert torch.equal(body, model(0)[0].weight)
+    assert torch.equal(head, kept)
+    assert [tuple(tensor.shape) for tensor in slow] == [(8, 4), (8,)]
+    assert not torch.equal(one[2].weight, other[2].weight)
+
+
 def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
     begin, stop, joined = model(0), threading.Event(), []
     first = shoal.create(state=begin, every=EVERY, network=HERE, wait_s=1.0, shards=2)
