@@ -14,6 +14,7 @@ they would on a machine that is just large enough: where memory is plentiful a c
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -140,7 +141,7 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
 
     def node(name: str, *arguments: str) -> Process:
         own = ["--name", name, "--folder", str(home / name), "--identity", str(home / f"{name}.key"), "--threads", "1"]
-        more = ["--task", TASK, "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, peak, params, home, offload=offload)]
+        more = ["--task", TASK, "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, peak, params, offload=offload)]
         return Process(home, name, [sys.executable, "-m", "shoal", *arguments, *own, *more])
 
     first = node("first", "up", str(table))
@@ -173,10 +174,10 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     }  # fmt: skip
 
 
-def _extra(options: argparse.Namespace, peak: int, params: int, home: Path, *, offload: bool) -> list[str]:
+def _extra(options: argparse.Namespace, peak: int, params: int, *, offload: bool) -> list[str]:
     """Return a node's options: --ram, unless memory is plentiful, and --offload."""
     ram = [] if options.roomy else ["--ram", f"{(peak + NEED * params) / (1 - QUEUES) / 1e9:.4f}"]
-    return [*ram, *(["--offload", str(home)] if offload else [])]
+    return [*ram, *(["--offload", str(options.offload)] if offload else [])]
 
 
 def _rounds(folder: Path) -> int:
@@ -195,6 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=8, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=4, help="rounds with others before the newcomer comes, and with it")
     parser.add_argument("--newcomer", action=argparse.BooleanOptionalAction, default=True, help="a third node joins later")
+    parser.add_argument("--offload", type=Path, help="measure each method once more, with its state in files in this folder")
     parser.add_argument("--roomy", action="store_true", help="no --ram: checkpoints are written from a copy")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
@@ -213,13 +215,14 @@ def main(argv: list[str] | None = None) -> None:
         options.params = size
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:
             plain = baseline(options, Path(folder), time.monotonic())
-        for method in methods:
+        for method, offload in itertools.product(methods, [False, True] if options.offload else [False]):
             with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-                rows.append(measure(method, options, Path(folder), plain, offload=False))
+                rows.append(measure(method, options, Path(folder), plain, offload=offload))
             row = rows[-1]
             print(
-                f"{row['method']:>11}, {row['params'] / 1e6:.1f} million parameters: {row['bytes_per_parameter']:.1f} bytes a "
-                f"parameter {row['nodes']}, anonymous {row['anonymous_bytes_per_parameter']:.1f}, in {row['wall_s']:.0f} s",
+                f"{row['method']:>11}{' in files' if offload else ''}, {row['params'] / 1e6:.1f} million parameters: "
+                f"{row['bytes_per_parameter']:.1f} bytes a parameter {row['nodes']}, anonymous "
+                f"{row['anonymous_bytes_per_parameter']:.1f}, in {row['wall_s']:.0f} s",
                 file=sys.stderr,
             )
     if options.json:

@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from shoal.node.config.settings import resolve_device
 from shoal.optim import Alone, NoLoCo
 
 
-def measure(params: int, device: torch.device, slow_on_device: bool, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+def measure(params: int, device: torch.device, place: torch.device | Path, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     width = 4096
     rows = max(params // width, 1)
     weight = torch.nn.Parameter(torch.randn(rows, width, device=device, dtype=dtype))
     weight.grad = torch.zeros_like(weight)
     inner = torch.optim.SGD([weight], lr=0.0)
-    opt = NoLoCo(inner, Alone(), every=1, slow_device=device if slow_on_device else "cpu")
+    opt = NoLoCo(inner, Alone(), every=1, slow_device=place)
     seconds = []
     for _ in range(repeats + 1):
         if device.type == "cuda":
@@ -40,7 +41,7 @@ def measure(params: int, device: torch.device, slow_on_device: bool, dtype: torc
     return {
         "params": rows * width,
         "dtype": str(dtype).removeprefix("torch."),
-        "slow": str(opt.slow[0].device),
+        "slow": "files" if isinstance(place, Path) else str(place),
         "seconds": statistics.median(seconds[1:]),
     }
 
@@ -50,15 +51,15 @@ def main() -> None:
     parser.add_argument("--params", default="1e7", help="comma-separated numbers of parameters")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--offload", type=Path, help="measure also with slow weights and momentum in files in this folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     device = resolve_device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    places = [False] if device.type == "cpu" else [False, True]
+    places: list[torch.device | Path] = [torch.device("cpu")] if device.type == "cpu" else [torch.device("cpu"), device]
+    places += [options.offload] if options.offload else []
     rows = [
-        measure(int(float(text)), device, on_device, dtype, options.repeats)
-        for text in options.params.split(",")
-        for on_device in places
+        measure(int(float(text)), device, place, dtype, options.repeats) for text in options.params.split(",") for place in places
     ]
     for row in rows:
         print(

@@ -78,6 +78,7 @@ limit_options = titled(
     click.option("--deny", multiple=True, metavar="ID|FILE", help="Never exchange with these peers."),
     click.option("--upload", type=float, metavar="MBIT", help="Limit uploads to this many megabits a second.  [default: no limit]"),
     click.option("--ram", type=float, metavar="GB", help="Train only what fits into this much memory.  [default: no limit]"),
+    click.option("--offload", metavar="DIR", type=click.Path(path_type=Path), help="Keep the outer optimizer in files in DIR."),
     click.option("--disk", type=float, metavar="GB", help="Limit the size of the folder to this.  [default: no limit]"),
 )
 
@@ -209,6 +210,7 @@ def limit_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
         "peers.deny": list(flags["deny"]) or None,
         "node.upload": flags["upload"],
         "node.ram": flags["ram"],
+        "node.offload": flags.get("offload"),
         "node.disk": flags["disk"],
         "swarm.invite_only": flags.get("invite_only"),
     }

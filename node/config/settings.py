@@ -148,6 +148,11 @@ class NodeSettings(_Table):
     upload: float = Field(
         default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
     )
+    offload: PathSetting | None = Field(
+        default=None,
+        description="Folder for files that hold slow weights and outer state in place of memory, as a fast disk allows; "
+        "they are gone when the node ends. By default none.",
+    )
     ram: float = Field(
         default=0.0, ge=0, le=1e6,
         description="Gigabytes of memory: a model that needs more is not begun with, and queues shrink with it; 0: no bound.",

@@ -145,8 +145,8 @@ class NodeRun:
         return settings, trainer, create(settings, identity, sealed)
 
     def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
-        on_device, method = settings.node.slow_on_device, settings.outer.method
-        slow_here = not on_device or device.type == "cpu"
+        node, method = settings.node, settings.outer.method
+        slow_here = node.offload is None and (not node.slow_on_device or device.type == "cpu")
         with self._activity.doing("loading the model"):
             return Trainer(
                 make_task(settings),
@@ -154,10 +154,9 @@ class NodeRun:
                 settings.train,
                 own=settings.train,
                 device=device,
-                slow_on_device=on_device,
-                on_model=lambda params: resources.check(
-                    settings.node.ram, params, self.display.message, method=method, slow_here=slow_here
-                ),
+                slow_on_device=node.slow_on_device,
+                offload=node.offload,
+                on_model=lambda params: resources.check(node.ram, params, self.display.message, method=method, slow_here=slow_here),
                 on_round=self._on_round,
                 speeds=self._speeds,
             )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class Trainer:
         own: how this node computes; by default in float32, the whole batch at once.
         device: the model's.
         slow_on_device: keep the slow weights there too.
+        offload: folder for files that slow weights and outer state are kept in, in place of main memory.
         on_model: called with the parameters to train before there are optimizers, which take several times their memory.
         on_round: called after each outer step with its ``RoundInfo``.
         layout: where the model lies, if not in one process; ``step``, ``evaluate``, ``finish``, ``state`` and ``resume`` are then
@@ -99,6 +101,7 @@ class Trainer:
         own: OwnTraining | None = None,
         device: torch.device | None = None,
         slow_on_device: bool = False,
+        offload: Path | None = None,
         on_model: Callable[[list[torch.nn.Parameter]], None] = lambda params: None,
         on_round: Callable[[RoundInfo], None] | None = None,
         layout: Layout | None = None,
@@ -124,7 +127,7 @@ class Trainer:
             inner,
             Alone(),
             model=self.model,
-            slow_device=self.device if slow_on_device else torch.device("cpu"),
+            slow_device=self.device if slow_on_device else offload or torch.device("cpu"),
             length=round_length(outer.round, clock, speeds),
             on_round=on_round,
             **self.layout.outer_options(),

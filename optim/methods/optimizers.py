@@ -7,6 +7,7 @@ group: NoLoCo and GASLoC are meant for pairs, the others for a mean over everyon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -42,7 +43,7 @@ class Options(TypedDict, total=False):
 
     codec: Codec
     run: str
-    slow_device: torch.device | str
+    slow_device: torch.device | str | Path
     on_round: Callable[[RoundInfo], None] | None
     weight: float | Weight
     length: RoundLength | None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -58,7 +59,8 @@ class OuterOptimizer(OuterState):
         schedule: when to send and apply.
         codec: how contributions become bytes. One with state (error feedback) is copied for each fragment.
         run: name of the run; peers of different runs never average.
-        slow_device: where the slow weights and the rule's state live.
+        slow_device: where the slow weights and the rule's state live: a device, or as a path a folder for files that are mapped
+            into memory and have no name, so that they are gone with the process. OSError if it has no room.
         on_round: called with a ``RoundInfo`` after each applied exchange.
         fragments: the parameters of each fragment; None: one fragment with all of them.
         weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps since the fragment was last
@@ -86,7 +88,7 @@ class OuterOptimizer(OuterState):
         schedule: Schedule,
         codec: Codec = FLOAT32,
         run: str = "run",
-        slow_device: torch.device | str = "cpu",
+        slow_device: torch.device | str | Path = "cpu",
         on_round: Callable[[RoundInfo], None] | None = None,
         fragments: Sequence[Sequence[Tensor]] | None = None,
         weight: float | Weight = equal,
@@ -114,14 +116,15 @@ class OuterOptimizer(OuterState):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
+        at = slow_device if isinstance(slow_device, Path) else torch.device(slow_device)
         if ranks is None:
-            self._weights = ModelWeights(self._params, model, torch.device(slow_device))
+            self._weights = ModelWeights(self._params, model, at)
         else:
-            self._weights = ranks.weights(self._params, model, torch.device(slow_device))
+            self._weights = ranks.weights(self._params, model, at)
             self.exchange, self.length = ranks.exchange(exchange), ranks.length(self.length)
         self.slow = self._weights.slow
         self._buffers = AveragedBuffers(model if buffers == "average" else None, exclude)
-        self.rule_state: State = rule.initial(self.slow)
+        self.rule_state: State = self._weights.housed(rule.initial(self.slow))
         place = {parameter: index for index, parameter in enumerate(self._params)}
         groups = [[place[p] for p in group["params"] if p in place] for group in self.param_groups]
         self.outer = param_groups.OuterGroups(rule, self.slow, groups)

@@ -147,7 +147,7 @@ class OuterState(Wrapper):
             state = before(self, state) or state
         state = self._without_frozen(check_keys(self._whole(state)))
         groups = groups_of(state, len(self.outer.param_groups))
-        rule_state, codecs = self._checked_rule(state, self.slow), self._loaded_codecs(state)
+        rule_state, codecs = self._weights.housed(self._checked_rule(state, self.slow)), self._loaded_codecs(state)
         counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
         shallow(self.length).load_state_dict(length, counts["tokens"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from shoal.optim.codecs.base import Shape, alike
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fsdp import check_whole, local, reshard
+from shoal.optim.outer.offload import in_file
 from shoal.optim.outer.sketch import sketch
+from shoal.optim.rules.base import State
 from shoal.optim.schedule.round_length import RoundLength
 
 T = TypeVar("T")
@@ -27,18 +30,20 @@ class ModelWeights:
     Args:
         params: the averaged parameters, of any floating-point dtype and on any device.
         model: the module, whose copies of weights FSDP2 must drop when they change; needed if a parameter is sharded.
-        device: where slow weights and staging live.
+        place: where slow weights and staging live: a device, or a folder for files that are mapped into memory.
 
     Raises:
         ValueError: a parameter is sharded and there is no model.
+        OSError: the folder cannot be written, or has no room.
     """
 
-    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> None:
+    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> None:
         check_whole(params, model)
         self.params, self.model = list(params), model
+        self._place = place
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
         parts = (self.held(index) for index in self.everything)  # one at a time
-        self.slow = [torch.empty(p.shape, dtype=dtype, device=device).copy_(p.detach()) for p in parts]
+        self.slow = [self._room(p.shape, dtype).copy_(p.detach()) for p in parts]
         self.shapes = self.shapes or [tuple(tensor.shape) for tensor in self.slow]
         self._staging: dict[int, Tensor] = {}
         self.fast = [self._staged(index) for index in self.everything]
@@ -54,8 +59,10 @@ class ModelWeights:
         return self._buffer(index)
 
     def _buffer(self, index: int) -> Tensor:
-        if index not in self._staging:  # pinned memory lets the GPU copy asynchronously
-            slow = self.slow[index]
+        slow = self.slow[index]
+        if index not in self._staging and isinstance(self._place, Path):
+            self._staging[index] = self._room(slow.shape, slow.dtype)
+        elif index not in self._staging:  # pinned memory lets the GPU copy asynchronously
             self._staging[index] = torch.empty_like(slow, pin_memory=self.params[index].is_cuda and slow.device.type == "cpu")
         return self._staging[index]
 
@@ -64,6 +71,21 @@ class ModelWeights:
         for index in part:
             self.fast[index] = self._staged(index)
         return [self.fast[index] for index in part]
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if isinstance(self._place, Path):
+            return in_file(self._place, [torch.empty(shape, dtype=dtype, device="meta")])[0]
+        return torch.empty(shape, dtype=dtype, device=self._place)
+
+    def housed(self, state: State) -> State:
+        """Return a rule's state in the place of the slow weights."""
+        if not isinstance(self._place, Path):
+            return state
+        moved = {name: in_file(self._place, tensors) for name, tensors in state.items()}
+        for name, tensors in state.items():
+            for room, tensor in zip(moved[name], tensors, strict=True):
+                room.copy_(tensor)
+        return moved
 
     @property
     def everything(self) -> range:
@@ -177,7 +199,7 @@ class ModelWeights:
 class Processes(Protocol):
     """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer; all do the same in the same order."""
 
-    def weights(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> ModelWeights:
+    def weights(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> ModelWeights:
         """Return this process's part of the model's slow weights."""
         ...
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from shoal.optim.schedule.schedule import Schedule
 class Ranks(RankGroup):
     """The ranks of one peer, for ``OuterOptimizer(ranks=)``. All ranks make it, in the same order."""
 
-    def weights(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device) -> RankWeights:
+    def weights(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> RankWeights:
         """Return this rank's part of the slow weights."""
-        return RankWeights(params, model, device, self)
+        return RankWeights(params, model, place, self)
 
     def exchange(self, real: Exchange) -> RankExchange:
         """Return the exchange of this rank around rank 0's ``real`` one."""

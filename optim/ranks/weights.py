@@ -7,6 +7,7 @@ no-op, so any rule works on whole tensors, whatever the training does with the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,11 +44,11 @@ class RankWeights(ModelWeights):
 
     dealt = True
 
-    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, device: torch.device, group: RankGroup) -> None:
+    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path, group: RankGroup) -> None:
         self.group, self.first = group, group.first
         self.shapes = [tuple(param.shape) for param in params]
         self.owners = deal([param.numel() for param in params], group.size)
-        super().__init__(params, model, device)
+        super().__init__(params, model, place)
 
     def owns(self, index: int) -> bool:
         """Return True if this rank has the slow weights of that parameter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from statistics import median_high
 from typing import Any
 
@@ -37,7 +38,7 @@ def make_outer(
     exchange: Exchange,
     *,
     model: torch.nn.Module | None,
-    slow_device: torch.device,
+    slow_device: torch.device | Path,
     length: RoundLength | None = None,
     on_round: Callable[[RoundInfo], None] | None = None,
 ) -> OuterOptimizer:
@@ -60,6 +61,11 @@ def make_outer(
         )
     except ValueError as error:
         raise OuterError(f"The outer settings cannot be used for {settings.method!r}: {error}.") from error
+    except OSError as error:
+        raise OuterError(
+            f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} ({error.strerror}): free some space, "
+            "or choose another folder (--offload)."
+        ) from error
 
 
 WINDOW = 20  # reports over which the speed is measured

@@ -22,6 +22,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -111,7 +112,8 @@ class Session:
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if self._model is None and (self.settings.fragments or 1) > 1:
             raise SessionError("The swarm cuts the model by layer: hand in the module as state, not a list of its parameters.")
-        device = torch.device(options.pop("slow_device", "cpu"))
+        place = options.pop("slow_device", "cpu")
+        device = place if isinstance(place, Path) else torch.device(place)
         length = round_length(self.settings.round, time.time, self._speeds)
         return make_outer(self.settings, inner, exchange, model=self._model, slow_device=device, length=length, **options)
 

@@ -8,6 +8,7 @@ from shoal.node.task import Task
 from shoal.node.training import resources as memory
 from shoal.node.training.resources import BODIES, GB, POOL, MemoryBudgetError, check, held, shares
 from shoal.node.training.trainer import Trainer
+from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 
@@ -106,3 +107,11 @@ def test_queues_follow_from_the_budget():
 
 def test_what_a_process_holds_is_found():
     assert 10_000_000 < held() < 1 << 40
+
+
+def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OuterError, match=r"cannot be kept in files in '.*file' \(.*\): free some space, or choose another folder"):
+        Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "file")
+    made = Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "there")
+    assert [tensor.shape for tensor in made.opt.slow] == [(1000, 1000)]
