@@ -60,7 +60,13 @@ class Wrapper(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._made_with = groups
+        inside = self._inside()
+        if len(inside) > 1:
+            raise AttributeError("the groups of several optimizers cannot be replaced at once: replace those of each")
+        if inside:
+            inside[0].param_groups = groups
+        else:
+            self._made_with = groups
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -71,8 +77,12 @@ class Wrapper(torch.optim.Optimizer):
         return defaultdict(dict, {parameter: state for one in inside for parameter, state in one.state.items()})
 
     @state.setter
-    def state(self, state: object) -> None:
-        """Do nothing: torch's constructor sets it."""
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        inside = self._inside()  # none when torch's constructor sets it
+        if len(inside) > 1:
+            raise AttributeError("the state of several optimizers cannot be replaced at once: replace that of each")
+        if inside:
+            inside[0].state = state
 
 
 class Combined(Wrapper):

@@ -50,6 +50,20 @@ def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper
     assert opt.state is inner.state
 
 
+def test_groups_and_state_that_are_replaced_are_those_of_the_inner_optimizer():
+    net = make()
+    inner = torch.optim.AdamW(net.parameters(), lr=1.0)
+    opt = DiLoCo(inner, Alone(), every=100)
+    opt.param_groups = [group | {"lr": 0.5} for group in opt.param_groups]
+    learn(net, opt, 1)
+    opt.state = copy.copy(opt.state)
+    assert (inner.param_groups[0]["lr"], opt.state is inner.state, len(inner.state)) == (0.5, True, 4)
+    several = DiLoCo(split(net), Alone())
+    for name in ("param_groups", "state"):
+        with pytest.raises(AttributeError, match="of each"):
+            setattr(several, name, getattr(several, name))
+
+
 def test_a_group_added_behind_the_wrapper_is_refused_before_a_step():
     net, late = make(), nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD(net.parameters(), lr=1.0)
