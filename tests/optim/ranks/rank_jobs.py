@@ -4,6 +4,8 @@ Of three processes 0 and 1 are the ranks of peer "0", and 2 is peer "1", a singl
 """
 
 import functools
+import os
+import signal
 from datetime import timedelta
 
 import torch
@@ -14,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.optim import Alone, Distributed, method_named
+from shoal.optim.ranks.group import RankLost
 from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.ranks.whole import whole_slow, whole_state
+from shoal.optim.ranks.weights import cut_like
+from shoal.optim.ranks.whole import adopt, load_whole, whole_shared, whole_slow, whole_state
 
 STEPS, BATCH = 12, 8
 KNOBS = {
@@ -148,3 +152,157 @@ def matrix(kind, methods, dtype="float32"):
         if not isinstance(exchange, Alone):
             exchange.close()
     return found
+
+
+class Losing:
+    """Exchange whose round 1 comes to nothing, though its bytes were sent."""
+
+    def __init__(self, real):
+        self.real, self.peer = real, real.peer
+
+    def start(self, key, tensors, weight=1.0, codec=None, even=0):
+        handle = self.real.start(key, tensors, weight, codec, even)
+        return Lost(handle) if key.round == 1 else handle
+
+
+class Lost:
+    def __init__(self, handle):
+        self.handle = handle
+
+    def done(self):
+        return self.handle.done()
+
+    def result(self, deadline=None):
+        self.handle.result(deadline)
+
+
+def refused(kind):
+    """Train with error feedback, with one round that fails after its contribution was encoded."""
+    exchange = Alone() if dist.get_rank() == 1 else Losing(Distributed(groups()["peers"], wait=20.0))
+    if dist.get_rank() == 2:
+        return alone(exchange, "sparseloco")
+    return rank(kind, exchange, "sparseloco")
+
+
+def step_of(model, opt, batch, ranks=None):
+    opt.zero_grad()
+    opt.count(BATCH)
+    if ranks is None:
+        backward(model, batch)
+    else:
+        loss_of(model, halves(batch)[ranks.rank]).backward()
+    opt.step()
+
+
+def story(model, opt, ranks=None):
+    """Do all that rank 0 may ask for, between steps; return what it sees."""
+    first, seen = ranks is None or ranks.first, []
+    steps = iter(batches(0))
+    for _ in range(4):
+        step_of(model, opt, next(steps), ranks)
+    with opt.averaged(), torch.no_grad():
+        seen.append(model(torch.ones(1, 7)).tolist())
+    seen += [list(opt.sketch_of(0)), numbers(whole_slow(opt)), {n: numbers(t) for n, t in whole_shared(opt).items()}]
+    swarm = [torch.full(shape, 0.1) for shape in opt.shapes] if first else ()
+    momentum = {"momentum": [torch.full(shape, 0.01) for shape in opt.shapes]} if first else None
+    seen.append(adopt(opt, swarm, round=7, shared=momentum, rebase={0}))
+    for _ in range(2):
+        step_of(model, opt, next(steps), ranks)
+    seen += [opt.round, full(model)]
+    adopt(opt, [tensor * 2 for tensor in swarm], round=9, into_model=True)
+    for _ in range(3):
+        step_of(model, opt, next(steps), ranks)
+    opt.finish(average=True)
+    return [*seen, opt.round, full(model), listed(whole_state(opt))]
+
+
+def told(kind):
+    """Tell the story in the ranks; the third process has no part in it."""
+    groups()
+    if dist.get_rank() == 2:
+        return None
+    model, ranks = laid_out(kind), Ranks(groups()["ranks"], timeout=20.0)
+    return story(model, make("diloco", model, Alone(), ranks=ranks), ranks)
+
+
+def misfits(kind):
+    """Return what all ranks raise for what rank 0 gives and does not fit, and whether anything has changed."""
+    groups()
+    if dist.get_rank() == 2:
+        return None
+    model, ranks = laid_out(kind), Ranks(groups()["ranks"], timeout=20.0)
+    opt, errors = make("diloco", model, Alone(), ranks=ranks), []
+    before = [numbers(opt.slow), full(model)]
+    state = whole_state(opt)
+    wrong = (
+        [{**state, "slow": state["slow"][1:]}, {**state, "inner": {"state": {}, "param_groups": []}}] if ranks.first else [{}, {}]
+    )
+    calls = [lambda: adopt(opt, [torch.ones(2)] if ranks.first else (), round=3), *(lambda s=s: load_whole(opt, s) for s in wrong)]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            errors.append(str(error))
+    return {"errors": errors, "same": [numbers(opt.slow), full(model)] == before, "round": opt.round}
+
+
+def restore(model, weights):
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            part = cut_like(torch.tensor(weight, dtype=parameter.dtype).reshape(parameter.shape), parameter)
+            getattr(parameter, "to_local", lambda p=parameter: p)().copy_(getattr(part, "to_local", lambda p=part: p)())
+
+
+def relay(dtype, kinds, method="streaming"):
+    """Train in one layout after another, each from the checkpoint of the one before; "one" is rank 0 by itself."""
+    groups()
+    if dist.get_rank() == 2:
+        return None
+    weights, state, at = full(make_model(dtype)), None, 0
+    share = STEPS // len(kinds)
+    for kind in kinds:
+        ranks = None if kind == "one" else Ranks(groups()["ranks"], timeout=20.0)
+        model = make_model(dtype) if ranks is None else laid_out(kind, dtype)
+        restore(model, weights)
+        opt = make(method, model, Alone(), **({} if ranks is None else {"ranks": ranks}))
+        if state or (at and ranks is not None):
+            load_whole(opt, state)
+        for batch in batches(0)[at : at + share]:
+            opt.zero_grad()
+            if ranks is None:
+                backward(model, batch, dtype)
+            else:
+                loss_of(model, halves(batch)[ranks.rank], dtype).backward()
+            opt.step()
+        at, weights, state = at + share, full(model), whole_state(opt)
+    return {"fast": weights, "state": listed(state)}
+
+
+def dies(kind):
+    """Let rank 1 die when it is to take its part of the second mean. Return what the others see."""
+    from shoal.optim.ranks import weights as module
+
+    exchange = Alone() if dist.get_rank() == 1 else Distributed(groups()["peers"], wait=5.0)
+    if dist.get_rank() == 2:
+        return {"members": alone(exchange, "diloco")["members"]}
+    model, ranks = laid_out(kind), Ranks(groups()["ranks"], timeout=20.0)
+    opt = make("diloco", model, exchange, ranks=ranks)
+    scatter, before = module.RankWeights.scatter, None
+    rounds = []
+
+    def dying(*arguments):
+        rounds.append(opt.round)
+        if len(rounds) == 2 and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scatter(*arguments)
+
+    module.RankWeights.scatter = dying
+    try:
+        for batch in batches(0):
+            before = [numbers(opt.slow), list(opt.applied)]
+            step_of(model, opt, batch, ranks)
+    except RankLost as error:
+        return {"error": str(error), "same": [numbers(opt.slow), list(opt.applied)] == before, "rounds": len(rounds)}
+    finally:
+        module.RankWeights.scatter = scatter
+        exchange.close()

@@ -1,0 +1,61 @@
+"""What rank 0 of a peer takes and gives for all ranks: slow weights, adoption, checkpoints, and what is left when a rank dies."""
+
+from pathlib import Path
+
+import pytest
+import rank_jobs as jobs
+import worlds
+
+from shoal.optim import Alone, Simulation
+
+JOBS = Path(jobs.__file__)
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+
+
+@KINDS
+def test_what_rank_0_asks_for_between_steps_is_that_of_one_process(trio, kind):
+    first, second, _ = trio.call(JOBS, "told", kind=kind)
+    model = jobs.make_model()
+    wanted = jobs.story(model, jobs.make("diloco", model, Alone()))
+    for one, other in zip(first, jobs.listed(wanted), strict=True):
+        assert one == other
+    assert second[2:4] == [[], {"momentum": []}] or second[2:4] == [[], {}]
+    assert (second[0], second[-2]) == (first[0], first[-2])
+
+
+@KINDS
+def test_a_contribution_that_was_refused_goes_back_into_the_residual_on_rank_0(trio, kind):
+    first, _, other = trio.call(JOBS, "refused", kind=kind)
+    wanted = Simulation(["0", "1"]).run(lambda exchange: jobs.alone(jobs.Losing(exchange), "sparseloco"))
+    assert [len(members) for members in first["members"]] == [2, 0, 2, 2]
+    for found, peer in ((first, "0"), (other, "1")):
+        assert (found["slow"], found["state"]) == (wanted[peer]["slow"], wanted[peer]["state"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_layout_goes_on_from_the_checkpoint_of_another(trio, dtype):
+    kinds = ["one", "ddp", "fsdp", "one"]
+    found = trio.call(JOBS, "relay", dtype=dtype, kinds=kinds)[0]
+    wanted = trio.call(JOBS, "relay", dtype=dtype, kinds=["one"] * 4)[0]
+    assert found == wanted
+
+
+@KINDS
+def test_what_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(trio, kind):
+    first, second, _ = trio.call(JOBS, "misfits", kind=kind)
+    assert first["errors"] == second["errors"]
+    assert len(first["errors"]) == 3
+    assert [one[key] for one in (first, second) for key in ("same", "round")] == [True, 0] * 2
+
+
+@KINDS
+def test_a_rank_that_dies_in_an_exchange_ends_the_others_before_they_apply_it(nursery, kind):
+    made = worlds.Ranks(nursery, 3)
+    try:
+        first, second, other = made.call(JOBS, "dies", kind=kind)
+    finally:
+        made.close()
+    assert second is None
+    assert "a rank of this peer is gone" in first["error"]
+    assert (first["same"], first["rounds"]) == (True, 2)
+    assert [len(members) for members in other["members"]] == [2, 2, 0, 0]
