@@ -4,8 +4,10 @@ Of three processes 0 and 1 are the ranks of peer "0", and 2 is peer "1", a singl
 """
 
 import functools
+import math
 import os
 import signal
+import weakref
 from datetime import timedelta
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.optim import Alone, Distributed, method_named
+from shoal.optim import Alone, Distributed, Seconds, method_named
 from shoal.optim.ranks.group import RankLost
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.ranks.weights import cut_like
@@ -306,3 +308,67 @@ def dies(kind):
     finally:
         module.RankWeights.scatter = scatter
         exchange.close()
+
+
+class Normed(Model):
+    """Model whose statistics differ between ranks, which see other rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7, affine=False)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+def buffers_of(model):
+    return numbers([model.norm.running_mean, model.norm.running_var])
+
+
+def normed():
+    """Average buffers with rounds whose length rank 0's clock decides; return them and the positions of the schedule."""
+    peers = Distributed(groups()["peers"], wait=20.0) if dist.get_rank() != 1 else Alone()
+    torch.manual_seed(0)
+    model, ranks = Normed(), Ranks(groups()["ranks"], timeout=20.0) if dist.get_rank() < 2 else None
+    clock = iter(range(100)) if dist.get_rank() != 1 else iter(range(0, 10000, 100))  # rank 1's is not asked
+    length = Seconds(3.0, lambda: float(next(clock)))
+    more = {} if ranks is None else {"ranks": ranks}
+    opt = make("diloco", model, peers, buffers="average", length=length, **more)
+    found = []
+    for batch in batches(dist.get_rank(), 6):
+        before = buffers_of(model)
+        opt.zero_grad()
+        with torch.no_grad():
+            model(batch)
+        round = opt.round
+        loss_of(model, batch).backward()
+        own = buffers_of(model)
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        opt.step()
+        found.append({"own": own, "now": buffers_of(model), "averaged": opt.round > round, "position": opt.position})
+        assert before != own
+    return found
+
+
+def bounded(kind):
+    """Return the most values that rank 0 takes from others between two starts of the real exchange, and those of a fragment."""
+    groups()
+    if dist.get_rank() == 2:
+        return None
+    model, ranks = laid_out(kind), Ranks(groups()["ranks"], timeout=20.0)
+    opt = make("streaming", model, Alone(), ranks=ranks)
+    taken, live = [0], []
+    take = ranks.take
+
+    def counting(into, source):
+        live.append(weakref.ref(into))
+        held = sum(tensor.numel() for tensor in (one() for one in live) if tensor is not None)
+        taken.append(held)
+        return take(into, source)
+
+    ranks.take = counting
+    for batch in batches(0):
+        step_of(model, opt, batch, ranks)
+    sizes = [sum(math.prod(opt.shapes[index]) for index in opt.positions(fragment)) for fragment in range(opt.fragments)]
+    return {"most": max(taken), "fragment": max(sizes), "all": sum(sizes)}

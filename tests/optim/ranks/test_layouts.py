@@ -35,3 +35,22 @@ def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind):
         assert second[method]["members"] == first[method]["members"]
         assert not set(first[method]["owned"]) & set(second[method]["owned"])
         assert len(first[method]["owned"] + second[method]["owned"]) == 7
+
+
+def test_rank_0_never_holds_more_of_others_than_a_fragment(trio):
+    for kind in ("ddp", "fsdp"):
+        found = trio.call(JOBS, "bounded", kind=kind)[0]
+        assert 0 < found["most"] <= found["fragment"] < found["all"]
+
+
+def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds(trio):
+    first, second, other = trio.call(JOBS, "normed")
+    assert [step["position"] for step in first] == [step["position"] for step in second]
+    assert sum(step["averaged"] for step in first) > 1
+    for one, two, three in zip(first, second, other, strict=True):
+        assert one["averaged"] == two["averaged"] == three["averaged"]
+        if one["averaged"]:
+            assert one["now"] == two["now"] == three["now"]
+            for own, twin, theirs, now in zip(one["own"], two["own"], three["own"], one["now"], strict=True):
+                mean = [((a + b) / 2 + c) / 2 for a, b, c in zip(own, twin, theirs, strict=True)]
+                assert now == pytest.approx(mean, abs=1e-6)
