@@ -72,6 +72,18 @@ computing_options = titled(
     click.option("--workers", type=int, metavar="N", help="Processes that draw batches ahead.  [default: 0, none beside training]"),
 )
 
+rank_options = titled(
+    COMPUTING,
+    click.option("--gpus", metavar="all|N", help="Train on several GPUs, a process for each.  [default: one process]"),
+    click.option(
+        "--parallel",
+        metavar="ddp|fsdp",
+        shell_complete=one_of("ddp", "fsdp"),
+        help="How several GPUs share the model: each holds all of it, or a part.  [default: ddp]",
+    ),
+    click.option("--max-restarts", type=int, help="Starts again after a process of several died.  [default: 3]"),
+)
+
 limit_options = titled(
     NETWORK,
     click.option("--allow", multiple=True, metavar="ID|FILE", help="Exchange with these peers only."),
@@ -181,6 +193,7 @@ node_options = joined(
         ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
     ),
+    rank_options,
     network_options,
     limit_options,
     metrics_options,
@@ -238,7 +251,10 @@ def outer_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def node_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted settings of all options of ``shoal up`` and ``shoal join``; None and empty values change nothing."""
-    names = ("name", "device", "relay", "folder", "identity", "threads", "resume", "resume_from", "slow_on_device")
+    names = (
+        "name", "device", "gpus", "parallel", "max_restarts", "relay", "folder", "identity", "threads", "resume", "resume_from",
+        "slow_on_device",
+    )  # fmt: skip
     return {
         **{f"node.{name}": flags[name] for name in names},
         "node.listen": list(flags["listen"]) or None,

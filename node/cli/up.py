@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +14,13 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.help import RUN, HelpfulCommand, titled
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
+
+if TYPE_CHECKING:
+    from shoal.node.config.settings import Settings
+    from shoal.node.parallel.job import Job
+    from shoal.node.parallel.ranks import NodeRanks
+    from shoal.node.runtime.signals import ShutdownSignals
+    from shoal.swarm.access.link import Link
 
 
 @click.command(cls=HelpfulCommand, short_help="Create a swarm and start a node in it.")
@@ -63,19 +72,70 @@ def join(link: str, **flags: Any) -> int:
 
 
 def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
+    from shoal.node.parallel.job import job_of, ranks_wanted
+
+    if (job := job_of()) is not None:
+        from shoal.node.parallel.worker import run_rank
+
+        run_rank(job, lambda: _run_rank(job, file, link, flags))
     from shoal.node.config.settings import load
-    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
+    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent, handle_all
 
     shutdown = ShutdownSignals()
     shutdown.install()
     if flags["with_parent"]:
         end_with_parent(flags["with_parent"])
     settings = load(file, node_overrides(flags))
-    parsed = None
-    if link is not None:
-        from shoal.node.config.links import read_link
+    parsed = _parsed(link, settings)
+    if (world := ranks_wanted(settings)) > 1:
+        from shoal.node.parallel.launcher import Launcher
 
-        parsed = read_link(link, settings.node.run_folder)
+        launcher = Launcher(world, sys.argv[1:], settings.node.max_restarts)
+        handle_all(launcher.forward)
+        return launcher.run()
+    return _train(settings, parsed, shutdown, flags, None)
+
+
+def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
+    """Run one process of a node of several; all have been started with the same arguments."""
+    from shoal.node.config.settings import load
+    from shoal.node.parallel import worker
+    from shoal.node.parallel.ranks import NodeRanks
+    from shoal.node.runtime.follower import follow
+    from shoal.node.runtime.restart import again
+    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
+
+    if (launcher := worker.launcher()) is not None:
+        end_with_parent(launcher)
+    shutdown = ShutdownSignals()
+    if job.leads:
+        shutdown.install()
+        worker.begin_leading(job)
+    else:
+        worker.begin_following()
+    settings = load(file, node_overrides(flags))
+    parsed = _parsed(link, settings)
+    log_to_stderr(flags["verbose"])
+    if not job.leads and not flags["verbose"]:
+        logging.getLogger("shoal").setLevel(logging.ERROR)  # rank 0 has the same to say
+    ranks = NodeRanks.meet(settings, job)
+    if not job.leads:
+        return follow(ranks, settings)
+    if job.restarts:
+        settings, parsed = again(settings, parsed)
+    return _train(settings, parsed, shutdown, flags, ranks)
+
+
+def _parsed(link: str | None, settings: Settings) -> Link | None:
+    if link is None:
+        return None
+    from shoal.node.config.links import read_link
+
+    return read_link(link, settings.node.run_folder)
+
+
+def _train(settings: Settings, link: Link | None, shutdown: ShutdownSignals, flags: dict[str, Any], ranks: NodeRanks | None) -> int:
+    """Run the node, as its only process or as rank 0."""
     log_to_stderr(flags["verbose"])
     from shoal.node.runtime.display import make_display
     from shoal.node.runtime.node_run import NodeRun
@@ -83,12 +143,13 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     as_json = flags["as_json"]
     run = NodeRun(
         settings,
-        parsed,
+        link,
         make_display(),
         shutdown,
         on_link=lambda made: click.echo(str(made), err=as_json),
         baseline=flags["baseline"],
         keep_rounds=flags["keep_rounds"],
+        ranks=ranks,
     )
     result = run.run()
     if as_json:

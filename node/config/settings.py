@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
+from shoal.node.config.ranks import RankSettings
 from shoal.node.config.rl import RLSettings
 from shoal.node.config.train import TrainTable
 from shoal.swarm.access.link import address_problem
@@ -92,7 +93,7 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
 
 
-class NodeSettings(_Table):
+class NodeSettings(_Table, RankSettings):
     """Settings of this machine. The swarm is informed of the name and the addresses only."""
 
     name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
@@ -383,9 +384,9 @@ def resolve_device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def use_threads(count: int = 0) -> None:
-    """Compute on the CPU with ``count`` threads; 0: half of the processors."""
+def use_threads(count: int = 0, processes: int = 1) -> None:
+    """Compute on the CPU with ``count`` threads; 0: half of the processors, shared by the ``processes`` of this node."""
     import torch
 
     # Threads that wait for a busy processor delay all others, and the daemon needs one too, so not all are used.
-    torch.set_num_threads(count or max((os.cpu_count() or 2) // 2, 1))
+    torch.set_num_threads(count or max((os.cpu_count() or 2) // 2 // processes, 1))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, astuple
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,7 @@ from shoal.node.runtime.join import (
     wait_for_peers,
 )
 from shoal.node.runtime.link_file import LinkFile
+from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.runtime.parts import NodeParts
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
@@ -56,12 +57,18 @@ from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 
+if TYPE_CHECKING:
+    from shoal.node.parallel.ranks import NodeRanks
+
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 METRICS = "metrics.jsonl"
 
 
 class NodeRun:
-    """One node's run. ``link`` None creates a swarm; ``on_link`` is called with the join link as soon as others can use it."""
+    """One node's run. ``link`` None creates a swarm; ``on_link`` is called with the join link as soon as others can use it.
+
+    ``ranks``: this process is rank 0 of several, which do all that is not training.
+    """
 
     def __init__(
         self,
@@ -73,8 +80,9 @@ class NodeRun:
         on_link: Callable[[Link], None] = lambda link: None,
         baseline: bool = False,
         keep_rounds: bool = False,
+        ranks: NodeRanks | None = None,
     ) -> None:
-        self.settings, self.link, self.display, self.shutdown = settings, link, display, shutdown
+        self.settings, self.link, self.display, self.shutdown, self.ranks = settings, link, display, shutdown, ranks
         self.on_link, self.baseline, self.keep_rounds = on_link, baseline, keep_rounds
         self.folder, node, copies = settings.node.run_folder, settings.node, resources.room_for_copy(settings.node.ram)
         keep, room, notify = node.keep_checkpoints, room_maker(self.folder, node.disk), display.message
@@ -103,8 +111,8 @@ class NodeRun:
         identity = Identity.load_or_create(node.identity_path)
         with identity.lock():  # the host holds it from its start on; this is to learn of another node before the model is made
             pass
-        device = resolve_device(node.device)
-        use_threads(node.threads)
+        device = resolve_device(node.device) if self.ranks is None else self.ranks.device
+        use_threads(node.threads, 1 if self.ranks is None else self.ranks.job.world)
         log, path = self.display.message, self.folder / METRICS
         with (
             open_sinks(node, log) as sinks,
@@ -126,7 +134,10 @@ class NodeRun:
                 with ExitStack() as closing:
                     self._parts = self._build(settings, device, membership, trainer, saved, sinks, metrics, closing)
                     closing.callback(self.display.close)
-                    return self._train()
+                    result = self._train()
+                    if self.ranks is not None:
+                        self.ranks.end()
+                    return result
             finally:
                 membership.close()
 
@@ -145,21 +156,8 @@ class NodeRun:
         return settings, trainer, create(settings, identity, sealed)
 
     def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
-        node, method = settings.node, settings.outer.method
-        slow_here = node.offload is None and (not node.slow_on_device or device.type == "cpu")
         with self._activity.doing("loading the model"):
-            return Trainer(
-                make_task(settings),
-                settings.outer,
-                settings.train,
-                own=settings.train,
-                device=device,
-                slow_on_device=node.slow_on_device,
-                offload=node.offload,
-                on_model=lambda params: resources.check(node.ram, params, self.display.message, method=method, slow_here=slow_here),
-                on_round=self._on_round,
-                speeds=self._speeds,
-            )
+            return make_trainer(settings, device, self.ranks, self.display.message, self._on_round, self._speeds)
 
     def _speeds(self) -> list[float]:
         """Return the inner steps a second that each member announces."""
@@ -273,6 +271,7 @@ class NodeRun:
         p.member.announce("training", result.loss_first)
         p.metrics.write("start", **asdict(result))
         self.display.start(p.settings.train.steps)
+        self.saver.due = self.ranks is not None  # what started them starts them again if one dies, from here
         try:
             with self._activity.doing("training"):
                 result.wall_s = trainer.run(
@@ -311,7 +310,9 @@ class NodeRun:
         return result
 
     def _evaluate(self) -> float | None:
-        with self._activity.doing("evaluating"), self.parts.member.at_rest():
+        # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
+        still = self.parts.member.at_rest() if self.ranks is None else nullcontext()
+        with self._activity.doing("evaluating"), still:
             return self.parts.trainer.evaluate()
 
     def _on_progress(self, progress: Progress) -> None:

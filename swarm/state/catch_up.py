@@ -49,7 +49,7 @@ def catch_up(
         ModelDiffersError: this node's model does not fit.
         NetworkError: it is under way, but nobody hands out weights, or no second peer confirms them.
     """
-    check_model(membership, model, [tuple(tensor.shape) for tensor in opt.slow])
+    check_model(membership, model, opt.shapes)
     state: State | None = None
     for attempt in range(TRIES):
         began = clock()
@@ -97,9 +97,7 @@ def sources_for(membership: MemberView, model: str, begun: bool = True) -> list[
 def query_for(membership: MemberView, model: str, opt: OuterOptimizer) -> StateQuery:
     """Return the query for a state that fits ``opt``."""
     request = StateRequest(swarm=membership.swarm, model=model)
-    return StateQuery(
-        request, [tuple(tensor.shape) for tensor in opt.slow], opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments
-    )
+    return StateQuery(request, opt.shapes, opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments)
 
 
 def _others(membership: MemberView) -> dict[str, Member]:

@@ -132,12 +132,11 @@ class Resynchronizer:
         if not others:  # this node is the whole group
             self._returned()
             return
-        shapes = [tuple(t.shape) for t in self._opt.slow]
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
         patience = PATIENCE_S if self._afresh else SECOND_S
         query = StateQuery(
             request,
-            shapes,
+            self._opt.shapes,
             self._opt.shared_shapes,
             equal=self._opt.anchored,
             confirmed=self._afresh,

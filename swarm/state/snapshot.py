@@ -43,11 +43,14 @@ class State:
     """For each fragment the round whose outcome is in it; -1: none."""
     snapshot: Snapshot | None = None
     """Snapshot from which it was read."""
+    gathers: int = 0
+    """Number of the copy, where the tensors were gathered from several processes just now."""
 
     def version(self) -> tuple[object, ...]:
         """Return a value that stays equal while nothing in the state changes: torch counts the changes of every tensor."""
         tensors = [*self.slow, *(tensor for name in sorted(self.extra) for tensor in self.extra[name])]
-        return self.round, tuple(self.applied), tuple(sorted(self.extra)), tuple((id(t), t._version) for t in tensors)
+        changes = tuple((id(t), t._version) for t in tensors)
+        return self.round, tuple(self.applied), tuple(sorted(self.extra)), self.gathers, changes
 
 
 @dataclass(frozen=True)

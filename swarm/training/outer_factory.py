@@ -25,6 +25,7 @@ from shoal.optim import (
     method_named,
 )
 from shoal.optim.outer.parameters import Inner
+from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule.auto_length import agreed_seconds
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, parse_round
@@ -41,12 +42,18 @@ def make_outer(
     slow_device: torch.device | Path,
     length: RoundLength | None = None,
     on_round: Callable[[RoundInfo], None] | None = None,
+    ranks: Processes | None = None,
 ) -> OuterOptimizer:
-    """Return the outer optimizer of the settings. OuterError if they cannot be used, as some show only with the model."""
+    """Return the outer optimizer of the settings; ``ranks``: of the processes that are one peer together.
+
+    OuterError if they cannot be used, as some show only with the model.
+    """
     method = method_named(settings.method)
     options: dict[str, Any] = {"codec": codec_named(settings.codec)} if settings.codec is not None else {}
     if settings.weighing != method.weights:
         options["weight"] = WEIGHTS[settings.weighing]
+    if ranks is not None:
+        options["ranks"] = ranks
     try:
         return method.make(
             inner,

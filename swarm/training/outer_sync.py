@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
-from shoal.optim.outer.sketch import sketch
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
@@ -42,7 +41,7 @@ class OuterSync:
     ) -> None:
         self._opt, self._exchange, self._screen, self._directory = opt, exchange, screen, membership.directory
         host, me = membership.host, membership.identity.peer_id
-        shapes = [tuple(tensor.shape) for tensor in opt.slow]
+        shapes = opt.shapes
         host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
         self._resynchronizer = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over, clock)
@@ -72,7 +71,7 @@ class OuterSync:
         if behind:  # the contribution was counted in another round than its own
             self._drift.moved()
         elif opt.anchored and info.key.fragment < opt.fragments:
-            self._drift.finished(info.key.round, info.key.fragment, sketch(opt.slow_of(info.key.fragment)))
+            self._drift.finished(info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment))
         split = self._drift.split(self._directory.members()) if opt.anchored else None
         self._resynchronizer.on_round(info, behind=behind, split=split)
 
@@ -93,7 +92,9 @@ class OuterSync:
         return self._server.at_rest(self._state)
 
     def _state(self) -> State:
-        return State(self._opt.round, self._opt.slow, self._opt.shared, self._opt.applied)
+        opt = self._opt
+        slow, shared = opt.slow, opt.shared
+        return State(opt.round, slow, shared, opt.applied, gathers=getattr(opt, "gathers", 0))
 
     def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
         return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights

@@ -1,0 +1,46 @@
+"""The trainer that the settings ask for, in this process alone or on the ranks of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.node.config.settings import Settings
+from shoal.node.runtime.join import make_task
+from shoal.node.training import resources
+from shoal.node.training.trainer import Trainer
+from shoal.optim import RoundInfo
+
+if TYPE_CHECKING:
+    from shoal.node.parallel.ranks import NodeRanks
+
+
+def make_trainer(
+    settings: Settings,
+    device: torch.device,
+    ranks: NodeRanks | None,
+    log: Callable[[str], None],
+    on_round: Callable[[RoundInfo], None],
+    speeds: Callable[[], Iterable[float]],
+) -> Trainer:
+    """Return the trainer. ``log`` gets sentences for the user; the rest is as for ``Trainer``.
+
+    Raises:
+        ShoalError: the task, or its model, cannot be used; for the task's own errors see `make_task`.
+    """
+    node, method, train = settings.node, settings.outer.method, settings.train
+    on_device = node.slow_on_device
+    slow_here = node.offload is None and (not on_device or device.type == "cpu")
+
+    def check(params: list[torch.nn.Parameter]) -> None:
+        resources.check(node.ram, params, log, method=method, slow_here=slow_here)
+
+    task = make_task(settings)
+    if ranks is not None:
+        return ranks.make_trainer(task, settings, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds)
+    return Trainer(
+        task, settings.outer, train, own=train, device=device, slow_on_device=on_device, offload=node.offload, on_model=check,
+        on_round=on_round, speeds=speeds,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Peers of several processes average with peers of one, and hold the bits that one process would."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.node.checkpoint.store import load
+from shoal.node.config.train import OwnTraining
+from shoal.node.task import Shard
+from shoal.node.tasks.text import TextTask
+from shoal.node.training.trainer import Trainer
+from shoal.optim import Simulation
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+
+OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
+SEED = 3
+DDP = ("--gpus", "2", "--device", "cpu", "--parallel", "ddp")
+FSDP = ("--gpus", "2", "--device", "cpu", "--parallel", "fsdp")
+HALVES = ("--device", "cpu", "--accumulate", "2")
+LAYOUTS = {"single": HALVES, "sharded": FSDP, "copied": DDP}
+TASK = f"{Path(__file__).with_name('marking_task.py')}:Marking"
+
+
+def kept(shoal, name):
+    """The slow weights after each round of a node."""
+    files = sorted((shoal.home / name / "rounds").glob("*.safetensors"))
+    found = [load_file(path) for path in files]
+    return [[tensors[str(n)] for n in range(len(tensors))] for tensors in found]
+
+
+def reference(shoal, outer, steps, peers, total=0):
+    """The slow weights of single-process peers of one group that cut each batch into halves.
+
+    ``steps``: those of each of ``peers``; ``total``: the setting.
+    """
+
+    def peer(exchange):
+        index = peers.index(exchange.peer)
+        rounds = []
+        train = TrainSettings(steps=total, seed=SEED)
+        trainer = Trainer(
+            TextTask(data=str(shoal.text), **OPTIONS), outer, train, own=OwnTraining(accumulate=2),
+            on_round=lambda info: rounds.append([t.clone() for t in trainer.opt.slow]),
+        )  # fmt: skip
+        trainer.connect(exchange, "run", Shard(index, len(peers), SEED))
+        trainer.run(stop=lambda: trainer.opt.steps == steps[index])
+        return rounds
+
+    return Simulation(peers, seed=SEED, size=len(peers)).run(peer)
+
+
+def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
+    outer = {"every": 3, "wait_s": 60.0}
+    table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})
+    one = shoal.node("up", table, "one", *HALVES, "--shard", "0/2", "--keep-rounds")
+    two = shoal.node("join", one.line(), "two", *DDP, "--shard", "1/2", "--keep-rounds")
+    assert [node.wait(90) for node in (one, two)] == [0, 0], (one.said(), two.said())
+    results = [shoal.result(name) for name in ("one", "two")]
+    assert [result["exchanges"] for result in results] == [3, 3]
+    expected = reference(shoal, OuterSettings(**outer), [9, 9], [result["peer"] for result in results], total=9)
+    for name, result in zip(("one", "two"), results, strict=True):
+        real, wanted = kept(shoal, name), expected[result["peer"]]
+        assert len(real) == len(wanted) == 3
+        assert all(torch.equal(a, b) for here, there in zip(real, wanted, strict=True) for a, b in zip(here, there, strict=True))
+
+
+def rank_of(process, rank):
+    """The process of a rank that a command has started."""
+    for child in psutil.Process(process.popen.pid).children():
+        with suppress(psutil.Error):  # it has just ended
+            if child.environ().get("RANK") == str(rank):
+                return child.pid
+    return None
+
+
+def rounds(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "round"]
+
+
+def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(shoal, eventually):
+    table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"steps": 0, "seed": SEED})
+    node = shoal.node("up", table, "one", *FSDP)
+    node.line()
+    eventually(lambda: len(rounds(shoal, "one")) >= 1, 60, "a round")
+    node.signal(signal.SIGTERM)
+    assert node.wait(60) == 130, node.said()
+    assert shoal.result("one")["interrupted"]
+    again = shoal.node("up", table, "one", *DDP, "--resume", "--steps", str(shoal.result("one")["steps"] + 1))
+    assert again.wait(60) == 0, again.said()
+    uneven = shoal.node("up", table, "other", "--option", "batch=3", *DDP)
+    assert uneven.wait(60) == 2
+    assert [line for line in uneven.said().splitlines() if line.startswith("Error: ")] == [uneven.said().splitlines()[-1]]
+    assert "3 rows" in uneven.said()
+
+
+def together(shoal, names, after):
+    """The rounds later than ``after`` in which all of ``names`` were, and ended with the same bits."""
+    held = [{e["round"]: e["weights"] for e in rounds(shoal, name) if e["members"] == len(names)} for name in names]
+    common = set.intersection(*map(set, held))
+    return [number for number in common if number > after and len({weights[number] for weights in held}) == 1]
+
+
+def steps_begun(shoal, pid):
+    path = shoal.home / "marks" / str(pid)
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.slow(reason="three real peers of five processes, one of which is killed and comes back")
+def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, eventually):
+    every, names = 12, ("single", "sharded", "copied")
+    outer = {"method": "diloco", "every": every, "wait_s": 30.0}
+    table = shoal.toml(
+        options=OPTIONS, outer=outer, train={"steps": 0, "seed": SEED}, swarm={"start_when": 3, "shards": 3},
+        task={"hooks": TASK},
+    )  # fmt: skip
+    (shoal.home / "marks").mkdir()
+    shoal.env["SHOAL_TEST_MARKS"] = str(shoal.home / "marks")
+    often = ("--set", "node.checkpoint_every_rounds=1")
+    always = ("--task", TASK, "--keep-rounds")
+    how = {name: (*flags, *always, "--shard", f"{n}/3") for n, (name, flags) in enumerate(LAYOUTS.items())}
+    single = shoal.node("up", table, "single", *how["single"])
+    link = single.line()
+    sharded, copied = (shoal.node("join", link, name, *how[name], *often) for name in names[1:])
+    eventually(lambda: all(len(rounds(shoal, name)) >= 2 for name in names), 120, "two rounds of three")
+
+    single.signal(signal.SIGSTOP)  # so that the exchange in which the other two are next cannot end
+    both = [rank_of(copied, rank) for rank in (0, 1)]
+    lost = both[1]
+    last = (len(rounds(shoal, "copied")) + 1) * every
+    eventually(lambda: min(steps_begun(shoal, pid) for pid in both) >= last, 60, "the last step before an exchange")
+    os.kill(lost, signal.SIGKILL)
+    single.signal(signal.SIGCONT)
+    eventually(lambda: rank_of(copied, 1) not in (None, lost), 60, "another start of the ranks")
+    died = max(event["round"] for event in rounds(shoal, "copied"))
+    eventually(lambda: len(together(shoal, names, died)) >= 3, 150, "three rounds of all with the same weights")
+    for node in (copied, sharded, single):
+        node.signal(signal.SIGINT)
+    assert [node.wait(60) for node in (copied, sharded, single)] == [130, 130, 130]
+    assert "rank 1 was ended by SIGKILL" in copied.said()
+
+    # Up to the return of the lost peer, what the other two hold is known: that of as many single processes, without it at last.
+    members = [event["members"] for event in rounds(shoal, "single")]
+    alone = members.index(2) if 2 in members else len(members)
+    until = next((n for n in range(alone, len(members)) if members[n] != 2), len(members))
+    assert until > alone >= 2, members
+    peers = [shoal.result(name)["peer"] for name in names]
+    expected = reference(shoal, OuterSettings(**outer), [until * every, until * every, alone * every], peers)
+    for name, peer in zip(names[:2], peers, strict=False):
+        real = kept(shoal, name)
+        for here, there in zip(real[:until], expected[peer][:until], strict=True):
+            for a, b in zip(here, there, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow(reason="five nodes one after another")
+def test_a_checkpoint_goes_on_in_every_layout(shoal):
+    table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"seed": SEED})
+    for steps, flags in enumerate((HALVES, FSDP, DDP, HALVES), 1):
+        more = () if steps == 1 else ("--resume",)
+        node = shoal.node("up", table, "changing", *flags, "--steps", str(4 * steps), *more)
+        assert node.wait(90) == 0, node.said()
+    same = shoal.node("up", table, "same", *HALVES, "--steps", "16", "--shard", shoal.result("changing")["shard"])
+    assert same.wait(90) == 0, same.said()
+    (changed, one), (straight, other) = (load(shoal.home / name) for name in ("changing", "same"))
+    assert changed == straight == 16
+    outcome = [one["trainer"], other["trainer"]]
+    assert outcome[0].keys() == outcome[1].keys()
+    for name, tensor in outcome[1]["model"].items():
+        torch.testing.assert_close(outcome[0]["model"][name], tensor, rtol=0, atol=1e-6)
+    first, second = (state["optimizer"] for state in outcome)
+    for here, there in zip(first["slow"], second["slow"], strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=1e-6)
+    for index, moments in second["inner"]["state"].items():
+        for name, value in moments.items():
+            torch.testing.assert_close(first["inner"]["state"][index][name], value, rtol=0, atol=1e-6)

@@ -1,0 +1,42 @@
+"""A stand-in for ``shoal`` as the launcher starts it: does what its first argument says, without training."""
+
+import os
+import signal
+import sys
+import threading
+
+from shoal.node.parallel import worker
+from shoal.node.parallel.job import job_of
+from shoal.swarm.errors import ShoalError
+
+how = sys.argv[1]
+job = job_of()
+
+
+def work():
+    print(f"rank {job.rank} of {job.world}, start {job.restarts}", file=sys.stderr, flush=True)
+    if how == "mend":
+        raise ShoalError("Mend it.")
+    if how == "bug":
+        raise RuntimeError("oops")
+    if how in ("killed", "killed-once") and job.rank == 1 and (how == "killed" or job.restarts == 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "signal":
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: asked.set())
+        if job.leads:
+            worker.begin_leading(job)
+            print("ready", flush=True)
+            asked.wait(30)
+            print("asked", flush=True)
+            return 130
+        worker.begin_following()
+    if how != "well":
+        threading.Event().wait({"signal": 3, "killed": 30}.get(how, 0 if job.restarts else 30))
+    print("only rank 0 is heard" if job.leads else "?", flush=True)
+    return 0
+
+
+if not job.leads and how == "well":
+    worker.begin_following()
+worker.run_rank(job, work)
