@@ -29,6 +29,7 @@ class InnerStep:
         clip: largest norm of all gradients together; 0: any.
         own: how this node computes.
         rank, ranks: of the processes that share each batch.
+        outer_in_memory: the outer optimizer is in the device's own memory, and could be in files.
         unsynchronised: makes the context of every part's backward pass but the last, such as DDP's ``no_sync``.
 
     Raises:
@@ -46,6 +47,7 @@ class InnerStep:
         own: OwnTraining | None = None,
         rank: int = 0,
         ranks: int = 1,
+        outer_in_memory: bool = False,
         unsynchronised: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.own = own or OwnTraining()
@@ -54,7 +56,7 @@ class InnerStep:
         self.model = _compiled(model) if self.own.compile else model
         self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
         self.scaler = precision.make_scaler(self.own.precision, device)
-        self._skipped = 0
+        self._skipped, self._outer_in_memory = 0, outer_in_memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,15 +148,16 @@ class InnerStep:
         """Return what would fit, of what is not in use yet. ``batch``: that of the gradients; None: they are there already."""
         found, count = [], self.own.accumulate
         rows = (micro_batches.rows(batch) or 0) // self.ranks
+        files = ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
         if batch is None:  # in the optimizer: the activations are gone by then
-            return SMALLER
+            return ", ".join([*files, SMALLER])
         if finer := next((parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None):
             found.append(f"cut the batch into parts (--accumulate {finer})")
         if self.own.precision == "float32":
             found.append("compute in another format (--precision bfloat16)")
         if not self.own.recompute:
             found.append("keep fewer activations (--recompute)")
-        return ", ".join([*found, SMALLER])
+        return ", ".join([*found, *files, SMALLER])
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the loss's scale; None without one."""

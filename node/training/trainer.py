@@ -120,6 +120,7 @@ class Trainer:
         self.inner_step = InnerStep(
             task, wrapped, self.params, self.device, clip=train.clip, own=own,
             rank=self.layout.rank, ranks=self.layout.ranks, unsynchronised=self.layout.unsynchronised,
+            outer_in_memory=self.device.type == "cpu" and offload is None and self.layout.ranks == 1,
         )  # fmt: skip
         inner = make_inner(task, train, self.params)
         self.opt = make_outer(

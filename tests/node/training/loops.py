@@ -45,9 +45,10 @@ class Overflows(Small):
             yield batch | {"scale": torch.tensor(math.inf if step in self.bad else 2.0)}
 
 
-def trainer(task=None, train=None, *, method="none", exchange=None, device=CPU, **own):
+def trainer(task=None, train=None, *, method="none", exchange=None, device=CPU, offload=None, **own):
     settings = train or TrainSettings(steps=STEPS, seed=1)
-    made = Trainer(task or Small(), OuterSettings(method=method, every=3), settings, own=OwnTraining(**own), device=device)
+    outer = OuterSettings(method=method, every=3)
+    made = Trainer(task or Small(), outer, settings, own=OwnTraining(**own), device=device, offload=offload)
     made.connect(exchange or Alone(), "run", Shard(0, 2, 1))
     return made
 

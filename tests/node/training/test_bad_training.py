@@ -59,7 +59,10 @@ class Starved(Small):
             r"on 'cpu' for a step: cut the batch into parts \(--accumulate 2\), .* format \(--precision bfloat16\), ",
         ),
         ({"accumulate": 4}, r"\(--accumulate 8\)"),
-        ({"accumulate": 8, "precision": "bfloat16"}, r"for a step: (keep fewer .*, )?make the model or its batches smaller"),
+        (
+            {"accumulate": 8, "precision": "bfloat16"},
+            r"for a step: (keep fewer .*, )?keep .*--offload DIR\), make the model",
+        ),
     ],
 )
 def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
@@ -83,8 +86,14 @@ def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeyp
         raise MemoryError
 
     monkeypatch.setattr(made.opt.inner, "step", starve)
-    with pytest.raises(TrainingError, match="not enough memory on 'cpu' for a step: make the model or its batches smaller"):
+    with pytest.raises(TrainingError, match=r"not enough memory on 'cpu' for a step: keep .* \(--offload DIR\), make"):
         made.run()
+
+
+def test_memory_that_runs_out_does_not_ask_for_files_that_there_are(tmp_path):
+    with pytest.raises(TrainingError, match="make the model or its batches smaller") as caught:
+        trainer(Starved(), offload=tmp_path).run()
+    assert "--offload" not in str(caught.value)
 
 
 # -- compiling ------------------------------------------------------------------------------------------------------------------
