@@ -158,6 +158,21 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal")
+
+
+@pytest.mark.slow(reason="a node by torchrun, beside another")
+def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
+    table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})
+    one = shoal.node("up", table, "one", *HALVES)
+    two = shoal.node("join", one.line(), "two", "--device", "cpu", "--parallel", "fsdp", program=TORCHRUN)
+    assert [node.wait(90) for node in (one, two)] == [0, 0], (one.said(), two.said())
+    assert [shoal.result(name)["exchanges"] for name in ("one", "two")] == [3, 3]
+    unfit = shoal.node("up", table, "other", "--gpus", "3", "--device", "cpu", program=TORCHRUN)
+    assert unfit.wait(60) != 0
+    assert "--gpus 3 does not go with the 2 ranks that torchrun has started" in unfit.said()
+
+
 @pytest.mark.slow(reason="five nodes one after another")
 def test_a_checkpoint_goes_on_in_every_layout(shoal):
     table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"seed": SEED})
