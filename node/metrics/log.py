@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -129,8 +130,13 @@ class Metrics:
         self.write("round", **asdict(info))
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file, and remove it if it has no line; a second call does nothing."""
+        if self._file.closed:
+            return
         self._file.close()
+        with suppress(OSError):
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
 
     def __enter__(self) -> Metrics:
         return self

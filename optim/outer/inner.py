@@ -37,7 +37,7 @@ def initialises(optimizer: torch.optim.Optimizer) -> bool:
 
     So torch.distributed.checkpoint's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` prepare a new optimizer.
     """
-    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+    if optimizer.state or any(bool(group.get("lr", 1.0) != 0) for group in optimizer.param_groups):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return all(gradient is not None and not bool(local(gradient).any()) for gradient in gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -85,13 +84,13 @@ class Patience:
 
     def __init__(self) -> None:
         self._began = float("-inf")
-        self._periods = deque([0.0], maxlen=2)
+        self._periods = (0.0, 0.0)
 
     def begin(self, now: float) -> float:
         """Note that a round begins; return the seconds since the last one began, infinite for the first."""
         period, self._began = now - self._began, now
         if period < float("inf"):
-            self._periods.append(period)
+            self._periods = (self._periods[1], period)
         return period
 
     def of(self, timeouts: ExchangeTimeouts) -> float:

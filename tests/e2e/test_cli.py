@@ -209,11 +209,12 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     first = json.loads(line)
     assert first["interrupted"]
     assert first["steps"] >= 10
-    *_, stopping, end, where = node.said().splitlines()
+    *_, stopping, end, speed, where = node.said().splitlines()
     assert stopping.startswith("stopping: ")
     assert end.startswith(
         f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of them with others: training loss "
     )
+    assert "tokens/s in inner steps" in speed
     assert where.endswith(f" are in {str(shoal.home / 'n')!r}; the same command with --resume goes on from there")
     assert shoal.left() == []
     (saved,) = (shoal.home / "n").glob("step-*")

@@ -14,7 +14,8 @@ job = job_of()
 
 
 def work():
-    print(f"rank {job.rank} of {job.world}, start {job.restarts}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"rank {job.rank} of {job.world}, start {job.restarts}\n")  # in one piece, whatever the other rank writes
+    sys.stderr.flush()
     if how == "mend":
         raise ShoalError("Mend it.")
     if how == "bug":
@@ -33,7 +34,8 @@ def work():
         worker.begin_following()
     if how != "well":
         threading.Event().wait({"signal": 3, "killed": 30}.get(how, 0 if job.restarts else 30))
-    print("only rank 0 is heard" if job.leads else "?", flush=True)
+    sys.stdout.write("only rank 0 is heard\n" if job.leads else "?\n")
+    sys.stdout.flush()
     return 0
 
 

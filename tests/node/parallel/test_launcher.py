@@ -18,7 +18,7 @@ handle_all(launcher.forward)
 try:
     sys.exit(int(launcher.run()))
 except RanksFailedError as error:
-    print("Error:", error, file=sys.stderr)
+    sys.stderr.write(f"Error: {error}\\n")
     sys.exit(int(error.exit_code))
 """
 
@@ -63,7 +63,8 @@ def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch):
 def test_a_rank_that_is_killed_restarts_all(launch):
     process = launch("killed-once", 1)
     out, said = process.communicate(timeout=60)
-    assert (process.returncode, out.splitlines()[:1]) == (0, ["only rank 0 is heard"]), said
+    assert process.returncode == 0, said
+    assert "only rank 0 is heard" in out.splitlines()
     assert {"rank 0 of 2, start 1", "rank 1 of 2, start 0", "rank 1 of 2, start 1"} <= set(starts(said))
     assert "rank 1 was ended by SIGKILL: starting all 2 ranks again (1 of 1 times)" in said
 
