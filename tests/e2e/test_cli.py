@@ -242,7 +242,7 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
 def test_a_second_ctrl_c_ends_the_node_at_once(shoal, eventually):
     # A step that takes longer than this test waits, and that the first Ctrl-C lets finish.
     node = create(shoal, "n", seconds=100)
-    eventually(lambda: shoal.metrics("n"), 60, "the first step")
+    eventually(lambda: any(event["event"] == "start" for event in shoal.metrics("n")), 60, "the first step")
     node.signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         node.popen.wait(1)
