@@ -1,5 +1,6 @@
 """One process of torch's own data parallel training over gloo: `python tests/bench/_gloo_ddp.py RANK PEERS STEPS STORE OUT`."""
 
+import os
 import sys
 from datetime import timedelta
 from itertools import islice
@@ -30,6 +31,7 @@ def main():
     if rank == 0:
         torch.save([parameter.detach() for parameter in model.parameters()], sys.argv[5])
     destroy_process_group()
+    os._exit(0)  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_
         later = [step for r in (2, 3) for step in (["after", f"in {r}"], *play(r))]
         return [*play(0), ["mark", "gave up"], *play(1), ["after", "came back"], *later]
 
-    notes = world.play(each(world, script), wait=2.0)
+    notes = world.play(each(world, script), wait=5.0)  # on a loaded machine peers that begin together are seconds apart
     for peer in range(last):
         without = notes[peer].pop(0)
         assert without is None or last not in without["members"]
