@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from shoal.optim.outer.external_step import Stepped
 from shoal.optim.rules.base import RoundContext, Rule, State
 
 SETTINGS = ("lr", "momentum")
@@ -18,7 +18,7 @@ Parts = list[tuple[Rule, list[int]]]
 """Rules, and for each the places of its parameters in a fragment."""
 
 
-class OuterGroups(torch.optim.Optimizer):
+class OuterGroups(Stepped):
     """The slow weights as a torch optimizer, whose groups hold the outer ``lr`` and ``momentum``: ``OuterOptimizer.outer``.
 
         schedule = CosineAnnealingLR(opt.outer, T_max=100)      # step() it once a round
@@ -35,14 +35,6 @@ class OuterGroups(torch.optim.Optimizer):
             del self._made_with["momentum"]  # it has no buffer
         self._group_of = {index: number for number, group in enumerate(groups) for index in group}
         super().__init__([{"params": [slow[index] for index in group]} for group in groups], dict(self._made_with))
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do nothing but call ``closure``: the rounds move the slow weights."""
-        return None if closure is None else closure()
 
     def values(self, index: int) -> dict[str, float]:
         """Return the present settings of a parameter, by its position in the slow weights."""
