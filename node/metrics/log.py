@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -135,7 +136,8 @@ class Metrics:
             return
         self._file.close()
         with suppress(OSError):
-            if self._path.stat().st_size == 0:
+            about = self._path.lstat()
+            if stat.S_ISREG(about.st_mode) and about.st_size == 0:  # a device has no size either, and root may remove it
                 self._path.unlink()
 
     def __enter__(self) -> Metrics:

@@ -69,6 +69,18 @@ def test_unwritable_file_is_one_sentence(tmp_path):
         metrics.write("x")
     metrics.close()
     metrics.close()
+    assert Path("/dev/full").is_char_device()  # without a line, and yet not removed: root may
+
+
+def test_an_empty_file_is_removed_and_a_link_or_device_is_not(tmp_path):
+    file, link = tmp_path / "metrics.jsonl", tmp_path / "link"
+    Metrics(file).close()
+    assert not file.exists()
+    file.touch()
+    link.symlink_to(file)
+    Metrics(link).close()
+    assert link.is_symlink()
+    assert file.exists()
 
 
 def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_path, monkeypatch):
