@@ -1,0 +1,152 @@
+"""What an exchange costs, as formulas: bytes, seconds, and how much of its time a node computes. No torch, no clock.
+
+    seconds of an exchange  = bytes / rate + ROUND_TRIPS x round trip + bytes x HANDLING
+    of all-reduce           = 2 (n - 1) / n payloads a member; of gathering n - 1; of a pair 1
+    utilisation             = computing / (computing + at hand + waiting)
+
+*At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It *waits* for what is not there when
+it is to be applied: for all of an exchange without a lag, for what exceeds the lag with one, and for what the link cannot carry in
+a round in any case. ``ROUND_TRIPS`` counts everything that a longer way delays: the stream, offer and answer, the commit, and TCP
+and its flow control until they fill the link, which are most of them. The constants are fitted to exchanges that were measured by
+bench/overlap.py, and a test compares the formulas with its figures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ROUND_TRIPS = 11.0
+HANDLING = 8e-9  # seconds a byte that is sent: encryption, digests, copies, the mean
+AT_HAND = 2.5e-9  # seconds a byte of float32 weights, in the training thread
+LOOP = 0.003  # of the computing time: what the loop costs a node without any exchange
+WIRE = 1.013  # bytes on the wire for each byte of payload
+MARGIN = 1.25  # lag over what an exchange takes
+ALL_REDUCED = 4  # members from which a group all-reduces plain floats
+GOOD = 0.97  # utilisation that a user need not improve
+FLOAT32 = 4  # bytes
+
+Group = Literal["pair", "everyone", "nobody"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node's way to the others: ``rate`` in bytes a second, of its slower direction, and ``round_trip`` in seconds."""
+
+    rate: float
+    round_trip: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node is to do in a round."""
+
+    group: Group
+    nbytes: int
+    """Payload of the whole round, all fragments together."""
+    params: int
+    peers: int
+    every: int
+    """Inner steps in a round."""
+    step_s: float
+    """Seconds of an inner step."""
+    fragments: int = 1
+    lag: int | Literal["auto"] = 0
+    """Inner steps from sending to applying: 0 waits, ``every`` is a whole round."""
+    sums: bool = True
+    """Whether a group may all-reduce: plain floats, no robust rule."""
+    max_group: int = 32
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of computing in a round."""
+        return self.every * self.step_s
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of ``Work`` over a ``Line``."""
+
+    utilisation: float
+    """Share of its time that a node computes, 0 to 1."""
+    round_s: float
+    """Seconds of a round, waiting included."""
+    exchange_s: float
+    """Seconds from sending a fragment to its mean."""
+    lag: int
+    """Inner steps from sending a fragment to applying its mean."""
+    sent: int
+    """Bytes that a node sends in a round, headers included."""
+    carried: bool
+    """Whether the link moves a round's bytes within the computing time of a round."""
+
+    @property
+    def sent_a_day(self) -> float:
+        """Bytes that a node sends in 24 hours."""
+        return self.sent * 86_400 / self.round_s
+
+
+def members(work: Work) -> int:
+    """Return how many peers average together, this one included."""
+    if work.group == "nobody" or work.peers < 2:
+        return 1
+    if work.group == "pair":
+        return 2
+    groups = -(-work.peers // work.max_group)
+    return -(-work.peers // groups)
+
+
+def sent(work: Work) -> int:
+    """Return the bytes that a node sends in a round; it receives as many."""
+    count = members(work)
+    if work.sums and count >= ALL_REDUCED:  # the parts go out in the codec's format, and the averages of its share in float32
+        payloads = (work.nbytes + FLOAT32 * work.params) * (count - 1) / count
+    else:
+        payloads = work.nbytes * (count - 1)
+    return math.ceil(WIRE * payloads)
+
+
+def needed_rate(work: Work) -> float:
+    """Return the bytes a second that a link must carry so that training waits for none: a round's in its computing time."""
+    return sent(work) / work.computing_s
+
+
+def exchange_s(work: Work, line: Line) -> float:
+    """Return the seconds from sending one fragment to its mean."""
+    each = sent(work) / work.fragments
+    return each / line.rate + ROUND_TRIPS * line.round_trip + each * HANDLING if each else 0.0
+
+
+def expected_lag(work: Work, line: Line) -> int:
+    """Return the lag in inner steps: as set, or the one that fits what an exchange takes, at most a whole round."""
+    if work.lag != "auto":
+        return work.lag
+    return min(max(math.ceil(MARGIN * exchange_s(work, line) / work.step_s), 1), work.every)
+
+
+def forecast(work: Work, line: Line) -> Forecast:
+    """Return what to expect."""
+    computing, moved, takes, lag = work.computing_s, sent(work), exchange_s(work, line), expected_lag(work, line)
+    waiting = work.fragments * max(takes - lag * work.step_s, 0.0) if moved else 0.0
+    waiting = max(waiting, moved / line.rate - computing)
+    busy = computing * (1 + LOOP) + (AT_HAND * FLOAT32 * work.params if moved else 0.0)
+    round_s = busy + waiting
+    return Forecast(computing / round_s, round_s, takes, lag, moved, moved / line.rate <= computing)
+
+
+def least_every(work: Work, line: Line, wanted: float = GOOD, most: int = 1_000_000) -> int | None:
+    """Return the fewest inner steps in a round with which the utilisation is ``wanted``; None if ``most`` are too few."""
+
+    def enough(every: int) -> bool:
+        lag = every if work.lag == work.every else work.lag  # a whole round stays one
+        return forecast(replace(work, every=every, lag=lag), line).utilisation >= wanted
+
+    low = max(work.fragments, 1 if work.lag == "auto" else work.lag + 1 if work.lag < work.every else 1)
+    if not enough(most):
+        return None
+    high = most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return low
