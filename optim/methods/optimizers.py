@@ -29,13 +29,17 @@ from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
 from shoal.optim.rules.sparta import SpartaRule
 from shoal.optim.rules.stability import warn_if_unstable
 from shoal.optim.schedule.round_length import RoundLength
-from shoal.optim.schedule.schedule import Delayed, Every, Streaming
+from shoal.optim.schedule.schedule import Delayed, Every, Schedule, Streaming
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
 """SparseLoCo's codec, ``topk2+ef:0.95``; a template: each optimizer gets a fresh copy with its own residual."""
+
+
+Fragments = int | Sequence[Sequence[Tensor]]
+"""A number of fragments, or the parameters of each."""
 
 
 class Options(TypedDict, total=False):
@@ -63,8 +67,26 @@ def _weighted(options: Options) -> bool:
     return options.get("weight", equal) is not equal
 
 
+OVERLAPPED = 4
+"""Fragments of a gossip method with a lag, by default."""
+
+
+def _gossip(
+    fragments: Fragments | None, lag: int, every: int, inner: Inner, options: Options
+) -> tuple[Schedule, Sequence[Sequence[Tensor]] | None]:
+    """Return the schedule of a gossip method, and its fragments: by default one if means are applied at once."""
+    if fragments is None:
+        fragments = min(OVERLAPPED, max(every, 1)) if lag else 1
+    parts = _cut(fragments, inner, options)
+    return (Streaming(every, len(parts), lag) if parts else Streaming(every, 1, lag) if lag else Every(every)), parts
+
+
 class NoLoCo(OuterOptimizer):
     """NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps (``NoLoCoRule``).
+
+    With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after another and each to a partner of its
+    own, and a mean is applied ``lag`` inner steps after it was sent; the fast weights keep what was learnt since
+    (`shoal.optim.rules.gossip`). lag 0: the whole model (unless in ``fragments``), waited for.
 
     The defaults are the paper's. ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent, unless peers have
     different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
@@ -79,11 +101,14 @@ class NoLoCo(OuterOptimizer):
         lr: float = 0.7,
         momentum: float = 0.5,
         pull: float | None = None,
+        fragments: Fragments | None = None,
+        lag: int = 0,
         **options: Unpack[Options],
     ) -> None:
         rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options))
         warn_if_unstable(lr, momentum, 0, nesterov=False)
-        super().__init__(inner, exchange, rule=rule, schedule=Every(every), **_weights(options, "NoLoCo"))
+        schedule, parts = _gossip(fragments, lag, every, inner, options)
+        super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **_weights(options, "NoLoCo"))
 
 
 class LocalSGD(OuterOptimizer):
@@ -92,6 +117,7 @@ class LocalSGD(OuterOptimizer):
     With different weights (``weight`` given) the pseudo-gradients are weighted and the slow weights are not, so that the mean
     over all peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two
     tensors. If the group is everyone, all start equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor.
+    ``fragments`` and ``lag`` as in ``NoLoCo``.
     """
 
     def __init__(
@@ -100,17 +126,20 @@ class LocalSGD(OuterOptimizer):
         exchange: Exchange,
         *,
         every: int = 50,
+        fragments: Fragments | None = None,
+        lag: int = 0,
         **options: Unpack[Options],
     ) -> None:
         weighted = _weighted(options)
         rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
-        super().__init__(inner, exchange, rule=rule, schedule=Every(every), **_weights(options, "LocalSGD"))
+        schedule, parts = _gossip(fragments, lag, every, inner, options)
+        super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **_weights(options, "LocalSGD"))
 
 
 class GASLoC(OuterOptimizer):
     """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
 
-    The defaults are NoLoCo's, for comparison; the paper's were not available to us.
+    The defaults are NoLoCo's, for comparison; the paper's were not available to us. ``fragments`` and ``lag`` as in ``NoLoCo``.
     """
 
     def __init__(
@@ -122,10 +151,14 @@ class GASLoC(OuterOptimizer):
         lr: float = 0.7,
         momentum: float = 0.5,
         mix: float = 1.0,
+        fragments: Fragments | None = None,
+        lag: int = 0,
         **options: Unpack[Options],
     ) -> None:
         warn_if_unstable(lr, momentum, 0, nesterov=True)
-        super().__init__(inner, exchange, rule=GASLoCRule(lr, momentum, mix), schedule=Every(every), **_weights(options, "GASLoC"))
+        rule = GASLoCRule(lr, momentum, mix)
+        schedule, parts = _gossip(fragments, lag, every, inner, options)
+        super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **_weights(options, "GASLoC"))
 
 
 class DiLoCo(OuterOptimizer):
@@ -166,7 +199,7 @@ class StreamingDiLoCo(OuterOptimizer):
         exchange: Exchange,
         *,
         every: int = 100,
-        fragments: int | Sequence[Sequence[Tensor]] = 4,
+        fragments: Fragments = 4,
         lag: int = 1,
         mix: float = 0.5,
         lr: float = 0.4,
@@ -192,7 +225,7 @@ class DecoupledDiLoCo(OuterOptimizer):
         exchange: Exchange,
         *,
         every: int = 24,
-        fragments: int | Sequence[Sequence[Tensor]] = 24,
+        fragments: Fragments = 24,
         lag: int = 2,
         lr: float = 0.7,
         momentum: float = 0.9,
@@ -298,7 +331,7 @@ class SPARTA(OuterOptimizer):
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **_weights(options, "SPARTA"))
 
 
-def _cut(fragments: int | Sequence[Sequence[Tensor]], inner: Inner, options: Options) -> Sequence[Sequence[Tensor]] | None:
+def _cut(fragments: Fragments, inner: Inner, options: Options) -> Sequence[Sequence[Tensor]] | None:
     if not isinstance(fragments, int):
         return fragments
     if fragments == 1:

@@ -78,7 +78,7 @@ _ALL = (
     Method("noloco", NoLoCo, "pair", "weights", "the default: no barrier, a late or dead peer holds up one other at most"),
     Method("local", LocalSGD, "pair", "weights", "the simplest: plain averaging with a partner, nothing to tune"),
     Method("gasloc", GASLoC, "pair", "weights", "gossip like noloco, with Nesterov's momentum on the outer iterate"),
-    Method("none", LocalSGD, "nobody", "weights", "training alone, to compare with"),
+    Method("none", LocalSGD, "nobody", "weights", "training alone, to compare with", fixed={"fragments": 1, "lag": 0}),
     Method("diloco", DiLoCo, "everyone", "displacement", "few, equal, reliable peers: all hold the same weights after a round"),
     Method("diloco-hb", DiLoCo, "everyone", "displacement", "diloco with heavy-ball momentum", fixed={"nesterov": False}),
     Method("streaming", StreamingDiLoCo, "everyone", "displacement", "a thin link: fragments, sent while training", slow=True),

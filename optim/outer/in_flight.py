@@ -35,6 +35,8 @@ class PendingExchange:
     mean: Mean | None = None
     listening: bool = False
     """True if it was sent with weight 0."""
+    fast: Sequence[Tensor] = ()
+    """The fast weights when it was sent, if the rule wants them (``KeepsFast``)."""
 
     def wait(self, codec: Codec) -> None:
         """Wait for the outcome, once, and report it to the codec."""

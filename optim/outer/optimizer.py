@@ -41,7 +41,7 @@ from shoal.optim.outer.parameters import Exclude, Inner, all_parameters, exclude
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight, equal
 from shoal.optim.outer.weights import ModelWeights, Processes
-from shoal.optim.rules.base import START, AveragesEvenly, RoundContext, Rule, State, assign
+from shoal.optim.rules.base import START, AveragesEvenly, KeepsFast, RoundContext, Rule, State, assign
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedule import Apply, Schedule, Send
 
@@ -267,7 +267,8 @@ class OuterOptimizer(OuterState):
             if isinstance(self.exchange, AnnouncesAbsence):
                 self.exchange.absent(context.key)
         facts = (context, contribution, rules, self.steps, self.position, weight == 0)
-        pending = PendingExchange(self._weights, self._parts[fragment], handle, *facts, listening=listening)
+        kept = [tensor.clone() for tensor in fast] if isinstance(self.rule, KeepsFast) and not at_once else ()
+        pending = PendingExchange(self._weights, self._parts[fragment], handle, *facts, fast=kept, listening=listening)
         self._in_flight[fragment].append(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
@@ -324,8 +325,8 @@ class OuterOptimizer(OuterState):
             weight = min(weight, mean.limit)
             if pending.listening and members < len(mean.members):  # if all weights are 0, all count
                 weight = 0.0
-        sent = pending.contribution
-        context = self._context(pending.context.key, weight=weight, total=total, members=members, lag=lag, sent=sent)
+        facts = {"weight": weight, "total": total, "members": members, "lag": lag}
+        context = self._context(pending.context.key, sent=pending.contribution, fast=pending.fast, **facts)
         tensors = pending.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
         param_groups.apply(pending.rules, slow, fast, tensors, state, context)
         self._weights.restart(part)

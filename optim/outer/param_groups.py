@@ -100,7 +100,8 @@ def apply(
             [tensors[first + at] for first in range(0, len(tensors), len(slow)) for at in places]
             for tensors in (mean, context.sent)
         )
-        rule.apply(own_slow, own_fast, own_mean, own_state, replace(context, sent=sent, places=places))
+        kept = [context.fast[at] for at in places] if context.fast else []
+        rule.apply(own_slow, own_fast, own_mean, own_state, replace(context, sent=sent, fast=kept, places=places))
 
 
 def _cut(places: list[int], slow: list[Tensor], fast: list[Tensor], state: State) -> tuple[list[Tensor], list[Tensor], State]:

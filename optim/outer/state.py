@@ -323,7 +323,8 @@ class OuterState(Wrapper):
                     self.rule_state[name][i].copy_(tensors[i])
             if moves:
                 self._weights.restart(self._parts[fragment])
-            self._drop(fragment, math.inf if applied is None else applied[fragment])
+            # Unless all hold the same, what was sent before is of another model than the one that goes on from here.
+            self._drop(fragment, math.inf if applied is None or (into_model and not self.anchored) else applied[fragment])
             if applied is not None:
                 self.applied[fragment] = applied[fragment]
         self.round = round

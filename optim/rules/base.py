@@ -5,7 +5,7 @@ Sign convention: the pseudo-gradient is g = slow - fast, so that slow <- slow - 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -40,6 +40,8 @@ class RoundContext:
     """Inner steps between sending and applying."""
     sent: Sequence[Tensor] = field(default_factory=list)
     """The own contribution whose mean is applied, before any codec."""
+    fast: Sequence[Tensor] = field(default_factory=list)
+    """The fast weights when it was sent, for rules of ``KeepsFast``; empty if ``lag`` is 0."""
     places: Sequence[int] = ()
     """Places of the given parameters in the fragment, if the rule has only a part of it."""
     sizes: Sequence[int] = ()
@@ -114,6 +116,14 @@ class Anchored(Protocol):
     """Names of the state that is the same on all peers too."""
 
 
+@runtime_checkable
+class KeepsFast(Protocol):
+    """Rule that, under a lag, must know the fast weights as they were sent (``RoundContext.fast``) and does not send them."""
+
+    keeps_fast: ClassVar[bool]
+    """True. They take the memory of one more copy of the fragment while it is in flight."""
+
+
 OUTER_STEP = ("DiLoCo", "Decoupled", "Eager")
 """Kinds of rules whose momentum is torch's SGD buffer over mean pseudo-gradients: each can continue another's."""
 
@@ -136,6 +146,15 @@ def zeros(slow: Sequence[Tensor]) -> list[Tensor]:
 def pseudo_gradient(slow: Sequence[Tensor], fast: Sequence[Tensor]) -> list[Tensor]:
     """Return slow - fast."""
     return [s - f for s, f in zip(slow, fast, strict=True)]
+
+
+def move_on(fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor]) -> None:
+    """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow - sent).
+
+    What was learnt since then is kept. It is taken first, so that a weight that did not change since ends as exactly the slow one.
+    """
+    for f, s, then in zip(fast, slow, sent, strict=True):
+        f.sub_(then).add_(s)
 
 
 def assign(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -1,15 +1,22 @@
-"""Rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo, GASLoC."""
+"""Rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo, GASLoC.
+
+Each may be applied some steps after its contribution was sent (ours: the papers wait for the mean). The slow weights then follow
+the same formula, with the contribution as it was sent, and the fast weights keep what was learnt since:
+
+    fast <- fast + (slow - fast as sent)        which without a lag is        fast <- slow
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from shoal.optim.exchange.on_demand import OnDemand
-from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, zeros
+from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, move_on, zeros
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,13 @@ class NoLoCoRule:
                 if context.members > 1 or context.weight == 0:  # without a partner there is no pull, nor must rounding be one
                     v.add_(s - mean_slow, alpha=self.gamma)
                 s.sub_(v)
-        assign(fast, slow)
+        if context.lag == 0:
+            assign(fast, slow)
+        elif self.sends_weights_only:
+            move_on(fast, slow, context.sent)
+        else:
+            then = zip(context.sent[: len(slow)], context.sent[len(slow) :], strict=True)
+            move_on(fast, slow, (s - g for s, g in then))
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,10 @@ class LocalSGDRule:
     ) -> None:
         """Replace slow and fast by the mean."""
         assign(slow, mean)
-        assign(fast, slow)
+        if context.lag == 0:
+            assign(fast, slow)
+        else:
+            move_on(fast, slow, context.sent)
 
 
 @dataclass(frozen=True)
@@ -122,8 +138,11 @@ class GASLoCRule:
     The paper writes a graph Laplacian; for a group of n that averages completely it is n (u - mean(u)), so its step size is a/n
     (a/2 for pairs). The u before the first round is the first slow weights, as in Nesterov's own form: for one peer this is
     DiLoCo's torch form with the same lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
+
+    The fast weights as sent are kept under a lag: from u they could be had by dividing by lr only, which a schedule may bring to 0.
     """
 
+    keeps_fast: ClassVar[bool] = True
     lr: float = 0.7
     momentum: float = 0.5
     mix: float = 1.0
@@ -149,9 +168,12 @@ class GASLoCRule:
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Take one outer step."""
-        for offset, s, f, mean_u in zip(state["offset"], slow, fast, mean, strict=True):
-            u = s.lerp(f, self.lr)
+        own = context.sent if context.lag > 0 else self.contribution(slow, fast, state, context)
+        for offset, s, u, mean_u in zip(state["offset"], slow, own, mean, strict=True):
             offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum
             offset.add_(mean_u - u, alpha=self.mix)
             s.copy_(u).add_(offset)
-        assign(fast, slow)
+        if context.lag == 0:
+            assign(fast, slow)
+        else:
+            move_on(fast, slow, context.fast)

@@ -83,12 +83,14 @@ def test_its_own_codec_is_the_one_it_uses(name):
 
 
 def test_knobs_are_those_of_the_factories():
-    assert method_named("noloco").knobs == {"every": 50, "lr": 0.7, "momentum": 0.5, "pull": None}
+    assert method_named("noloco").knobs == {
+        "every": 50, "lr": 0.7, "momentum": 0.5, "pull": None, "fragments": None, "lag": 0,
+    }  # fmt: skip
     assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.9, "nesterov": True}
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}
     assert "nesterov" not in method_named("diloco-hb").knobs
     assert methods_with("pull") == ["noloco"]
-    assert methods_with("lag") == ["streaming", "decoupled"]
+    assert methods_with("lag") == ["noloco", "local", "gasloc", "streaming", "decoupled"]
     assert methods_with("every") == list(METHODS)
 
 
