@@ -11,7 +11,7 @@ from shoal.swarm.exchange.group.channel import BEATS
 from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
-from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.body_store import BODY_PROTOCOL
 from shoal.swarm.gossip.envelope import BodyAnnouncement

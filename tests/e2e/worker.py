@@ -28,8 +28,9 @@ from shoal.swarm.exchange.group.allreduce import _Runner
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair import exchange as exchange_module
+from shoal.swarm.exchange.pair import offers as offers_module
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
@@ -111,13 +112,13 @@ class Worker:
         if attack is not None:
             self.lie(ATTACKS[attack])
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
-        hold = PairMatchmaker._hold
+        hold = HeldCalls.hold
 
-        async def held(rendezvous, stream, round):
+        async def held(calls, stream, round):
             self.say("held")
-            return await hold(rendezvous, stream, round)
+            return await hold(calls, stream, round)
 
-        PairMatchmaker._hold = held
+        HeldCalls.hold = held
         self.exchange = PairExchange(
             PeerContext(self.host, self.identity, SWARM, MODEL, 0, lambda: members),
             ExchangeTimeouts(**timeouts),
@@ -208,7 +209,7 @@ class Worker:
             os.kill(os.getpid(), number)
             threading.Event().wait(60)  # a stop reaches this thread a little after the call
 
-        offer, advance = PairMatchmaker._offer, digest_module.HashList.advance
+        offer, advance = offers_module.make_offer, digest_module.HashList.advance
         hear, tell = PairTransfer._receive, PairTransfer._send
 
         def at_offer(*args):
@@ -271,7 +272,7 @@ class Worker:
             "write": (MemorySink, "write", at_write),
             "part": (_Runner, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),
-            "offer": (PairMatchmaker, "_offer", at_offer),
+            "offer": (offers_module, "make_offer", at_offer),
             "chunk": (digest_module.HashList, "advance", at_chunk),
             "ready": (PairTransfer, "_receive", at_ready),
             "decided": (PairTransfer, "_send", at_decided),

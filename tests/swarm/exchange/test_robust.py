@@ -47,7 +47,7 @@ def two(network):
         def run(caller, callee, round=0):
             first = exchanges[0].start(RoundKey(SWARM, round), [torch.full((4,), caller)])
             end = time.monotonic() + 30
-            while not exchanges[1]._matchmaker._held:
+            while not exchanges[1]._matchmaker.held.calls:
                 assert time.monotonic() < end
                 threading.Event().wait(0.005)
             second = exchanges[1].start(RoundKey(SWARM, round), [torch.full((4,), callee)])

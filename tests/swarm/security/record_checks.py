@@ -24,8 +24,8 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
+from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL
 from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest.manifest import open_manifest, swarm_id
@@ -192,7 +192,7 @@ class Pairs(Court):
         stream = called(self.network, self.host, EXCHANGE_PROTOCOL, sender, sealed)
         handle = None
         if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
-            until(lambda: self.exchange._matchmaker._held)
+            until(lambda: self.exchange._matchmaker.held.calls)
             handle = self.exchange.start(mine().key, mine().tensors(), 1.0, FLOAT32)
         answer = unpack(self.host.call(stream.receive(Answer.LIMIT, 5), 6), Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)

@@ -11,7 +11,9 @@ from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.allreduce import _Runner
 from shoal.swarm.exchange.group.commit import GroupCommit
+from shoal.swarm.exchange.pair.calling import Caller
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.p2p import stream
@@ -95,15 +97,15 @@ def no_deadline(patch):
 
 def held_for_ever(patch):
     """Calls that were held stay in the table."""
-    hold = PairMatchmaker._hold
+    hold = HeldCalls.hold
 
     async def kept(self, stream, round):
         try:
             return await hold(self, stream, round)
         finally:
-            self._held.setdefault(f"{stream.peer_id} {round}", (round, asyncio.get_running_loop().create_future()))
+            self.calls.setdefault(f"{stream.peer_id} {round}", (round, asyncio.get_running_loop().create_future()))
 
-    patch.setattr(PairMatchmaker, "_hold", kept)
+    patch.setattr(HeldCalls, "hold", kept)
 
 
 def streams_left_open(patch):
@@ -140,14 +142,14 @@ def wrong_weights(patch):
 
 def an_error_of_ours(patch):
     """Something that nobody thought of."""
-    note = PairMatchmaker._note
+    note = Caller._note
 
     def stumbling(self, pairing, peer, answer):
         if answer.verdict == "wait":
             raise KeyError(peer)
         return note(self, pairing, peer, answer)
 
-    patch.setattr(PairMatchmaker, "_note", stumbling)
+    patch.setattr(Caller, "_note", stumbling)
 
 
 MUTANTS = {
@@ -157,7 +159,7 @@ MUTANTS = {
     takes_what_it_does_not_hold: "is not of its members|in two means|is not that of|KeyError",
     round_forgotten: "fell from",
     no_deadline: "took .* s|still has|has .* in",
-    held_for_ever: "has .* in .*_held",
+    held_for_ever: "has .* in .*held.calls",
     streams_left_open: "still has|has .* in|streams are open",
     wrong_weights: "is not that of|never handed in",
     an_error_of_ours: "KeyError",

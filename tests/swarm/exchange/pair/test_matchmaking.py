@@ -14,8 +14,9 @@ from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.matchmaking import EXCHANGE_PROTOCOL, PairMatchmaker
+from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.pair import Answer, Offer
 
@@ -105,7 +106,9 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
 
     async def nowhere(peer_id, protocol, *, addresses=(), timeout):
         dialing.set()
-        while how == "lost" or not stuck.exchange._matchmaker._pairing.called.is_set():  # how soon the call comes is the machine's
+        while (
+            how == "lost" or not stuck.exchange._matchmaker.state.pairing.called.is_set()
+        ):  # how soon the call comes is the machine's
             await asyncio.sleep(0.01)
         raise NetworkError("nobody answers.", "unreachable")
 
@@ -130,11 +133,11 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
     monkeypatch.setattr(PairMatchmaker, "_meet", slowly_cancelled)
     a, b = Peer(network, wait=LONG), Peer(network, wait=LONG)
     first = a.start(0, 1.0)
-    until(lambda: b.exchange._matchmaker._held)
+    until(lambda: b.exchange._matchmaker.held.calls)
     assert first.result(0.0) is None
-    until(lambda: not b.exchange._matchmaker._held)
+    until(lambda: not b.exchange._matchmaker.held.calls)
     second = a.start(5, 1.0)
-    until(lambda: a.exchange._matchmaker._pairing is not None and a.exchange._matchmaker._pairing.key.round == 5)
+    until(lambda: a.exchange._matchmaker.state.pairing is not None and a.exchange._matchmaker.state.pairing.key.round == 5)
     network.loop.call_soon_threadsafe(end.set)
     assert ended.wait(10)
     assert a.exchange.next_round == 5
@@ -144,7 +147,7 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
 def test_a_partner_that_is_late_is_waited_for(network):
     a, b = Peer(network), Peer(network)
     handle = a.start(value=1.0)
-    until(lambda: b.exchange._matchmaker._held)
+    until(lambda: b.exchange._matchmaker.held.calls)
     assert not handle.done()
     assert value(b.start(value=3.0).result()) == 2.0
     assert value(handle.result()) == 2.0
@@ -157,7 +160,7 @@ def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
     c.start(first)
     assert value(a.start(first).result()) == 0.0  # in that round b and d are to meet, and neither has begun it
     handle = a.start(first + 1, 1.0)
-    until(lambda: b.exchange._matchmaker._held)
+    until(lambda: b.exchange._matchmaker.held.calls)
     other = b.start(first, 5.0)
     assert value(d.start(first, 7.0).result()) == value(other.result()) == 6.0
     assert not handle.done()
@@ -185,9 +188,9 @@ def test_a_partner_that_vanished_costs_no_wait(network):
 def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
     a, b = Peer(network), Peer(network)
     a.start()
-    until(lambda: b.exchange._matchmaker._held)
+    until(lambda: b.exchange._matchmaker.held.calls)
     a.host.die()
-    until(lambda: not b.exchange._matchmaker._held)
+    until(lambda: not b.exchange._matchmaker.held.calls)
     assert b.start().result() is None
 
 
@@ -249,7 +252,7 @@ def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
     b.rounds = {a.id: 7, b.id: 2}
     a.exchange.next_round = 8
     slow = b.start(round=2, value=1.0)
-    until(lambda: a.exchange._matchmaker._held)
+    until(lambda: a.exchange._matchmaker.held.calls)
     assert value(a.start(round=8, value=3.0).result()) == 2.0
     assert value(slow.result()) == 2.0
     assert b.exchange.next_round == 9

@@ -1,6 +1,7 @@
 """Peers that spend others' rounds are passed over, for a while; the honest meet each other, and a bad link is forgiven."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import groups, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair import matchmaking
+from shoal.swarm.exchange.pair import matchmaking, offers
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.offers import make_offer
 from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, REMEMBERED, PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from tests.swarm.exchange.pair.test_pairing import MODEL, SEED, Directory, directory, selector
@@ -22,13 +24,13 @@ ROUNDS = 29
 
 def damaged(patch, exchange):
     """Its payload does not match the digest that it announced."""
-    offer = exchange._matchmaker._offer
 
-    def lying(contribution, nonce):
-        wrong = hashlib.sha256(contribution.sha256).digest()
-        return offer(type(contribution)(**vars(contribution) | {"sha256": wrong}), nonce)
+    def lying(context, contribution, nonce):
+        if context is exchange._context:
+            contribution = replace(contribution, sha256=hashlib.sha256(contribution.sha256).digest())
+        return make_offer(context, contribution, nonce)
 
-    patch.setattr(exchange._matchmaker, "_offer", lying)
+    patch.setattr(offers, "make_offer", lying)
 
 
 def busy(patch, exchange):
@@ -42,15 +44,15 @@ def busy(patch, exchange):
     async def call(pairing, peer, seconds):
         return None
 
-    patch.setattr(exchange._matchmaker, "_judge", judge)
-    patch.setattr(exchange._matchmaker, "_call", call)
+    patch.setattr(exchange._matchmaker.answerer, "_judge", judge)
+    patch.setattr(exchange._matchmaker.caller, "call", call)
 
 
 def hangs_up(patch, exchange):
     """It ends the stream once it is to send its weights."""
 
     async def run(self, stream, attempt, theirs, *, caller):
-        if self is exchange._matchmaker._transfers:
+        if self is exchange._matchmaker.state.transfers:
             stream.abort()
             return None
         return await right(self, stream, attempt, theirs, caller=caller)

@@ -41,7 +41,7 @@ class Pair:
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0):
         first = self.exchanges[0].start(RoundKey(SWARM, round), tensors(caller), 1.0, codec)
         end = time.monotonic() + 30
-        while not self.exchanges[1]._matchmaker._held:
+        while not self.exchanges[1]._matchmaker.held.calls:
             assert time.monotonic() < end
             threading.Event().wait(0.005)
         return first, self.exchanges[1].start(RoundKey(SWARM, round), tensors(callee), 1.0, codec)
@@ -159,7 +159,7 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair
         transfers.test_asked.set()
 
     monkeypatch.setattr(transfer.PairTransfer, "_receive", late)
-    transfers = pair.exchanges[0]._matchmaker._transfers
+    transfers = pair.exchanges[0]._matchmaker.state.transfers
     transfers.test_asked = asyncio.Event()
     pair.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
     assert pair.run() == [None, None]
@@ -177,7 +177,7 @@ def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(p
         return reply.outcome
 
     assert pair.run() == [(2.0, -2.0)] * 2
-    ((peer, nonce),) = pair.exchanges[0]._matchmaker._transfers._outcomes
+    ((peer, nonce),) = pair.exchanges[0]._matchmaker.state.transfers._outcomes
     assert peer == pair.hosts[1].peer_id
     assert host.call(ask(nonce), 5) == "unknown"
 
@@ -239,7 +239,7 @@ def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkey
     monkeypatch.setattr(transfer.PairTransfer, "_receive", closing)
     first, second = pair.begin()
     assert (first.result(), second.result()) == (None, None)
-    (outcome,) = pair.exchanges[0]._matchmaker._transfers._outcomes.values()
+    (outcome,) = pair.exchanges[0]._matchmaker.state.transfers._outcomes.values()
     assert outcome == "aborted"
 
 

@@ -1,0 +1,95 @@
+"""The answers to calls: the callee's half of the matchmaking (`shoal.swarm.exchange.pair.matchmaking`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.exchange.contribution import BARRED
+from shoal.swarm.exchange.pair import offers
+from shoal.swarm.exchange.pair.held import HeldCalls
+from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
+from shoal.swarm.wire.envelope import pack
+from shoal.swarm.wire.pair import Answer, Offer
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.stream import Stream
+
+EXCHANGE_PROTOCOL = "/shoal/exchange/1"
+
+
+class CallAnswerer:
+    """Answers the calls that one node gets. All coroutines run on the host's loop."""
+
+    def __init__(self, state: PairState, held: HeldCalls) -> None:
+        self._state, self._context, self._held = state, state.context, held
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one call."""
+        patience = self._state.timeouts.chunk
+        try:
+            offer = await offers.receive_offer(stream, patience)
+        except MessageError as error:  # most likely another version: tell the peer, whose user can mend it
+            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self._state.next_round)), patience)
+            return
+        pairing, answer = await self._judge(stream, offer)
+        if pairing is None:
+            await stream.send(pack(answer), patience)
+            return
+        engaged, received = pairing.engaged, None
+        assert engaged is not None
+        try:
+            await stream.send(pack(answer), patience)
+            await stream.send(offers.make_offer(self._context, pairing.attempt.contribution, offer.nonce), patience)
+            received = await self._state.transfers.run(stream, pairing.attempt, offer, caller=False)
+            self._state.ended(pairing, stream.peer_id, received)
+        finally:
+            if not engaged.done():
+                engaged.set_result(received)
+
+    async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer]:
+        """Return the answer to a call; with "accept" also the meeting, which is then engaged."""
+        state, peer = self._state, stream.peer_id
+        state.selector.alive(peer)
+
+        def reply(verdict: str, reason: str = "") -> tuple[None, Answer]:
+            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": state.next_round})
+
+        if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
+            return reply("refuse", BARRED)
+        if peer not in self._context.members():
+            self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
+        if offer.swarm != self._context.swarm:
+            return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
+        if offer.model != self._context.model and state.pairing is None:
+            return reply("refuse", "the models differ in the shapes or types of their parameters")
+        pairing = state.pairing
+        taken = False
+        if pairing is None or pairing.key.round < offer.round:
+            if offer.round < state.next_round:
+                return reply("passed")
+            if self._held.full:
+                return reply("busy", "too many wait for this node")
+            pairing = await self._held.hold(stream, offer.round)
+            taken = pairing is not None
+            if pairing is None:
+                state.turn_away(peer, offer.round)
+                return reply("busy", "this node did not come to that round in time")
+        if pairing.key.round > offer.round:
+            return reply("passed")
+        difference = pairing.attempt.contribution.differs(offer)
+        if difference is not None:
+            if taken and pairing.engaged is not None and not pairing.engaged.done():
+                pairing.engaged.set_result(None)
+            return reply("refuse", difference)
+        if not taken:
+            crossing = pairing.dialing == peer
+            unasked = pairing.listening and state.selector.takes(peer, offer.round)
+            if pairing.engaged is not None or not (crossing or pairing.expecting == peer or unasked):
+                state.turn_away(peer, offer.round)
+                return reply("busy")
+            if crossing and pairing.offering and state.rank(peer, offer.round) > state.rank(self._context.me, offer.round):
+                state.turn_away(peer, offer.round)  # in case this node's call, for which it waits, was just turned away there
+                return reply("wait")
+            pairing.engage()
+        return pairing, Answer(verdict="accept", round=offer.round)

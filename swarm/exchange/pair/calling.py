@@ -1,0 +1,76 @@
+"""The calls to others: the caller's half of the matchmaking (`shoal.swarm.exchange.pair.matchmaking`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.pair import offers
+from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.dialing import open_unless
+from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.transfer import PartnerContribution
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.envelope import unpack
+from shoal.swarm.wire.nonce import fresh_nonce
+from shoal.swarm.wire.pair import Answer
+
+log = logging.getLogger(__name__)
+
+
+class Caller:
+    """Calls the peers that a node wants to meet. All coroutines run on the host's loop."""
+
+    def __init__(self, state: PairState) -> None:
+        self._state, self._context = state, state.context
+
+    async def call(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
+        """Open a stream, offer, and exchange if the offer is accepted within ``seconds``. Raises NetworkError or MessageError."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        member = self._context.members().get(peer)
+        addresses = member.addresses if member is not None else ()
+        try:
+            opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+            stream = await open_unless(pairing.called, opening)
+        except NetworkError:
+            self._state.selector.failed(peer)
+            raise
+        if stream is None:
+            return None
+        try:
+            pairing.offering = True
+            nonce = fresh_nonce()
+            offer = offers.make_offer(self._context, pairing.attempt.contribution, nonce)
+            await stream.send(offer, max(until - loop.time(), 0.01))
+            answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
+            if answer.verdict != "accept":
+                self._note(pairing, peer, answer)
+                return None
+            theirs = await offers.receive_offer(stream, self._state.timeouts.chunk)
+            difference = pairing.attempt.contribution.differs(theirs)
+            offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
+            if difference is not None or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
+                what = difference or "the nonce, swarm, model or round"
+                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
+            pairing.dialing = None  # a call from this peer no longer crosses this node's
+            received = await self._state.transfers.run(stream, pairing.attempt, theirs, caller=True)
+            self._state.ended(pairing, peer, received)
+            return received
+        finally:
+            stream.close()
+
+    def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
+        log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
+        if answer.verdict == "passed":
+            # No further than half of the members report: one peer must not send this node to a round where nobody is.
+            # Records are seconds old; this peer's answer is newer than its own.
+            rounds = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
+            usual = sorted(rounds.values())[len(rounds) // 2] + 1
+            pairing.swarm_round = max(pairing.swarm_round, min(answer.round, usual))
+        elif answer.verdict == "wait":
+            pairing.expecting = peer
+        elif answer.verdict == "refuse":
+            log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
+            pairing.attempt.failed(peer, "refused")

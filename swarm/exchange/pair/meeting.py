@@ -1,0 +1,100 @@
+"""The state of a node's meeting, which its own calls and its answers to the calls of others share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.pairing import rank
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.pair.pairing import PairSelector
+from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+
+MAX_HELD = 64
+
+
+@dataclass
+class PairingAttempt:
+    """One round of this node."""
+
+    attempt: Attempt
+    partner: str | None = None
+    """The computed partner: only its failures are counted, since other candidates may well be busy."""
+    dialing: str | None = None
+    offering: bool = False
+    """The call to ``dialing`` is open. Until then its own counts: of two peers perhaps only one can reach the other."""
+    expecting: str | None = None
+    """A peer that said "wait"."""
+    listening: bool = False
+    engaged: asyncio.Future[PartnerContribution | None] | None = None
+    """Set as soon as a call was accepted; its result is the exchange's."""
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set together with ``engaged``."""
+    turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
+    """Peers that called while this node was calling somebody else: it calls them back before it listens."""
+    broken: bool = False
+    """A transfer began and was not committed."""
+    swarm_round: int = 0
+    """The furthest round that a peer reported while this node tried to meet it."""
+
+    @property
+    def key(self) -> RoundKey:
+        """The round that this node is in."""
+        return self.attempt.key
+
+    def engage(self) -> None:
+        """Note that a call was accepted."""
+        self.engaged = asyncio.get_running_loop().create_future()
+        self.called.set()
+
+    async def until_called(self, until: float) -> None:
+        """Wait until a call was accepted, or the loop's time is ``until``."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
+
+    async def outcome(self, timeouts: ExchangeTimeouts) -> PartnerContribution | None:
+        """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
+        if self.engaged is None:
+            return None
+        # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
+        bound = timeouts.moving(self.attempt.contribution.payload.nbytes) + 4 * timeouts.chunk
+        try:
+            return await asyncio.wait_for(self.engaged, bound)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            self.engaged = None
+            self.called.clear()
+
+
+@dataclass
+class PairState:
+    """One node's part in the exchanges of pairs."""
+
+    context: PeerContext
+    timeouts: ExchangeTimeouts
+    transfers: PairTransfer
+    selector: PairSelector
+    patience: Patience
+    pairing: PairingAttempt | None = None
+    next_round: int = 0
+    """The round that this node will be in next; it is the answer to callers for earlier ones."""
+
+    def ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None) -> None:
+        """Note the end of a transfer."""
+        pairing.broken = received is None
+        self.selector.ended(peer, pairing.key.round, met=received is not None)
+
+    def turn_away(self, peer: str, round: int) -> None:
+        """Remember to call back, if this node is then still looking for a partner in that round."""
+        pairing = self.pairing
+        if pairing is None or pairing.key.round != round or peer in pairing.turned_away or not self.selector.takes(peer, round):
+            return
+        pairing.turned_away.append(peer)
+
+    def rank(self, peer: str, round: int) -> bytes:
+        """Return the place of ``peer`` in the order of the round."""
+        return rank(self.context.seed, round, peer)
