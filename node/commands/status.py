@@ -15,11 +15,13 @@ from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clo
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.topics.status import lag_label
 
 COLUMNS = (
-    "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "failed", "shard", "reach", "seen",
+    "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",
+    "seen",
 )  # fmt: skip
-NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "tokens/s", "exchange", "wait")
+NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag")
 
 
 def read_status(link: Link) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def table(report: dict[str, Any]) -> str:
             _tokens(member["tokens_per_s"], member["mfu"]),
             _seconds(member["exchange_s"]),
             _seconds(member["wait_s"]),
+            lag_label(member["lag"], member["lag_auto"], member["late"]),
             _failed(member),
             member["shard"],
             member["reach"],

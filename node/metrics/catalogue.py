@@ -51,6 +51,7 @@ INFO = Measure(
 )  # fmt: skip
 ROUNDS = Measure("shoal_rounds_total", "counter", "Rounds that ended since the node started.", how="add")
 ALONE = Measure("shoal_rounds_alone_total", "counter", "Rounds of those in which nobody answered.", how="add")
+LATE = Measure("shoal_rounds_late_total", "counter", "Rounds of those whose mean came after its lag.", how="add")
 REFUSED = Measure(
     "shoal_refused_total", "counter", "Streams, calls and gossiped records of others that were refused, by reason.",
     labels=("reason",),
@@ -94,6 +95,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("shoal_round", "gauge", "Number of the round that ended last.", {"round": "round"}),
     ROUNDS,
     ALONE,
+    LATE,
+    Measure("shoal_lag_steps", "gauge", "Inner steps that training goes on during an exchange; 0: it waits.", {"progress": "lag"}),
     Measure("shoal_round_members", "gauge", "Nodes in the mean of the last round; 1 when nobody answered.", {"round": "members"}),
     Measure(
         "shoal_round_wait_seconds", "histogram", "For how long training stood still for the network in a round.",
@@ -148,6 +151,7 @@ def readings(event: str, fields: Fields) -> Iterator[Reading]:
     if event == "round":
         yield Reading(ROUNDS, 1.0)
         yield Reading(ALONE, float(fields.get("partner") is None))
+        yield Reading(LATE, float(fields.get("late") is True))
     elif event == "refused":
         for reason, count in fields.items():
             yield Reading(REFUSED, float(count), (reason,))

@@ -34,6 +34,8 @@ class RoundRecord:
     bytes_received: int
     lag: int
     """Inner steps between sending and applying."""
+    late: bool = False
+    """True if the mean came after the lag that its exchange was begun with."""
     wait_s: float
     """Seconds for which training waited for the network."""
     loss: float | None

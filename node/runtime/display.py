@@ -53,12 +53,18 @@ def per_second(tokens_per_s: float, mfu: float | None) -> str:
     return f"{_number(tokens_per_s, ',.0f')} tokens/s" + ("" if mfu is None else f", {_number(100 * mfu, '.0f')} % MFU")
 
 
+def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
+    """Return a lag in inner steps for people: whether the node chose it, and whether an exchange came later than it was to."""
+    return f"{lag} step{'' if lag == 1 else 's'}" + (" (auto)" if auto else "") + (" (late)" if late else "")
+
+
 def describe(info: RoundRecord) -> str:
     """Describe one round in one line."""
+    lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
     partner = f"with {clean(info.partner)}" if info.partner is not None else "without a partner"
     return (
         f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}, "
-        f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s"
+        f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s{lag}"
     )
 
 

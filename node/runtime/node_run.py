@@ -284,6 +284,7 @@ class NodeRun:
         result.interrupted = self.shutdown.requested
         result.steps, result.restarts = trainer.opt.steps, host.restarts
         result.wait_s = p.member.exchange.waited
+        result.note_lag(**p.member.lag_report.details())
         result.note_rates(trainer.throughput)
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
         result.refused = p.refusals.now()
@@ -324,12 +325,14 @@ class NodeRun:
             self.display.message(sentence)
             suspected = self_report.absence.suspected
             p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
+        for sentence in p.member.lag_report.events():
+            self.display.message(sentence)
         p.member.announce("training", self._loss, *astuple(self._rates))
         self._link_file.refresh()
         p.metrics.live(
             "progress", step=progress.step, loss=progress.loss, tokens=progress.tokens, **asdict(progress.rates),
             members=len(p.membership.directory.members()), bytes_sent=host.traffic.sent,
-            bytes_received=host.traffic.received, restarts=host.restarts,
+            bytes_received=host.traffic.received, restarts=host.restarts, lag=p.trainer.opt.lag,
         )  # fmt: skip
 
     def _after_step(self) -> None:
@@ -364,6 +367,7 @@ class NodeRun:
             bytes_sent=report.sent,
             bytes_received=report.received,
             lag=info.lag,
+            late=info.late,
             wait_s=report.wait_s,
             loss=p.trainer.round_loss(),
             weights=slow_weights.digest_of(p.trainer.whole, info.key.fragment),

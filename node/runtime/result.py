@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.json_output import dumps
-from shoal.node.runtime.display import per_second
+from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.training.throughput import Throughput
 
 RESULT = "result.json"
@@ -43,6 +43,12 @@ class Result:
     bytes_received: int = 0
     wait_s: float = 0.0
     wall_s: float = 0.0
+    lag: int = 0
+    """Inner steps for which the last exchange was to go on beside training; 0: training waited for each."""
+    lag_auto: bool = False
+    """True if this node chose its lag itself."""
+    late: int = 0
+    """Exchanges that came after their lag."""
     tokens: int = 0
     """Tokens of this run, from its own first step on."""
     tokens_per_s: float = 0.0
@@ -65,6 +71,10 @@ class Result:
     """The report of ``RolloutSharing``, where the task is reinforcement learning."""
     verify: dict[str, Any] | None = None
     """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
+
+    def note_lag(self, *, lag: int, lag_auto: bool, late: int) -> None:
+        """Set the account of this node's lag (``LagReport.details``)."""
+        self.lag, self.lag_auto, self.late = lag, lag_auto, late
 
     def note_rates(self, throughput: Throughput) -> None:
         """Set the tokens and their rates, once ``wall_s`` is known."""
@@ -89,7 +99,16 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, {result.tokens_per_s_with_waiting:,.0f} with waiting for "
         "others, evaluating and saving"
     ]
-    return [end, *(speed if result.tokens else []), f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}; {resume}"]
+    overlapped = [
+        f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.rounds} came "
+        f"later, and training waited {result.wait_s:.1f} s for the network"
+    ]
+    return [
+        end,
+        *(speed if result.tokens else []),
+        *(overlapped if result.lag else []),
+        f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}; {resume}",
+    ]
 
 
 def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:

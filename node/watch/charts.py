@@ -8,11 +8,26 @@ from rich.text import Text
 
 from shoal.node.watch.plot import colour, plot
 from shoal.node.watch.swarm_view import SwarmView, mean_curve
-from shoal.swarm.topics.status import TAIL
+from shoal.swarm.topics.status import TAIL, lag_label
 
 RECENT = 32  # rounds of which the picture of exchanges is
 SHADES = " ░▒▓█"
-COLUMNS = ("peer", "state", "round", "step", "loss", "with", "steps/s", "tokens/s", "up", "down", "reward", "faults", "heard")
+COLUMNS = (
+    "peer",
+    "state",
+    "round",
+    "step",
+    "loss",
+    "with",
+    "steps/s",
+    "tokens/s",
+    "lag",
+    "up",
+    "down",
+    "reward",
+    "faults",
+    "heard",
+)
 
 
 def number(value: float | None, form: str = ".3f") -> str:
@@ -86,6 +101,7 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
                     number(status.steps_per_s, ".1f"),
                     tokens(status.tokens_per_s, status.mfu),
+                    lag_label(status.lag, status.lag_auto, status.late),
                     nbytes(peer.sent_rate) + "/s",
                     nbytes(peer.received_rate) + "/s",
                     number(status.reward),

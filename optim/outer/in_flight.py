@@ -83,3 +83,5 @@ class RoundInfo:
     """Inner steps finished when the mean was applied."""
     lag: int
     """Inner steps between sending and applying."""
+    late: bool = False
+    """True if that was longer than planned when it was sent."""

@@ -29,7 +29,7 @@ from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
 from shoal.optim.schedule.round_length import RoundLength
-from shoal.optim.schedule.schedule import Schedule
+from shoal.optim.schedule.schedule import Delayed, Schedule
 
 
 class OuterState(Wrapper):
@@ -258,6 +258,16 @@ class OuterState(Wrapper):
     def in_flight(self, fragment: int) -> list[int]:
         """Return the rounds in which a fragment was sent that are not applied yet."""
         return [pending.context.key.round for pending in self._in_flight[fragment]]
+
+    @property
+    def lag(self) -> int:
+        """Positions of the schedule between the next sending and the application of its mean; 0: it is waited for."""
+        return self.schedule.every if isinstance(self.schedule, Delayed) else int(getattr(self.schedule, "lag", 0))
+
+    @property
+    def lag_auto(self) -> bool:
+        """True if this optimizer chooses its ``lag`` itself."""
+        return False
 
     @property
     def anchored(self) -> bool:

@@ -24,6 +24,11 @@ Seconds = Annotated[float, Field(ge=0)]
 Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 
 
+def lag_label(lag: int, auto: bool, late: int) -> str:
+    """Return the inner steps that training goes on during an exchange, for people; - where it waits for each."""
+    return "-" if not lag else f"{lag}" + (" auto" if auto else "") + (f", {late} late" if late else "")
+
+
 class RoundStatus(BaseModel):
     """One round of a node: ``sent`` and ``received`` bytes, ``loss`` in nats (mean over its inner steps), ``wait_s`` seconds.
 
@@ -44,14 +49,14 @@ class RoundStatus(BaseModel):
 class Status(Message):
     """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``: evaluating.
 
-    ``tokens_per_s`` and ``mfu``: see `shoal.swarm.wire.member.Member`.
+    ``tokens_per_s`` and ``mfu``, ``lag``, ``lag_auto`` and ``late``: see `shoal.swarm.wire.member.Member`.
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
     ``faults``: kind of fault -> count.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "status", 2, 8 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "status", 3, 8 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -77,10 +82,13 @@ class Status(Message):
     version: Label
     tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     mfu: Annotated[float, Field(ge=0)] | None = None
+    lag: Count = 0
+    lag_auto: bool = False
+    late: Count = 0
 
     @model_serializer(mode="wrap")
     def _without_unknown(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what version 1 did not have, where there is none of it: recordings of then stay the same, byte by byte."""
         found: dict[str, Any] = serialized(self)
-        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None}
+        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None, "lag": 0, "lag_auto": False, "late": 0}
         return {name: value for name, value in found.items() if name not in none or value != none[name]}

@@ -45,13 +45,14 @@ class StatusReporter:
         steps_per_s: float,
         tokens_per_s: float = 0.0,
         mfu: float | None = None,
+        lag: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note the progress of training."""
+        """Note the progress of training. ``lag``: fields of `Status` about it (``LagReport.details``)."""
         with self._lock:
             before = self._now["state"]
             speed, tokens = max(_finite(steps_per_s) or 0.0, 0.0), max(_finite(tokens_per_s) or 0.0, 0.0)
             self._now = {"state": state, "round": round, "step": step, "loss": _finite(loss), "steps_per_s": speed}
-            self._now |= {"tokens_per_s": tokens, "mfu": _finite(mfu)}
+            self._now |= {"tokens_per_s": tokens, "mfu": _finite(mfu), **(lag or {})}
         if state != before:
             self._publisher.hint()
 

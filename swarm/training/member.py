@@ -18,6 +18,7 @@ from shoal.swarm.membership.membership import SHOAL_VERSION
 from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.lag_report import LagReport
 from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.self_report import SelfReport
 from shoal.swarm.training.shard import Shard
@@ -69,6 +70,7 @@ class TrainingMember:
         self._membership, self._opt, self._screen, self._clock = membership, opt, screen, clock
         self._name, self._model, self._shard, self._publisher = name, model, shard, publisher
         self.exchange = exchange
+        self.lag_report = LagReport(opt)
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
@@ -124,10 +126,11 @@ class TrainingMember:
         """Publish where training is and how fast: to those who watch, and in the directory. Returns at once."""
         opt = self._opt
         if self.reporter is not None:
-            self.reporter.progress(state, opt.round, opt.steps, loss, steps_per_s, tokens_per_s, mfu)
+            lag = self.lag_report.details()
+            self.reporter.progress(state, opt.round, opt.steps, loss, steps_per_s, tokens_per_s, mfu, lag)
         if self._publisher is not None:
             details = {} if self._sync is None else self.self_report.details()
-            details |= {"tokens_per_s": tokens_per_s, "mfu": mfu}
+            details |= {"tokens_per_s": tokens_per_s, "mfu": mfu, **self.lag_report.details()}
             self._publisher.announce(**self.fields(state, loss, steps_per_s), details=details)
 
     def start_counting(self) -> None:
@@ -145,6 +148,7 @@ class TrainingMember:
         report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd)
         self._sent, self._received, self._waited, self._odd = traffic.sent, traffic.received, waited, odd
         self.self_report.waited(wait_s)
+        self.lag_report.on_round(info, wait_s)
         return report
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:

@@ -137,7 +137,7 @@ class Session:
             )
         found = config_diff(opt, self._expected())
         if found is not None:
-            knobs = ", ".join(f"{name}={value:g}" for name, value in self.settings.knobs().items())
+            knobs = ", ".join(f"{name}={value}" for name, value in self.settings.knobs().items())
             raise SessionError(
                 f"The optimizer does not average as the swarm does: {found}; the swarm has {self.settings.method} with {knobs}, "
                 f"codec {self.settings.codec}, so make it so, or by s.optimizer(inner)."
@@ -203,7 +203,7 @@ class Session:
             return
         if self._member.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round)
-        for sentence in self._member.self_report.events():
+        for sentence in [*self._member.self_report.events(), *self._member.lag_report.events()]:
             log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")

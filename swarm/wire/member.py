@@ -33,13 +33,15 @@ class Member(Message):
     the device's published peak; None where it is not known.
 
     Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which training stood still in a round;
+    ``lag``, the inner steps that training goes on during one, ``lag_auto`` if the node chooses that by itself, and ``late``, the
+    number of those so far that came after theirs;
     ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``). ``missing``: number of the
     ``missing_of`` members that it lost sight of at about the same moment, and some of their names. ``sketch``: the round and
     fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
     ``admission``: its packed `shoal.swarm.access.invitation.Admission`, in a swarm that is by invitation only.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "member", 3, 5 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "member", 4, 5 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -57,6 +59,9 @@ class Member(Message):
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
     exchange_s: Seconds = 0.0
     wait_s: Seconds = 0.0
+    lag: Count = 0
+    lag_auto: bool = False
+    late: Count = 0
     exchanges: Count = 0
     failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
     blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()

@@ -26,6 +26,9 @@ const number = (value, digits = 3) => (value === null || value === undefined ? "
 // Without waiting for others; a node that counts none sends none.
 const tokens = (value, mfu) => (value ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : "–") + (mfu == null ? "" : ` (${(100 * mfu).toFixed(0)} % MFU)`);
 
+// How many steps training goes on during an exchange; 0 waits for each.
+const lag = (p) => (p.lag ? `${p.lag}${p.lag_auto ? " auto" : ""}${p.late ? `, ${p.late} late` : ""}` : "–");
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function bytes(value) {
@@ -130,7 +133,7 @@ const COLUMNS = [
   ["Peer", null], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
   ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
   ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
-  ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
+  ["Lag", lag], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
   ["Faults", (p) => p.faults.map(([name, count]) => `${name} ${count}`).join(", ") || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
 ];
 

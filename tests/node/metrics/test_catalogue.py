@@ -92,8 +92,11 @@ def test_progress_is_thinned():
 
 
 @pytest.mark.parametrize(("partner", "alone"), [("bob", 0.0), (None, 1.0)])
-def test_rounds_and_those_alone(partner, alone):
-    found = {reading.measure.name: reading.value for reading in readings("round", {"partner": partner, "round": 7, "wait_s": 0.5})}
+@pytest.mark.parametrize("late", [False, True])
+def test_rounds_and_those_alone_or_late(partner, alone, late):
+    fields = {"partner": partner, "round": 7, "wait_s": 0.5, "late": late}
+    found = {reading.measure.name: reading.value for reading in readings("round", fields)}
     assert found == {
         "shoal_round": 7.0, "shoal_round_wait_seconds": 0.5, "shoal_rounds_total": 1.0, "shoal_rounds_alone_total": alone,
+        "shoal_rounds_late_total": float(late),
     }  # fmt: skip

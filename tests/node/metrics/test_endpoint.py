@@ -53,10 +53,10 @@ def test_events_as_prometheus_sees_them(endpoint):
     endpoint.event(
         "progress", 1.0,
         {"step": 70, "loss": 3.0, "steps_per_s": 20.0, "members": 4, "bytes_sent": 10, "bytes_received": 20, "restarts": 0,
-         "tokens": 700, "tokens_per_s": 200.0, "mfu": 0.25},
+         "tokens": 700, "tokens_per_s": 200.0, "mfu": 0.25, "lag": 7},
     )  # fmt: skip
     endpoint.event("round", 2.0, ROUND)
-    endpoint.event("round", 3.0, {**ROUND, "round": 4, "step": 100, "partner": None, "members": 1, "wait_s": 40.0})
+    endpoint.event("round", 3.0, {**ROUND, "round": 4, "step": 100, "partner": None, "members": 1, "wait_s": 40.0, "late": True})
     endpoint.event("refused", 4.0, {"rate": 2, "denied": 1})
     endpoint.event("refused", 5.0, {"rate": 3, "denied": 1})
     endpoint.event("rl", 6.0, {"round": 100, "reward": 0.5, "own": 4, "foreign": 2, "worth": None, "loss": 0.1})
@@ -73,6 +73,8 @@ def test_events_as_prometheus_sees_them(endpoint):
         ("shoal_inner_steps_total", ()): 100.0,
         ("shoal_inner_steps_per_second", ()): 20.0,
         ("shoal_tokens_total", ()): 700.0,
+        ("shoal_lag_steps", ()): 7.0,
+        ("shoal_rounds_late_total", ()): 1.0,
         ("shoal_tokens_per_second", ()): 200.0,
         ("shoal_model_flops_utilisation", ()): 0.25,
         ("shoal_loss", ()): 3.0,

@@ -12,7 +12,7 @@ from rich.console import Console
 from shoal.node.exit_codes import MEANING, ExitCode, epilogue
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import MetricsError
-from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, make_display
+from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, describe, make_display
 from shoal.node.runtime.result import Result, summary
 
 
@@ -192,6 +192,16 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
     assert done == "stopped after 50 steps and 5 rounds, 4 of them with others: training loss 2.2500"
     assert where.endswith("the same command with --resume goes on from there")
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
+    made.note_lag(lag=7, lag_auto=True, late=2)
+    made.wait_s = 1.25
+    assert summary(made, Path(), 1.0)[1] == (
+        "training went on for 7 steps (auto) during an exchange; 2 of 5 came later, and training waited 1.2 s for the network"
+    )
+
+
+def test_a_round_that_overlapped_shows_its_lag():
+    assert describe(info(lag=7)).endswith("wait 0.25 s, lag 7 steps")
+    assert describe(info(lag=1, late=True)).endswith("wait 0.25 s, lag 1 step (late)")
 
 
 def test_no_terminal_means_lines():

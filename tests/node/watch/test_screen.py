@@ -25,7 +25,10 @@ def events(authors):
     return [
         Described(time=NOW, name="first", task="text", method="noloco"),
         *(anna.heard(*(anna.round(n, [bert]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
-        *(bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
+        *(
+            bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k, lag=7, lag_auto=True, late=k - 2)
+            for k in range(2, 5)
+        ),
         carl.heard(carl.round(0), at=NOW + 4, faults=(("no-partner", 1),), reward=0.5),
         carl.heard(carl.round(1), at=NOW + 5, faults=(("no-partner", 2),), reward=0.5, name="[b]carl[/b]"),
         MessageRefused(time=NOW + 5, reason="forged"),
@@ -72,6 +75,7 @@ def test_the_table_has_a_row_for_each_peer(view):
     shown = [dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True)) for _, cells in rows]
     assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
     assert shown[1]["with"] == "bert"
+    assert [row["lag"] for row in shown] == ["-", "-", "7 auto, 2 late"]
     assert shown[0] == {**shown[0], "with": "-", "faults": "no-partner 2", "reward": "0.500", "state": "training", "round": "1"}
 
 

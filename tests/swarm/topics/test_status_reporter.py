@@ -52,9 +52,10 @@ def test_before_anything_happened_it_waits(status_reporter):
 def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     for number in range(ROUNDS + 3):
         over(status_reporter, number, [ME, PEERS[1]])
-    status_reporter.progress("training", 9, 90, 1.25, 4.0, 2048.0, 0.4)
+    status_reporter.progress("training", 9, 90, 1.25, 4.0, 2048.0, 0.4, {"lag": 7, "lag_auto": True, "late": 2})
     status = status_reporter.status()
     assert (status.tokens_per_s, status.mfu) == (2048.0, 0.4)
+    assert (status.lag, status.lag_auto, status.late) == (7, True, 2)
     assert [done.round for done in status.rounds] == list(range(3, ROUNDS + 3))
     assert {done.partners for done in status.rounds} == {(PEERS[1][-8:],)}
     assert (status.state, status.round, status.step, status.loss, status.steps_per_s) == ("training", 9, 90, 1.25, 4.0)

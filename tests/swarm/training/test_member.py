@@ -9,6 +9,8 @@ from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
 
+LAG = {"lag": 7, "lag_auto": True, "late": 0}
+
 
 class Recorder:
     """Any object of which only the calls matter."""
@@ -28,7 +30,7 @@ def world():
     rejected = []
     member = TrainingMember(
         SimpleNamespace(host=SimpleNamespace(traffic=traffic)),
-        SimpleNamespace(round=3, steps=30),
+        SimpleNamespace(round=3, steps=30, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10)),
         SimpleNamespace(waited=0.0, stats=ExchangeStats()),
         SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]]),
         model="digest",
@@ -54,7 +56,7 @@ def info(number):
 def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_sends_no_status(world):
     world.member.announce("waiting")
     ((name, args, fields),) = world.calls
-    assert (name, args, fields["details"]) == ("directory.announce", (), {"tokens_per_s": 0.0, "mfu": None})
+    assert (name, args, fields["details"]) == ("directory.announce", (), {"tokens_per_s": 0.0, "mfu": None, **LAG})
     assert {key: fields[key] for key in ("name", "round", "step", "loss", "steps_per_s", "shard", "shards", "model", "state")} == {
         "name": "anna", "round": 3, "step": 30, "loss": None, "steps_per_s": 0.0, "shard": 1, "shards": 4, "model": "digest",
         "state": "waiting",
@@ -66,10 +68,10 @@ def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
     world.member.reporter = Recorder("reporter", world.calls)
     world.member.leave(1.5, 2.0, 64.0, 0.5)
     assert [name for name, _, _ in world.calls] == ["reporter.progress", "directory.announce", "directory.leave"]
-    assert world.calls[0][1] == ("leaving", 3, 30, 1.5, 2.0, 64.0, 0.5)
+    assert world.calls[0][1] == ("leaving", 3, 30, 1.5, 2.0, 64.0, 0.5, LAG)
     fields = world.calls[1][2]
     assert (fields["state"], fields["loss"], fields["steps_per_s"]) == ("leaving", 1.5, 2.0)
-    assert fields["details"] == {**world.details, "tokens_per_s": 64.0, "mfu": 0.5}
+    assert fields["details"] == {**world.details, "tokens_per_s": 64.0, "mfu": 0.5, **LAG}
     assert world.calls[2][1] == (LEAVE_S,)
 
 

@@ -256,7 +256,7 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
         ({"method": "none"}, "averages with no peer"),
         ({"method": "nolco"}, "made with method as given"),
         ({"every": 0}, "made with every as given"),
-        ({"fragments": 4}, "the method 'noloco' has no fragments"),
+        ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
         ({"start_when": 0}, "made with start_when as given"),
     ],
 )

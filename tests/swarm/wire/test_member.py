@@ -20,6 +20,7 @@ LARGEST = {
     "step": MAX_COUNT, "loss": 1e300, "steps_per_s": 1e300, "tokens_per_s": 1e300, "mfu": 1e300,
     "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
     "state": "training", "issued": 1e300, "version": WIDE * 64, "admission": bytes(MAX_SHOWN), "exchange_s": 1e9, "wait_s": 1e9,
+    "lag": MAX_COUNT, "lag_auto": True, "late": MAX_COUNT,
     "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
     "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9, "missing_names": (WIDE * 16,) * MAX_MISSING, "sketch": (MAX_COUNT, MAX_COUNT, (-1e300,) * SKETCH),
