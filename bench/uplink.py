@@ -36,7 +36,9 @@ def node(setup: dict[str, Any]) -> None:
     from shoal.swarm.membership.membership import NetworkOptions
     from shoal.swarm.training import session
 
-    logging.basicConfig(level=logging.INFO if setup["verbose"] else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if setup["verbose"] else logging.WARNING, format=f"%(asctime)s {setup['ip'][-1]} %(name)s %(message)s"
+    )
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(250, 250, bias=False) for _ in range(setup["layers"])))

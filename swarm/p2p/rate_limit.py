@@ -209,16 +209,20 @@ class Pace:
         if self.window > MOST:
             self.window, self._doubling, self._holding = float(FIRST), True, True
         self._ping()  # also because bulk may wait for room already
-        while True:
+        while self._echo is echo:  # ``wait_for`` loses a cancellation that comes together with an answer (Python below 3.12)
             if not self._pings:
                 self._flying.clear()
                 await self._flying.wait()
             try:
                 data = await asyncio.wait_for(echo.read(), PONG_S)
             except asyncio.TimeoutError:  # a few bytes go out all the same, because the peer may only be busy
+                if self._echo is not echo:
+                    return
                 self.window, self._answered, self._doubling = float(LEAST), self._sent, False
                 self._hold(False)
                 continue
+            if self._echo is not echo:
+                return
             ping = self._pings.popleft()
             if data != ping.data:
                 raise EOFError("the peer answers pings wrongly")
@@ -315,7 +319,8 @@ class Pacer:
                     await pace.measure(echo)
         except Exception as error:  # bulk that waits for its pace must go on
             log.debug("bulk to a peer is not paced: %r", error)
-        pace.free()
+        if pace.task is asyncio.current_task():  # and not of an earlier transfer
+            pace.free()
 
 
 class Counters:

@@ -185,3 +185,32 @@ def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
 
     run(loop, net, all_in_turn())
     assert list(net.pacer._paces) == ["6", "7", "8"]
+
+
+@pytest.mark.parametrize("late", range(6))
+def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(loop, late):
+    """``asyncio.wait_for`` loses a cancellation that comes with the answer; one task that went on would let bulk go every 2 s."""
+    echoes = []
+
+    @contextlib.asynccontextmanager
+    async def echo(peer):
+        answers = asyncio.Queue()
+        echoes.append(answers)
+        yield Echo(answers.put_nowait, answers.get)
+
+    async def work():
+        pacer = Pacer(echo, loop.time)
+        for _ in range(4):
+            with pacer.to("b") as pace:
+                for _ in range(3):
+                    await pace.room(rate_limit.GRAIN)  # each with a ping, and its answer at once
+                for _ in range(late):
+                    await asyncio.sleep(0)
+            await asyncio.sleep(10 * rate_limit.PONG_S)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        with pacer.to("b") as pace:
+            await asyncio.sleep(10 * rate_limit.PONG_S)
+            assert len(asyncio.all_tasks()) == 2  # this, and the one that measures
+            assert pace.window < rate_limit.UNPACED
+
+    loop.run_until_complete(work())
