@@ -2,14 +2,16 @@
 
 Every method has exactly three settings next to the grid of inner learning rates, the first being its documented default. Data
 parallel training and the methods without an outer knob choose among three values of AdamW's second beta instead, so that nobody
-is tuned with more effort than anybody else.
+is tuned with more effort than anybody else. The overlapped forms are not tuned: they take over what their blocking forms chose.
+
+With "-muon" the matrices of the blocks are trained by Muon, everything else by AdamW at 0.3 of Muon's rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shoal.optim import OuterOptimizer
 from shoal.optim.methods.registry import METHODS as REGISTRY
@@ -17,6 +19,8 @@ from shoal.optim.methods.registry import METHODS as REGISTRY
 Setting = Mapping[str, float | bool]
 INNER: tuple[Setting, ...] = ({"beta2": 0.99}, {"beta2": 0.95}, {"beta2": 0.999})
 FRAGMENTS = 4
+RATES: Mapping[str, tuple[float, float, float, float]] = {"adamw": (3e-3, 6e-3, 1.2e-2, 2.4e-2), "muon": (1e-2, 2e-2, 4e-2, 8e-2)}
+"""Inner learning rates to choose from; the second is tried first."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class Recipe:
     """Peers of the runs that choose its learning rate."""
     everyone: bool = False
     """A method for pairs, here with a mean over everyone."""
+    inner: Literal["adamw", "muon"] = "adamw"
+    like: str | None = None
+    """The method whose tuning it takes over; None: its own."""
+    overlap: bool = False
+    """Sent in four fragments, each applied a fifth of a round after it was sent."""
 
     @property
     def make(self) -> Callable[..., OuterOptimizer] | None:
@@ -42,6 +51,10 @@ class Recipe:
     @property
     def group(self) -> str:
         return "everyone" if self.everyone or self.name is None else REGISTRY[self.name].group
+
+    def arguments(self, every: int) -> dict[str, Any]:
+        """The arguments that are not chosen from."""
+        return {**self.fixed, **({"fragments": FRAGMENTS, "lag": max(1, every // 5)} if self.overlap else {})}
 
     @property
     def codec(self) -> str:
@@ -83,5 +96,11 @@ METHODS: dict[str, Recipe] = {
     "gasloc": Recipe(_momenta((0.7, 0.5), (0.7, 0.8), (1.0, 0.3)), "gasloc"),
     "sparseloco": Recipe(({"lr": 1.0}, {"lr": 0.7}, {"lr": 1.3}), "sparseloco"),
     "sparta": Recipe(INNER, "sparta", {"part": 0.005}, every=1),
+    "ddp-muon": Recipe(({"beta2": 0.95}, {"beta2": 0.99}, {"beta2": 0.999}), every=1, inner="muon"),
+    "noloco-muon": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", inner="muon"),
+    "noloco-overlap": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", like="noloco", overlap=True),
+    "noloco-overlap-muon": Recipe(
+        _momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", inner="muon", like="noloco-muon", overlap=True
+    ),
     "lookahead": Recipe(({"lr": 0.5}, {"lr": 0.7}, {"lr": 0.9}), "diloco", {"momentum": 0.0}, tuned_at=1),
 }

@@ -1,4 +1,4 @@
-"""What `bench/quality.py --plan` runs, the most important first, so that it may be stopped at any time and go on later."""
+"""What `bench/quality.py --plan` and `--plan overlap` run, the most important first, so that each may stop and go on later."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Cell(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Cells and the seeds that each is run with; ``again``: half of the learning rate is tried too."""
+    """Cells and the seeds that each is run with; ``again``: half of the learning rate is tried too, of the cell given or each."""
 
     cells: Sequence[Cell]
     seeds: Sequence[int]
-    again: bool = False
+    again: bool | Cell = False
 
 
 def _cell(
@@ -53,7 +53,7 @@ _GOSSIP_2 = [_cell("noloco-2", 40, peers=8, steps=PAIRS, like=50), _cell("diloco
 _PEERS = [_cell(method, peers=peers) for peers in (1, 2, 8) for method in ("diloco", "noloco") if peers > 1 or method == "diloco"]
 
 ONE, ALL = (0,), (0, 1, 2)
-STAGES = [
+METHODS = [
     Stage(_LEADERS, ALL),
     Stage(_CODECS, ALL),
     Stage(_LONG[:2], ONE, again=True),
@@ -78,3 +78,33 @@ STAGES = [
     Stage([_cell(name, 10) for name in ("noloco", *OTHERS)], ALL),
     Stage(_LONG + _LONG_CODECS, ALL, again=True),
 ]
+
+
+def _gossip(peers: int, every: int, inner: str = "", *, steps: int = SHORT) -> list[Cell]:
+    """Blocking and overlapped."""
+    return [_cell(f"noloco{form}{inner}", every, peers=peers, steps=steps, like=50) for form in ("", "-overlap")]
+
+
+def _long(peers: int, inner: str = "") -> list[Stage]:
+    """Long runs, every 50 first; all at the rate that is better for the blocking form with 4 peers, every 50."""
+    rate = _gossip(4, 50, inner, steps=LONG)[0]
+    return [Stage(_gossip(peers, every, inner, steps=LONG), seeds, rate) for seeds in (ONE, ALL) for every in (50, 10)]
+
+
+MUON = "-muon"
+FEWER_BYTES = [_cell(f"noloco{inner}", codec=codec) for codec in ("int8", "bfloat16") for inner in ("", MUON)]
+OVERLAP = [
+    *(Stage(_gossip(4, 50, inner), ALL) for inner in ("", MUON)),
+    Stage([_cell("ddp", 1), _cell("ddp-muon", 1)], ALL),
+    Stage(FEWER_BYTES, ALL),
+    *(Stage(_gossip(4, 10, inner), ALL) for inner in ("", MUON)),
+    *(Stage(_gossip(8, every, inner), ALL) for every in (50, 10) for inner in ("", MUON)),
+    Stage([_cell("ddp-muon", 1, steps=LONG)], ONE, again=True),
+    *_long(4, MUON),
+    *_long(4),
+    Stage([_cell("ddp-muon", 1, steps=LONG), _cell("ddp", 1, steps=LONG)], ALL, again=True),
+    *_long(8, MUON),
+    *_long(8),
+]
+
+PLANS = {"methods": METHODS, "overlap": OVERLAP}

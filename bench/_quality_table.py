@@ -121,12 +121,13 @@ def _two_budgets(found: Sequence[Row]) -> str:
 
 
 def _codecs(found: Sequence[Row]) -> str:
-    """What each codec costs and saves next to DiLoCo's exchange in float32."""
-    plain = {(r["peers"], r["every"], r["steps"]): r for r in found if r["method"] == "diloco" and r["codec"] == "float32"}
+    """What each codec costs and saves next to the same exchange in float32; SparseLoCo's next to DiLoCo's."""
+    plain = {(r["method"], r["peers"], r["every"], r["steps"]): r for r in found if r["codec"] == "float32"}
     lines = []
     for row in found:
-        other = plain.get((row["peers"], row["every"], row["steps"]))
-        above = _above(row, other) if row["method"] in ("diloco", "sparseloco") and row["codec"] != "float32" else None
+        method = "diloco" if row["method"] == "sparseloco" else row["method"]
+        other = plain.get((method, row["peers"], row["every"], row["steps"]))
+        above = _above(row, other) if row["codec"] != "float32" else None
         if above is not None and other is not None:
             fewer = f"{other['bytes_per_token'] / row['bytes_per_token']:.1f}"
             where = [str(row[name]) for name in ("peers", "every", "steps")]
@@ -134,8 +135,33 @@ def _codecs(found: Sequence[Row]) -> str:
             lines.append([row["method"], row["codec"], *where, _percent(*above), fewer, str(shared)])
     if not lines:
         return ""
-    heads = ["method", "codec", "peers", "every", "steps", "against diloco in float32", "times fewer bytes", "seeds"]
+    heads = ["method", "codec", "peers", "every", "steps", "against float32", "times fewer bytes", "seeds"]
     return "Codecs:\n\n" + _markdown(heads, lines)
+
+
+def _overlapped(found: Sequence[Row]) -> str:
+    """Gossip that overlaps next to gossip that waits, and to data parallel training with the same inner optimizer."""
+    plain = {(r["method"], r["peers"], r["every"], r["steps"]): r for r in found if r["codec"] == "float32"}
+    lines = []
+    for row in found:
+        where = (row["peers"], row["every"], row["steps"])
+        blocking = plain.get((row["method"].replace("-overlap", ""), *where))
+        above = _above(row, blocking) if "-overlap" in row["method"] and row["codec"] == "float32" else None
+        if above is None or blocking is None:
+            continue
+        muon = row["method"].endswith("-muon")
+        # Data parallel is the same mathematics for any number of peers.
+        parallel = plain.get(("ddp-muon" if muon else "ddp", 4, 1, row["steps"]))
+        over = _above(row, parallel)
+        shared = len(set(row["losses"]) & set(blocking["losses"]))
+        losses = [f"{one['loss']:.3f}" + (f" ± {one['loss_sd']:.3f}" if one["loss_sd"] else "") for one in (blocking, row)]
+        key = (row["steps"], muon, *where)
+        first = ["Muon" if muon else "AdamW", *map(str, where)]
+        lines.append((key, [*first, *losses, _percent(*above), _percent(*over) if over else "", str(shared)]))
+    if not lines:
+        return ""
+    heads = ["inner", "peers", "every", "steps", "blocking", "overlapped", "against blocking", "against DDP, same inner", "seeds"]
+    return "NoLoCo that overlaps (4 fragments, lag a fifth of every):\n\n" + _markdown(heads, [line for _, line in sorted(lines)])
 
 
 def markdown(found: Sequence[Row]) -> str:
@@ -144,4 +170,4 @@ def markdown(found: Sequence[Row]) -> str:
     for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (-pair[1], pair[0] != 4, pair[0])):
         lines = [_cells(row) for row in found if (row["peers"], row["steps"]) == (peers, steps)]
         parts.append(f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + _markdown(HEADS, lines))
-    return "\n".join(filter(None, [_two_budgets(found), _codecs(found), *parts]))
+    return "\n".join(filter(None, [_overlapped(found), _two_budgets(found), _codecs(found), *parts]))

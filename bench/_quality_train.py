@@ -24,7 +24,9 @@ from shoal.optim import FLOAT32, Alone, Codec, Simulation, codec_named
 from shoal.optim.codecs.base import Shape
 from shoal.optim.exchange.base import Exchange, Handle, RoundKey
 from shoal.optim.exchange.simulation import SimulatedExchange
+from shoal.optim.outer.inner import as_one
 
+ADAMW_OF_MUON = 0.3  # its rate, as a part of Muon's
 WINDOWS = 512  # of each half of the held-out text: 32 kB at 64 bytes a window
 
 
@@ -130,10 +132,15 @@ class Meter:
 
 
 def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
-    inner = task.inner_optimizer(model.parameters())
-    for group in inner.param_groups:
-        group["lr"], group["betas"] = spec.lr, (0.9, dict(spec.outer).get("beta2", 0.99))
-    return inner
+    """AdamW; or, where the method's recipe has Muon, that for the matrices of the blocks and AdamW for all else."""
+    muon = METHODS[spec.method].inner == "muon"
+    matrices = [p for name, p in model.named_parameters() if muon and p.dim() == 2 and name.startswith("blocks.")]
+    ours = set(map(id, matrices))
+    adamw = task.inner_optimizer(p for p in model.parameters() if id(p) not in ours)
+    for group in adamw.param_groups:
+        group["lr"] = spec.lr * ADAMW_OF_MUON if muon else spec.lr
+        group["betas"] = (0.9, dict(spec.outer).get("beta2", 0.95 if muon else 0.99))
+    return as_one([torch.optim.Muon(matrices, lr=spec.lr, weight_decay=0.0), adamw]) if muon else adamw
 
 
 def _backward(task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0) -> None:
@@ -184,7 +191,7 @@ def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
         torch.manual_seed(spec.seed)
         model, meter = task.model(), Meter(Alone() if recipe.group == "nobody" else exchange)
         codec = codec_named(spec.codec)
-        more = {**knobs, **recipe.fixed}
+        more = {**knobs, **recipe.arguments(spec.every)}
         optimizer = make(_inner(task, model, spec), meter, every=spec.every, model=model, codec=codec, **more)
         scheduler = task.lr_scheduler(optimizer, spec.steps)
         for data in islice(task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed)), spec.steps):

@@ -2,6 +2,7 @@
 
     python bench/quality.py --peers 4 --every 50 --methods ddp,diloco,noloco --seeds 3 --json
     python bench/quality.py --plan --resume bench/results/quality.jsonl --minutes 100
+    python bench/quality.py --plan overlap --resume bench/results/quality.jsonl
     python bench/quality.py --report bench/results/quality.jsonl --into docs/benchmarks.md
 
 The model is the built-in byte-level GPT (135,808 parameters, context 64), the text Python's standard library, cut by files into one
@@ -52,13 +53,12 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
-from bench._quality_methods import METHODS, Setting
-from bench._quality_plan import STAGES, Cell, Stage
+from bench._quality_methods import METHODS, RATES, Setting
+from bench._quality_plan import PLANS, Cell, Stage
 from bench._quality_table import markdown, rows, tables
 from bench._quality_train import Spec, run
 from shoal.optim import codec_named
 
-RATES = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 SAME = ("method", "codec", "peers", "every", "steps", "batch", "seed")
 Chosen = tuple[float, Setting]
@@ -143,20 +143,22 @@ class Quality:
         if self.lr is not None:
             return self.lr, recipe.settings[0]
         cell = Cell(method, recipe.codec, recipe.tuned_at, every, self.tune_steps)
-        middle, higher = RATES[1:3]
+        rates = RATES[recipe.inner]
+        middle, higher = rates[1:3]
         _, setting = self._best(cell, [(middle, setting) for setting in recipe.settings])
         up = self._best(cell, [(middle, setting), (higher, setting)])[0] == higher
-        self._best(cell, [(rate, setting) for rate in (RATES[1:] if up else RATES[:3])])
+        self._best(cell, [(rate, setting) for rate in (rates[1:] if up else rates[:3])])
         like = self.spec(cell, (0.0, {}), 0)  # a file of results may hold more that was tried: the best of all is taken
         tried = [result for result in self.runner.results.values() if all(result[name] == getattr(like, name) for name in SAME)]
         best = min(tried, key=_validation)
         return best["lr"], best["outer"]
 
-    def run(self, cell: Cell, seeds: Sequence[int], again: bool) -> None:
-        """All seeds of a cell; ``again``: at half of the learning rate, if seed 0 is better there."""
-        chosen = self.tuned(cell.method, METHODS[cell.method].every or cell.tuned_every or cell.every)
+    def run(self, cell: Cell, seeds: Sequence[int], again: bool | Cell) -> None:
+        """All seeds of a cell; ``again``: at half of the learning rate, if seed 0 of it, or of the cell given, is better there."""
+        method = METHODS[cell.method].like or cell.method
+        chosen = self.tuned(method, METHODS[method].every or cell.tuned_every or cell.every)
         if again and self.lr is None:
-            plain = cell._replace(codec=METHODS[cell.method].codec)
+            plain = again if isinstance(again, Cell) else cell._replace(codec=METHODS[cell.method].codec)
             chosen = self._best(plain, [chosen, (chosen[0] / 2, chosen[1])])
         self.runner(self.spec(cell, chosen, seed) for seed in seeds)
 
@@ -214,7 +216,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tune-steps", type=_number, default=500, help="inner steps of each peer in the runs that choose")
     parser.add_argument("--jobs", type=_number, default=1, help="runs at once, each in a process with one thread")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON lines of results: what is there is not run again")
-    parser.add_argument("--plan", action="store_true", help="run the stages of bench/_quality_plan.py instead")
+    parser.add_argument("--plan", nargs="?", const="methods", choices=PLANS, help="run a plan of bench/_quality_plan.py instead")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--report", type=Path, metavar="FILE", help="run nothing: print the tables of a file as Markdown")
     parser.add_argument("--into", type=Path, metavar="PAGE", help=f"with --report: write them between {BEGIN} and {END} of a page")
@@ -252,7 +254,7 @@ def main() -> int:
     quality = Quality(runner, options.tune_steps, options.batch, options.lr)
     done, complete = [], False
     try:
-        for stage in STAGES if options.plan else [Stage(_cells(options), range(options.seeds))]:
+        for stage in PLANS[options.plan] if options.plan else [Stage(_cells(options), range(options.seeds))]:
             for cell in stage.cells:
                 quality.run(cell, stage.seeds, stage.again)
                 done.append(cell)

@@ -64,6 +64,18 @@ def test_every_method_of_the_library_is_compared():
     assert {len(recipe.settings) for recipe in quality.METHODS.values()} == {3}
 
 
+def test_muon_has_the_matrices_of_the_blocks():
+    spec = train.Spec("ddp-muon", "float32", 4, 1, 10, 32, 0.02, (), 0)
+    model = train.task_of(8).model()
+    combined = train._inner(train.task_of(8), model, spec)
+    names = {id(p): name for name, p in model.named_parameters()}
+    of = [{names[id(p)] for p in group["params"]} for group in combined.param_groups]
+    layers = ("attention.qkv", "attention.out", "up", "down")
+    assert of == [{f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers}, {*names.values()} - of[0]]
+    muon, adamw = combined.param_groups
+    assert (muon["lr"], adamw["lr"], adamw["betas"], muon["weight_decay"]) == (0.02, pytest.approx(0.006), (0.9, 0.95), 0)
+
+
 def test_report_is_written_between_its_marks(tmp_path):
     file, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
     run = {"codec": "float32", "peers": 4, "every": 50, "steps": 500, "batch": 32, "outer": {"lr": 0.7}, "bytes_per_token": 21.22}
@@ -153,3 +165,54 @@ def test_every_method_is_tuned_by_five_runs(best, rates, method):
     assert setting == recipe.settings[2]
     assert len(tried) == 5
     assert {(spec.peers, spec.steps, spec.seed) for spec in tried} == {(4, 500, 0)}
+
+
+def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
+    class Runner:
+        def __init__(self):
+            self.results = {}
+
+        def __call__(self, specs):
+            return [self.one(spec) for spec in specs]
+
+        def one(self, spec):
+            # The best: the last setting at 2e-2, and in long runs at half of it.
+            value = abs(spec.lr - (1e-2 if spec.steps == 3000 else 2e-2)) + 100 * abs(dict(spec.outer)["lr"] - 1.0)
+            return self.results.setdefault(spec, {**dataclasses.asdict(spec), "outer": dict(spec.outer), "validation": value})
+
+    cell, runner = importlib.import_module("bench._quality_plan").Cell, Runner()
+    blocking = cell("noloco-muon", "float32", 4, 50, 3000)
+    quality.Quality(runner, 500, 32, None).run(cell("noloco-overlap-muon", "int8", 8, 10, 3000, 50), (0, 1), blocking)
+    chosen = tuple(quality.METHODS["noloco-muon"].settings[2].items())
+    overlapped = [spec for spec in runner.results if spec.method == "noloco-overlap-muon"]
+    assert overlapped == [train.Spec("noloco-overlap-muon", "int8", 8, 10, 3000, 32, 1e-2, chosen, seed) for seed in (0, 1)]
+    tuned = [spec for spec in runner.results if spec not in overlapped]
+    assert {(spec.method, spec.codec, spec.peers, spec.every) for spec in tuned} == {("noloco-muon", "float32", 4, 50)}
+    assert [(spec.lr, spec.steps) for spec in tuned[3:]] == [(4e-2, 500), (1e-2, 500), (2e-2, 3000), (1e-2, 3000)]
+
+
+def test_overlapped_is_compared_seed_by_seed_with_blocking_and_with_its_own_data_parallel():
+    table = importlib.import_module("bench._quality_table")
+    run = {
+        "codec": "float32",
+        "peers": 4,
+        "every": 50,
+        "steps": 500,
+        "batch": 32,
+        "lr": 0.02,
+        "outer": {},
+        "bytes_per_token": 21.22,
+    }
+    found = {
+        ("noloco-muon", 0): 2.0,
+        ("noloco-muon", 1): 2.5,
+        ("noloco-overlap-muon", 0): 2.2,
+        ("ddp", 0): 1.0,
+        ("ddp-muon", 0): 1.6,
+    }
+    lines = [
+        {**run, "method": method, "seed": seed, "loss": loss, "validation": loss, "loss_averaged": loss}
+        | ({"every": 1} if method.startswith("ddp") else {})
+        for (method, seed), loss in found.items()
+    ]
+    assert "| Muon | 4 | 50 | 500 | 2.250 ± 0.354 | 2.200 | +10.0 % | +37.5 % | 1 |" in table.markdown(table.rows(lines))
