@@ -19,6 +19,8 @@ from shoal.optim.methods.registry import METHODS as REGISTRY
 Setting = Mapping[str, float | bool]
 INNER: tuple[Setting, ...] = ({"beta2": 0.99}, {"beta2": 0.95}, {"beta2": 0.999})
 FRAGMENTS = 4
+BLOCKING = {"lag": 0}
+"""Arguments of gossip that waits."""
 RATES: Mapping[str, tuple[float, float, float, float]] = {"adamw": (3e-3, 6e-3, 1.2e-2, 2.4e-2), "muon": (1e-2, 2e-2, 4e-2, 8e-2)}
 """Inner learning rates to choose from; the second is tried first."""
 
@@ -76,15 +78,15 @@ METHODS: dict[str, Recipe] = {
     "ddp-xK": Recipe(INNER, every=1),
     "ddp-updates": Recipe(INNER, every=1),
     "none": Recipe(INNER, "none", every=1),
-    "local": Recipe(INNER, "local"),
-    "local-sgd": Recipe(INNER, "local", everyone=True),
+    "local": Recipe(INNER, "local", BLOCKING),
+    "local-sgd": Recipe(INNER, "local", BLOCKING, everyone=True),
     "diloco": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "diloco"),
     "diloco-hb": Recipe(_momenta((0.7, 0.9), (0.7, 0.5), (1.0, 0.3)), "diloco-hb"),
     "streaming": Recipe(_momenta((0.4, 0.9), (0.7, 0.6), (1.0, 0.3)), "streaming", {"fragments": FRAGMENTS, "lag": 1, "mix": 0.5}),
     "decoupled": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "decoupled", {"fragments": FRAGMENTS, "lag": 2}),
     "eager": Recipe(_momenta((0.4, 0.6), (0.7, 0.3), (1.0, 0.1)), "eager"),
     "co2": Recipe(({"lr": 1.0, "momentum": 0.2}, {"lr": 0.7, "momentum": 0.5}, {"lr": 1.0, "momentum": 0.2, "keep": True}), "co2"),
-    "noloco": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco"),
+    "noloco": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", BLOCKING),
     "noloco-2": Recipe(
         (
             {"lr": 0.7, "momentum": 0.5, "pull": 0.3},
@@ -92,12 +94,13 @@ METHODS: dict[str, Recipe] = {
             {"lr": 1.0, "momentum": 0.3, "pull": 0.3},
         ),
         "noloco",
+        BLOCKING,
     ),
-    "gasloc": Recipe(_momenta((0.7, 0.5), (0.7, 0.8), (1.0, 0.3)), "gasloc"),
+    "gasloc": Recipe(_momenta((0.7, 0.5), (0.7, 0.8), (1.0, 0.3)), "gasloc", BLOCKING),
     "sparseloco": Recipe(({"lr": 1.0}, {"lr": 0.7}, {"lr": 1.3}), "sparseloco"),
     "sparta": Recipe(INNER, "sparta", {"part": 0.005}, every=1),
     "ddp-muon": Recipe(({"beta2": 0.95}, {"beta2": 0.99}, {"beta2": 0.999}), every=1, inner="muon"),
-    "noloco-muon": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", inner="muon"),
+    "noloco-muon": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", BLOCKING, inner="muon"),
     "noloco-overlap": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", like="noloco", overlap=True),
     "noloco-overlap-muon": Recipe(
         _momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", inner="muon", like="noloco-muon", overlap=True

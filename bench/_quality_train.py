@@ -206,7 +206,7 @@ def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
             scheduler.step()
             optimizer.zero_grad()
         optimizer.finish()
-        for parameter, slow in zip(model.parameters(), optimizer.slow, strict=True):
+        for parameter, slow in zip(optimizer.parameters, optimizer.slow, strict=True):
             parameter.detach().copy_(slow)
         return model, meter.bytes
 
