@@ -29,13 +29,13 @@ def bench(*options):
 def test_rows_bytes_and_resuming(tmp_path):
     file = tmp_path / "found" / "runs.jsonl"
     command = ["--peers", 2, "--every", 5, "--steps", 10, "--batch", 4, "--seeds", 1, "--lr", 0.01, "--json", "--resume", file]
-    done = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco")
+    done = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco,noloco-overlap-muon")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["complete"]
     rows = {row["method"]: row for row in result["rows"]}
-    assert set(rows) == {"ddp", "diloco", "noloco", "streaming", "sparseloco"}
+    assert set(rows) == {"ddp", "diloco", "noloco", "streaming", "sparseloco", "noloco-overlap-muon"}
     keys = {"method", "codec", "peers", "every", "steps", "lr", "loss", "loss_sd", "seeds", "bytes_per_token"}
     for row in rows.values():
         assert keys <= set(row)
@@ -44,19 +44,19 @@ def test_rows_bytes_and_resuming(tmp_path):
         assert row["above_ddp"] == pytest.approx(row["loss"] / rows["ddp"]["loss"] - 1)
     tokens = 10 * 2 * CONTEXT  # of one peer
     assert rows["ddp"]["bytes_per_token"] == 10 * 4 * PARAMETERS / tokens
-    for method in ("diloco", "noloco", "streaming"):
+    for method in ("diloco", "noloco", "streaming", "noloco-overlap-muon"):
         assert rows[method]["bytes_per_token"] == 2 * 4 * PARAMETERS / tokens
     assert 0 < rows["sparseloco"]["bytes_per_token"] < rows["diloco"]["bytes_per_token"] / 50
     assert "against ddp" in done.stderr
 
     before = file.read_bytes()
-    assert before.count(b"\n") == 5
+    assert before.count(b"\n") == 6
     file.write_bytes(before[:-20])  # as if stopped while writing the last line
-    again = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco")
+    again = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco,noloco-overlap-muon")
     assert json.loads(again.stdout)["rows"] == result["rows"]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["method"] for line in lines] == [json.loads(line)["method"] for line in before.splitlines()]
-    assert lines[:4] == [json.loads(line) for line in before.splitlines()[:4]]
+    assert lines[:5] == [json.loads(line) for line in before.splitlines()[:5]]
 
 
 def test_every_method_of_the_library_is_compared():
@@ -66,8 +66,9 @@ def test_every_method_of_the_library_is_compared():
 
 def test_muon_has_the_matrices_of_the_blocks():
     spec = train.Spec("ddp-muon", "float32", 4, 1, 10, 32, 0.02, (), 0)
-    model = train.task_of(8).model()
-    combined = train._inner(train.task_of(8), model, spec)
+    task = train.QualityText()
+    model = task.model()
+    combined = train._inner(task, model, spec)
     names = {id(p): name for name, p in model.named_parameters()}
     of = [{names[id(p)] for p in group["params"]} for group in combined.param_groups]
     layers = ("attention.qkv", "attention.out", "up", "down")
