@@ -163,6 +163,8 @@ class GroupMember:
                     raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
                 pending.entered = True
                 self._rounds.end(ready.round, ready.fragment)
+                for peer in group.members:  # else this node, when it leads, would not wait for one that was away and is back
+                    self._view.mark_awake(peer)
                 if before is not None:
                     self._view.mark_absent(set(before.members) - set(group.members))
                 elif group.alone:

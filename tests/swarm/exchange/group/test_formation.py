@@ -251,6 +251,20 @@ def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(s
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
 
 
+def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
+    """Not by its leader alone: another member leads the next round."""
+    *others, late = school.ranked(school.peers(3, wait=20.0))
+    for peer in others:
+        peer.exchange._groups._view.mark_absent([late.id])
+    first = late.start(0, 7.0)
+    school.until(lambda: others[0].waiting() == 1)
+    assert school.values([*(peer.start(0, 1.0) for peer in others), first]) == [3.0] * 3
+    round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[1])
+    handles = [peer.start(round, 1.0) for peer in others]
+    school.until(lambda: others[1].waiting(round) == 2 or all(handle.done() for handle in handles))
+    assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
+
+
 def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):
     three = school.peers(3, wait=0.7)
     third = school.ranked(three)[-1]
