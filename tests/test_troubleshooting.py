@@ -49,7 +49,7 @@ def home(tmp_path, monkeypatch):
     (tmp_path / "typo.toml").write_text("[outer]\nevry = 3\n")
     (tmp_path / "broken.toml").write_text("[outer\n")
     (tmp_path / "flat.toml").write_text("outer = 3\n")
-    (tmp_path / "method.toml").write_text("[outer]\nmethod = 'local'\nfragments = 3\n")
+    (tmp_path / "method.toml").write_text("[outer]\nmethod = 'diloco'\nfragments = 3\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "empty.py").write_text("class Mine:\n    pass\n")
     (tmp_path / "file").write_text("no key\n")
