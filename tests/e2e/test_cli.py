@@ -268,6 +268,7 @@ def test_after_kill_9_of_a_node_nothing_is_left(shoal, eventually):
     eventually(lambda: not shoal.left(), 5, "the end of daemon and guard")
 
 
+@pytest.mark.slow(reason="several real nodes, one after another")
 def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
     node = create(shoal, "first", "--set", "node.checkpoint_every_rounds=1")
     link = node.line()

@@ -42,6 +42,7 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
     assert again.wait() == 130
 
 
+@pytest.mark.slow(reason="real nodes, of which one must be given up")
 def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, eventually):
     settings = shoal.toml(swarm={"start_when": 2}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
     creator = shoal.node("up", settings, "anna")

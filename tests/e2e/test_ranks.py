@@ -83,6 +83,7 @@ def rounds(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "round"]
 
 
+@pytest.mark.slow(reason="several real peers of two processes, one after another")
 def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(shoal, eventually):
     table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"steps": 0, "seed": SEED})
     node = shoal.node("up", table, "one", *FSDP)

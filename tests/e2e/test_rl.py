@@ -42,6 +42,7 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
     assert shoal.left() == []
 
 
+@pytest.mark.slow(reason="three real nodes, one after another")
 def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     up = shoal.node(
         "up",

@@ -58,6 +58,7 @@ def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
         assert met.waited == 0
 
 
+@pytest.mark.slow(reason="real nodes that return")
 def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_port_of_before(tmp_path):
     def settings(name):
         return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
