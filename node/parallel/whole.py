@@ -51,9 +51,9 @@ class LeadOptimizer:
         return whole.whole_shared(self._opt)
 
     def slow_of(self, fragment: int) -> list[Tensor]:
-        """Return the whole slow weights of a fragment."""
-        slow = self.slow
-        return [slow[index] for index in self._opt.positions(fragment)]
+        """Return the whole slow weights of a fragment, gathered now."""
+        self._channel.send("whole_slow_of", fragment=fragment)
+        return whole.whole_slow_of(self._opt, fragment)
 
     def sketch_of(self, fragment: int) -> tuple[float, ...]:
         """Return the sketch of the slow weights of a fragment."""
@@ -79,6 +79,8 @@ def obey(opt: OuterOptimizer, name: str, fields: Mapping[str, Any]) -> None:
     """Make the call that rank 0 makes. ValueError if there is no such order."""
     if name == "whole_slow":
         whole.whole_slow(opt)
+    elif name == "whole_slow_of":
+        whole.whole_slow_of(opt, fields["fragment"])
     elif name == "whole_shared":
         whole.whole_shared(opt)
     elif name == "sketch_of":

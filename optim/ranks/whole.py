@@ -43,6 +43,11 @@ def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Te
     return []
 
 
+def whole_slow_of(opt: OuterState, fragment: int) -> list[Tensor]:
+    """Return the slow weights of a fragment on rank 0, not copied where they are its own; [] on the others."""
+    return list(opt._weights.whole(opt.positions(fragment), opt.slow_of(fragment)))
+
+
 def whole_shared(opt: OuterState) -> State:
     """Return copies of the ``shared`` state on rank 0; {} on the others."""
     weights = opt._weights

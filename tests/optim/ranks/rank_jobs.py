@@ -21,7 +21,7 @@ from shoal.optim import Alone, Distributed, Seconds, method_named
 from shoal.optim.ranks.group import RankLost
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.ranks.weights import cut_like
-from shoal.optim.ranks.whole import adopt, load_whole, whole_shared, whole_slow, whole_state
+from shoal.optim.ranks.whole import adopt, load_whole, whole_shared, whole_slow, whole_slow_of, whole_state
 
 STEPS, BATCH = 12, 8
 KNOBS = {
@@ -204,6 +204,7 @@ def story(model, opt, ranks=None):
         step_of(model, opt, next(steps), ranks)
     with opt.averaged(), torch.no_grad():
         seen.append(model(torch.ones(1, 7)).tolist())
+    seen.append(numbers(whole_slow_of(opt, opt.fragments - 1)))
     seen += [list(opt.sketch_of(0)), numbers(whole_slow(opt)), {n: numbers(t) for n, t in whole_shared(opt).items()}]
     swarm = [torch.full(shape, 0.1) for shape in opt.shapes] if first else ()
     momentum = {"momentum": [torch.full(shape, 0.01) for shape in opt.shapes]} if first else None
