@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LEAST_RATE = 1e6  # bytes a second that a link must carry at least; a slower transfer of much is given up
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and seconds at most, that a node waits for others
+OVERLAPPED = 0.8  # of the time for which an exchange costs no training: the rest is for its bytes
 
 
 def moving_s(least: float, nbytes: int) -> float:
@@ -79,20 +80,27 @@ class Patience:
     """How long the rounds of one node wait for others: as long as is set, or in long rounds a fifth of the time of a round.
 
     Peers drift apart by a part of a round, not by seconds: where an inner step takes ten seconds, the best of partners is later
-    than a setting that suits quick rounds. The shorter of the last two rounds counts, so that one pause is no measure.
+    than a setting that suits quick rounds. The shorter of the last two rounds counts, so that one pause is no measure. A round is
+    the time from one sending of a fragment to its next, whatever else is sent meanwhile.
+
+    ``overlap``: part of a round for which training goes on without the mean. So long a node may wait at no cost, and should: where
+    nobody stands still for others, peers of different speed do not keep in step, and are at one point of a round by chance only.
     """
 
-    def __init__(self) -> None:
-        self._began = float("-inf")
-        self._periods = (0.0, 0.0)
+    def __init__(self, overlap: float = 0.0) -> None:
+        self._overlap = overlap
+        self._began: dict[int, float] = {}
+        self._periods: dict[int, tuple[float, float]] = {}
 
-    def begin(self, now: float) -> float:
-        """Note that a round begins; return the seconds since the last one began, infinite for the first."""
-        period, self._began = now - self._began, now
+    def begin(self, now: float, fragment: int = 0) -> float:
+        """Note that a round of ``fragment`` begins; return the seconds since its last one began, infinite for the first."""
+        period = now - self._began.get(fragment, float("-inf"))
+        self._began[fragment] = now
         if period < float("inf"):
-            self._periods = (self._periods[1], period)
+            self._periods[fragment] = (self._periods.get(fragment, (0.0, 0.0))[1], period)
         return period
 
-    def of(self, timeouts: ExchangeTimeouts) -> float:
-        """Return the seconds to wait in a round."""
-        return max(timeouts.wait, min(min(self._periods) * SHARE, LONGEST_S))
+    def of(self, timeouts: ExchangeTimeouts, fragment: int = 0) -> float:
+        """Return the seconds to wait in a round of ``fragment``."""
+        period = min(self._periods.get(fragment, (0.0, 0.0)))
+        return max(timeouts.wait, min(period * SHARE, LONGEST_S), period * self._overlap * OVERLAPPED)

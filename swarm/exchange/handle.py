@@ -43,8 +43,12 @@ class ExchangeBase:
 
     @property
     def limit(self) -> float:
-        """Seconds that a round can take at most."""
-        return self._timeouts.limit(self._patience.of(self._timeouts), self.moved)
+        """Seconds that the newest round can take at most."""
+        return self.limit_of(self.moved, 0)
+
+    def limit_of(self, nbytes: int, fragment: int) -> float:
+        """Return the seconds that a round of ``fragment`` can take at most, in which ``nbytes`` bytes are moved each way."""
+        return self._timeouts.limit(self._patience.of(self._timeouts, fragment), nbytes)
 
     @property
     def next_round(self) -> int:
@@ -66,9 +70,14 @@ class ExchangeHandle(Generic[R]):
     def __init__(
         self, exchange: ExchangeBase, attempt: ExchangeAttempt[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
     ) -> None:
-        self._exchange, self._attempt, self._make = exchange, attempt, mean
+        self._exchange, self._attempt, self._make, self._moves = exchange, attempt, mean, exchange.moved
         self._future: concurrent.futures.Future[R | None] = exchange.host.submit(work)
         self._mean: Mean | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds that ``result`` waits at most."""
+        return self._exchange.limit_of(self._moves, self._attempt.key.fragment)
 
     def done(self) -> bool:
         """Return whether ``result`` would return at once."""
@@ -77,7 +86,7 @@ class ExchangeHandle(Generic[R]):
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""
         began = time.monotonic()
-        limit = self._exchange.limit if deadline is None else min(deadline, self._exchange.limit)
+        limit = self.limit if deadline is None else min(deadline, self.limit)
         try:
             received = self._wait(began + limit)
         except concurrent.futures.CancelledError:
@@ -89,7 +98,7 @@ class ExchangeHandle(Generic[R]):
     async def settled(self) -> Mean | None:
         """Do the same as ``result()`` in a coroutine on the host's loop, by the loop's clock."""
         work = asyncio.wrap_future(self._future)
-        await asyncio.wait({work}, timeout=self._exchange.limit)
+        await asyncio.wait({work}, timeout=self.limit)
         if not work.done():
             self._attempt.commit.close()
             self._future.cancel()

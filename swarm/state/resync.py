@@ -23,6 +23,7 @@ from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.membership.view import MemberView
+from shoal.swarm.state.adoption import in_step
 from shoal.swarm.state.drift import SplitDecision
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
@@ -173,6 +174,7 @@ class Resynchronizer:
             return False
         round = max(state.round, self._opt.round)
         if afresh:
+            round = max(in_step(self._opt, state), self._opt.round)
             self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
             self._opt.listen()  # as a newcomer: the first round does not count
             self._returned()

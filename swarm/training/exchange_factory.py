@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.optim import method_named
+from shoal.optim import OuterOptimizer, method_named
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -17,10 +17,25 @@ def make_screen(outer: OuterSettings) -> DistanceScreen:
     return DistanceScreen(robust=outer.robust, suspect=outer.suspect, times=outer.radius, sends=method.sends)
 
 
+def overlap_of(opt: OuterOptimizer) -> float:
+    """Return the part of the time between two sendings of a fragment for which ``opt`` trains on without its mean."""
+    return 1.0 if opt.lag_auto else min(opt.lag / opt.schedule.every, 1.0)
+
+
 def make_exchange(
-    membership: MemberView, outer: OuterSettings, screen: DistanceScreen, *, seed: int, model: str, fragments: int = 1
+    membership: MemberView,
+    outer: OuterSettings,
+    screen: DistanceScreen,
+    *,
+    seed: int,
+    model: str,
+    fragments: int = 1,
+    overlap: float = 0.0,
 ) -> PairExchange | GroupExchange:
-    """Return the exchange of the swarm's method. ``fragments``: how many its optimizer sends in turn."""
+    """Return the exchange of the swarm's method.
+
+    ``fragments``: how many its optimizer sends in turn. ``overlap``: `overlap_of` that optimizer.
+    """
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
     context = PeerContext(host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred)
     timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s)
@@ -36,4 +51,4 @@ def make_exchange(
             follow=outer.method != "sparta",
             screen=screen,
         )
-    return PairExchange(context, timeouts, departed=directory.departed, screen=screen)
+    return PairExchange(context, timeouts, fragments=fragments, overlap=overlap, departed=directory.departed, screen=screen)

@@ -11,6 +11,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.membership.view import MemberView
+from shoal.swarm.state.adoption import in_step
 from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
 from shoal.swarm.state.drift import DriftDetector
 from shoal.swarm.state.resync import Resynchronizer
@@ -51,7 +52,8 @@ class OuterSync:
 
     def begin_from(self, state: State) -> None:
         """Take over the weights and the round of ``state``: of a swarm that is under way, or those that it begins with."""
-        self._opt.adopt(state.slow, round=state.round, into_model=True, shared=state.extra, applied=state.applied)
+        round = in_step(self._opt, state)
+        self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
         if state.round > 0:
             self._opt.listen()  # others' weights, not yet trained here: the first round has weight 0
         self._resynchronizer.joined(state)

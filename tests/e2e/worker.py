@@ -114,9 +114,9 @@ class Worker:
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
         hold = HeldCalls.hold
 
-        async def held(calls, stream, round):
+        async def held(calls, stream, round, fragment):
             self.say("held")
-            return await hold(calls, stream, round)
+            return await hold(calls, stream, round, fragment)
 
         HeldCalls.hold = held
         self.exchange = PairExchange(

@@ -35,6 +35,8 @@ REMEMBERED = {
     "_silent": 64,
     "_unreached": 64,
     "_misses": 64,
+    "_began": 8,
+    "_periods": 8,
     "_events": 64,
     "_seconds": 64,
 }
@@ -75,10 +77,10 @@ class Checks:
             if now < self._rounds.get(process, 0):
                 self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
             self._rounds[process] = now
-            if isinstance(peer.exchange, GroupExchange) and peer.mine is not None:
-                peer.mine.leaders.update(peer.exchange._rounds._elsewhere.values())
-            if peer.handle is not None:
-                self._decision(peer, peer.handle._attempt.commit)
+            for mine, handle in peer.in_flight.values():
+                if isinstance(peer.exchange, GroupExchange):
+                    mine.leaders.update(peer.exchange._rounds._elsewhere.values())
+                self._decision(peer, handle._attempt.commit)
         if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
             self._apart_at_calm = swarm.spread()
 
@@ -97,10 +99,9 @@ class Checks:
     def outcome(self, peer: SimPeer, mine: Contribution) -> None:
         """Check a finished round of ``peer``."""
         assert mine.ended is not None
-        took = mine.ended - mine.begun - peer.slept
+        took = mine.ended - mine.begun - (peer.slept - mine.slept)
         if took >= peer.exchange.limit:
             self._fail(f"a round of {peer.name} took {took:.2f} s")
-        peer.slept = 0.0
         self._bounded(peer, GROWN)
         if mine.mean is not None:
             self._mean(peer, mine, mine.mean)

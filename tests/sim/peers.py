@@ -1,7 +1,8 @@
 """A swarm on a simulated network: peers that train a little, exchange by the production code, and know of each other by records.
 
 Each peer holds a small tensor, its weights. A round is: compute for a while, hand in the weights and what names the contribution,
-take the mean if there is one. `tests.sim.invariants` checks what the mean holds, and that it counts once.
+take the mean if there is one. `tests.sim.invariants` checks what the mean holds, and that it counts once. With several fragments it
+computes on meanwhile, and waits only where the same fragment is due again.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the exchange."""
 
+    @property
+    def fragments(self) -> int:
+        """Into which the weights are cut; with more than one, exchanges overlap with computing."""
+        return int(self.options.get("fragments", 1))
+
 
 @dataclass
 class Contribution:
@@ -67,6 +73,8 @@ class Contribution:
     weight: float
     tensors: list[Tensor]
     begun: float
+    slept: float
+    """Seconds that the peer had slept before."""
     ended: float | None = None
     mean: Mean | None = None
     leaders: set[str] = field(default_factory=set)
@@ -85,9 +93,10 @@ class SimPeer:
         self.weight = float(self.chance.choice([1, 1, 1, 2, 3]))
         self.skew = self.chance.uniform(-swarm.setting.skew, swarm.setting.skew)
         self.weights = torch.rand(VALUES, generator=torch.Generator().manual_seed(number))
-        self.serial = self.round = 0
+        self.serial = self.round = self.turn = 0
+        """The number of the newest contribution, the next round, and the fragment that is sent in it."""
         self.slept = 0.0
-        """Seconds of the present round that it has slept."""
+        """Seconds that it has slept."""
         self.gone = False
         self.begin()
 
@@ -95,13 +104,15 @@ class SimPeer:
         """Start a process: the first, or one after the last was killed."""
         self.host: SimHost = self.swarm.network.host(self.name, self.identity)
         self.seen: dict[str, Member] = {}
-        self.handle: ExchangeHandle[Any] | None = None
-        self.mine: Contribution | None = None
-        """The contribution of its present round."""
+        self.in_flight: dict[int, tuple[Contribution, ExchangeHandle[Any]]] = {}
+        """By fragment."""
+        self.rounds: dict[int, asyncio.Task[None]] = {}
         self.state: Literal["training", "leaving"] = "training"
         setting = self.swarm.setting
         way = PairExchange if setting.kind == "pair" else GroupExchange
-        options = dict(setting.options) | ({"departed": self.departed} if setting.kind == "pair" else {})
+        options = dict(setting.options)
+        if setting.kind == "pair":
+            options |= {"departed": self.departed, "overlap": float(setting.fragments > 1)}
         context = PeerContext(cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members)
         timeouts = ExchangeTimeouts(setting.wait, setting.chunk_timeout, setting.exchange_timeout)
         self.exchange: PairExchange | GroupExchange = way(context, timeouts, **options)
@@ -118,7 +129,7 @@ class SimPeer:
     def record(self) -> Member:
         """Return this peer's current record."""
         return Member(
-            swarm=SWARM, peer=self.id, name=self.name, addresses=(), round=self.exchange.next_round, step=0, loss=None,
+            swarm=SWARM, peer=self.id, name=self.name, addresses=(), round=self.round, step=0, loss=None,
             steps_per_s=0.0, shard=0, shards=1, model=MODEL, state=self.state, issued=self.wall(), version="0",
         )  # fmt: skip
 
@@ -161,30 +172,42 @@ class SimPeer:
             await swarm.sleep(self.pace * self.chance.uniform(0.8, 1.2))
             if swarm.network.loop.time() < swarm.setting.calm:
                 self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
-            await self._round()
+            fragment = self.turn
+            if fragment in self.rounds:  # it is in one exchange at a time
+                await self.rounds[fragment]
+            self.rounds[fragment] = self.host.start(self._round(fragment))
+            if swarm.setting.fragments == 1:
+                await self.rounds[fragment]
+        await asyncio.gather(*self.rounds.values())
         self.state = "leaving"
         self._send_record()
         swarm.network.note(self.name, "left")
 
-    async def _round(self) -> None:
-        swarm, loop = self.swarm, self.swarm.network.loop
+    async def _round(self, fragment: int) -> None:
+        swarm, loop, part = self.swarm, self.swarm.network.loop, slice(fragment, None, self.swarm.setting.fragments)
         self.serial += 1
         named = torch.zeros(swarm.setting.peers)
         named[self.number] = self.serial
-        mine = self.mine = Contribution(self.id, self.serial, self.weight, [self.weights.clone(), named], loop.time())
+        mine = Contribution(self.id, self.serial, self.weight, [self.weights[part].clone(), named], loop.time(), self.slept)
         swarm.contributions[self.number, self.serial] = mine
-        key = RoundKey(SWARM, self.exchange.next_round)
-        self.handle = self.exchange.start(key, mine.tensors, self.weight)
+        key = RoundKey(SWARM, self.round, fragment)
+        handle = self.exchange.start(key, mine.tensors, self.weight)
+        self.in_flight[fragment] = mine, handle
+        self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
         swarm.network.note(self.name, f"round {key.round} begins")
-        mean = await self.handle.settled()
+        mean = await handle.settled()
         mine.ended, mine.mean = loop.time(), mean
-        self.round = self.exchange.next_round
+        self.round = max(self.round, self.exchange.next_round)  # as `OuterSync` does
+        self.exchange.next_round = self.round
         if mean is not None:
-            self.weights = mean.tensors[0].clone()
+            since = self.weights[part] - mine.tensors[0]
+            self.weights = self.weights.clone()
+            self.weights[part] = mean.tensors[0] + since
         with_whom = "alone" if mean is None else " ".join(sorted(swarm.named[peer] for peer in mean.members))
-        swarm.network.note(self.name, f"round {self.round - 1} ends: {with_whom}")
+        last = f"round {self.round - 1}" if swarm.setting.fragments == 1 else f"round {key.round} of fragment {fragment}"
+        swarm.network.note(self.name, f"{last} ends: {with_whom}")
         swarm.outcome(self, mine)
-        self.handle = self.mine = None
+        del self.in_flight[fragment]
 
 
 class SimSwarm:

@@ -45,6 +45,8 @@ def setting_of(seed: int) -> Setting:
     if kind == "group":
         ways: list[dict[str, Any]] = [{}, {}, {"quorum": 2, "grace": 0.5}, {"max_group": 2}, {"gather": True}]
         options = chance.choice(ways)
+    if kind == "pair":
+        options["fragments"] = random.Random(f"fragments {seed}").choice((1, 1, 2, 4))  # from dice of its own: the others stay
     return Setting(
         kind,  # type: ignore[arg-type]
         chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),

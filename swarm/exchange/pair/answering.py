@@ -30,7 +30,7 @@ class CallAnswerer:
         try:
             offer = await offers.receive_offer(stream, patience)
         except MessageError as error:  # most likely another version: tell the peer, whose user can mend it
-            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self._state.next_round)), patience)
+            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self._state.rounds.next_round)), patience)
             return
         pairing, answer = await self._judge(stream, offer)
         if pairing is None:
@@ -52,8 +52,12 @@ class CallAnswerer:
         state, peer = self._state, stream.peer_id
         state.selector.alive(peer)
 
-        def reply(verdict: str, reason: str = "") -> tuple[None, Answer]:
-            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": state.next_round})
+        def reply(verdict: str, reason: str = "", round: int | None = None) -> tuple[None, Answer]:
+            at = state.rounds.next_round if round is None else round
+            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": at})
+
+        def instead() -> int | None:
+            return state.rounds.instead(offer.round, offer.fragment, state.at(offer.fragment))
 
         if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
             return reply("refuse", BARRED)
@@ -61,22 +65,22 @@ class CallAnswerer:
             self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
         if offer.swarm != self._context.swarm:
             return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
-        if offer.model != self._context.model and state.pairing is None:
+        pairing = state.under_way.get(offer.fragment)
+        if offer.model != self._context.model and pairing is None:
             return reply("refuse", "the models differ in the shapes or types of their parameters")
-        pairing = state.pairing
-        taken = False
-        if pairing is None or pairing.key.round < offer.round:
-            if offer.round < state.next_round:
-                return reply("passed")
-            if self._held.full:
+        if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
+            return reply("refuse", f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}")
+        late, taken = instead(), False
+        if late is None and (pairing is None or pairing.key.round != offer.round):
+            if self._held.full(offer.fragment):
                 return reply("busy", "too many wait for this node")
-            pairing = await self._held.hold(stream, offer.round)
+            pairing = await self._held.hold(stream, offer.round, offer.fragment)
             taken = pairing is not None
-            if pairing is None:
-                state.turn_away(peer, offer.round)
+            if not taken and (late := instead()) is None:
+                state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy", "this node did not come to that round in time")
-        if pairing.key.round > offer.round:
-            return reply("passed")
+        if late is not None or pairing is None:
+            return reply("passed", round=late)
         difference = pairing.attempt.contribution.differs(offer)
         if difference is not None:
             if taken and pairing.engaged is not None and not pairing.engaged.done():
@@ -86,10 +90,11 @@ class CallAnswerer:
             crossing = pairing.dialing == peer
             unasked = pairing.listening and state.selector.takes(peer, offer.round)
             if pairing.engaged is not None or not (crossing or pairing.expecting == peer or unasked):
-                state.turn_away(peer, offer.round)
+                state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy")
             if crossing and pairing.offering and state.rank(peer, offer.round) > state.rank(self._context.me, offer.round):
-                state.turn_away(peer, offer.round)  # in case this node's call, for which it waits, was just turned away there
+                # In case this node's call, for which it waits, was just turned away there.
+                state.turn_away(peer, offer.round, offer.fragment)
                 return reply("wait")
             pairing.engage()
         return pairing, Answer(verdict="accept", round=offer.round)

@@ -66,9 +66,11 @@ class Caller:
         if answer.verdict == "passed":
             # No further than half of the members report: one peer must not send this node to a round where nobody is.
             # Records are seconds old; this peer's answer is newer than its own.
-            rounds = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
-            usual = sorted(rounds.values())[len(rounds) // 2] + 1
-            pairing.swarm_round = max(pairing.swarm_round, min(answer.round, usual))
+            reported = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
+            rounds, key = self._state.rounds, pairing.key
+            usual = sorted(reported.values())[len(reported) // 2] + rounds.fragments
+            wanted = rounds.within(answer.round, key.fragment, key.round, usual)
+            pairing.swarm_round = max(pairing.swarm_round, wanted)
         elif answer.verdict == "wait":
             pairing.expecting = peer
         elif answer.verdict == "refuse":

@@ -1,7 +1,7 @@
 """The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the internet.
 
 See `shoal.swarm.exchange.pair.matchmaking` for the choice of the partner, `transfer` for the bytes and the commit, and
-`shoal.swarm.exchange.handle` for the training thread's side.
+`shoal.swarm.exchange.handle` for the training thread's side. Several meetings may be under way at once, one for each fragment.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ class PairExchange(ExchangeBase):
     Args:
         context: the node and its swarm; its host serves the exchange protocol from now on.
         timeouts: how long a round, and the parts of it, may take.
+        fragments: fragments that are sent in turn, each with the next round's number; each may be in a meeting of its own.
+        overlap: part of the time between two sendings of a fragment for which training goes on without its mean; 0: it waits.
         departed: returns the members that left lately, by peer id (``Directory.departed``).
         screen: decides which contributions are refused and what the mean is.
+
+    Raises:
+        ValueError: ``fragments`` or ``overlap`` out of range.
     """
 
     def __init__(
@@ -39,13 +44,17 @@ class PairExchange(ExchangeBase):
         context: PeerContext,
         timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
         *,
+        fragments: int = 1,
+        overlap: float = 0.0,
         departed: Callable[[], Mapping[str, Member]] = dict,
         screen: UpdateScreen = TRUSTING,
     ) -> None:
+        if fragments < 1 or not 0 <= overlap <= 1:
+            raise ValueError(f"fragments must be positive, and overlap between 0 and 1: got {fragments}, {overlap}")
         self._context, self._screen = context, screen
-        patience, transfers = Patience(), PairTransfer(context.host, timeouts)
-        self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience)
-        super().__init__(context.host, self._matchmaker, timeouts, patience)
+        patience, transfers = Patience(overlap), PairTransfer(context.host, timeouts)
+        self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience, fragments)
+        super().__init__(context.host, self._matchmaker.rounds, timeouts, patience)
 
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
@@ -65,10 +74,11 @@ class PairExchange(ExchangeBase):
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
         self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
-        return ExchangeHandle(self, attempt, self._meet(attempt), lambda received: self._mean(mine, received))
+        number = self._matchmaker.rounds.hand_in(key.round)
+        return ExchangeHandle(self, attempt, self._meet(attempt, number), lambda received: self._mean(mine, received))
 
-    async def _meet(self, attempt: ExchangeAttempt[PartnerContribution]) -> PartnerContribution | None:
-        received, _ = await self._matchmaker.meet(attempt)
+    async def _meet(self, attempt: ExchangeAttempt[PartnerContribution], number: int) -> PartnerContribution | None:
+        received, _ = await self._matchmaker.meet(attempt, number)
         return received
 
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:

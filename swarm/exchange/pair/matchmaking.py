@@ -16,8 +16,15 @@ then goes on without one. So of two free peers that called each other too early,
 again. If it knows beforehand that its partner is dead, it calls only peers that are free too, and goes on at once if there are
 none (`PairSelector`). If a transfer breaks off it goes on at once, because the time of the round is spent. A peer that gets
 "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that slept, meets the others again.
-A call is held only by a peer that is behind its caller, so no cycle of peers can wait for each other; every wait also ends at
-the round's deadline.
+Each fragment is met by itself: a meeting sees the calls with its own fragment only, so several are under way at once, two of them
+with the same peer if the pairs fall so. Of one fragment a node is in one round at a time.
+
+Why no cycle of peers can wait for each other: a call is held only by a peer that has not come to its round, and what keeps that
+peer back is its training, or the end of its own earlier meeting with that fragment. Training waits for one meeting at a time,
+whose round is earlier than all that it has yet to begin. So along a chain of peers that wait, the rounds fall, and the last one
+waits for nobody. A contribution that moved to a later round is the exception. But then its node's rounds move as a whole
+(`PairRounds`), so it lets go of the calls for rounds that it will not be in. Calls that cross are decided by rank, within one
+round of one fragment. Every wait also ends at the round's deadline.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ from shoal.swarm.exchange.pair.calling import Caller
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.pairing import PairSelector
+from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.wire.member import Member
 
@@ -57,47 +65,43 @@ class PairMatchmaker:
         transfers: PairTransfer,
         departed: Callable[[], Mapping[str, Member]] = dict,
         patience: Patience | None = None,
+        fragments: int = 1,
     ) -> None:
-        self._timeouts, self._patience = timeouts, patience or Patience()
-        self._selector = PairSelector(context, departed)
-        self.state = PairState(context, timeouts, transfers, self._selector, self._patience)
+        self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments)
+        self._selector = PairSelector(context, departed, fragments)
+        self.state = PairState(context, timeouts, transfers, self._selector, self._patience, self.rounds)
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
 
-    @property
-    def next_round(self) -> int:
-        """The round that this node will be in next."""
-        return self.state.next_round
+    async def meet(self, attempt: Attempt, number: int | None = None) -> tuple[PartnerContribution | None, RoundKey]:
+        """Find a partner and exchange. Returns the received contribution, or None, and the round in which it happened.
 
-    @next_round.setter
-    def next_round(self, round: int) -> None:
-        self.state.next_round = round
-
-    async def meet(self, attempt: Attempt) -> tuple[PartnerContribution | None, RoundKey]:
-        """Find a partner and exchange. Returns the received contribution, or None, and the round in which it happened."""
-        pairing = self.state.pairing = PairingAttempt(attempt)
-        self.next_round = attempt.key.round
+        ``number``: what `PairRounds.hand_in` returned for it in the training thread; None: hand it in here.
+        """
+        fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
+        pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
+        self.rounds.begin(number)
         try:
             return await self._meet(pairing), pairing.key
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
             return attempt.commit.received, pairing.key
         finally:
-            if self.state.pairing is pairing:  # a round that was called off may end only after the next one has begun
-                self.next_round = pairing.key.round + 1
-                self.state.pairing = None
+            if self.state.under_way.get(fragment) is pairing:  # one that was called off may end only after the next one has begun
+                del self.state.under_way[fragment]
 
     async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        period, wait = self._patience.begin(began), self._patience.of(self._timeouts)
+        fragment = pairing.key.fragment
+        period, wait = self._patience.begin(began, fragment), self._patience.of(self._timeouts, fragment)
         deadline = began + wait
         linger = min(wait * LINGER, LINGER_S, period * WORTH)
         while True:
             partner, order = self._selector.of(pairing.key.round)
             pairing.partner = partner
-            self.held.release(keep=partner)
+            self.held.release(pairing)
             if partner is None and order:
                 pairing.attempt.stats.odd += 1  # the odd one out
                 return await self._listen(pairing, linger) if self._selector.wary(pairing.key.round) else None
@@ -121,7 +125,7 @@ class PairMatchmaker:
                     self._selector.tried(peer, pairing.key.round)
                 else:
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
-                    self.next_round = pairing.swarm_round
+                    self.rounds.move(pairing.number, pairing.swarm_round)
                     moved = True
                     break
                 if loop.time() >= deadline:

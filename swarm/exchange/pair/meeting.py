@@ -1,4 +1,4 @@
-"""The state of a node's meeting, which its own calls and its answers to the calls of others share."""
+"""The state of a node's meetings, which its own calls and its answers to the calls of others share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.pairing import PairSelector
+from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 
 MAX_HELD = 64
@@ -21,6 +22,8 @@ class PairingAttempt:
     """One round of this node."""
 
     attempt: Attempt
+    number: int
+    """Of the contribution among this node's own (`PairRounds`)."""
     partner: str | None = None
     """The computed partner: only its failures are counted, since other candidates may well be busy."""
     dialing: str | None = None
@@ -79,18 +82,23 @@ class PairState:
     transfers: PairTransfer
     selector: PairSelector
     patience: Patience
-    pairing: PairingAttempt | None = None
-    next_round: int = 0
-    """The round that this node will be in next; it is the answer to callers for earlier ones."""
+    rounds: PairRounds
+    under_way: dict[int, PairingAttempt] = field(default_factory=dict)
+    """By fragment."""
 
     def ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None) -> None:
         """Note the end of a transfer."""
         pairing.broken = received is None
         self.selector.ended(peer, pairing.key.round, met=received is not None)
 
-    def turn_away(self, peer: str, round: int) -> None:
+    def at(self, fragment: int) -> int | None:
+        """Return the round of the meeting of ``fragment`` that is under way, if one is."""
+        pairing = self.under_way.get(fragment)
+        return None if pairing is None else pairing.key.round
+
+    def turn_away(self, peer: str, round: int, fragment: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
-        pairing = self.pairing
+        pairing = self.under_way.get(fragment)
         if pairing is None or pairing.key.round != round or peer in pairing.turned_away or not self.selector.takes(peer, round):
             return
         pairing.turned_away.append(peer)

@@ -21,24 +21,25 @@ from shoal.optim.exchange.pairing import candidates, groups, partner_of
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.wire.member import Member
 
-PASSED_OVER = (8, 32)  # rounds, after so many failures in a row
+PASSED_OVER = (8, 32)  # rounds of each fragment, after so many failures in a row
 FORGOTTEN = 64  # rounds after these
 REMEMBERED = 1024  # peers
 
 
 class PairSelector:
-    """Selects this peer's partner in a round from the members in view with the same model."""
+    """Selects this peer's partner in a round from the members in view with the same model. ``fragments``: sent in turn."""
 
     def __init__(
         self,
         context: PeerContext,
         departed: Callable[[], Mapping[str, Member]] = dict,
+        fragments: int = 1,
     ) -> None:
-        self._context, self._departed = context, departed
+        self._context, self._departed, self._fragments = context, departed, fragments
         self._unreached: dict[str, float] = {}
         """Peer -> the time of issue of the record that it had when it could not be reached."""
         self._misses: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Peer -> its failures in a row, and the last round in which it is passed over for them."""
+        """Peer -> its failures in a row, and the last round in which it is passed over for them. Rounds of all fragments count."""
 
     def of(self, round: int) -> tuple[str | None, list[str]]:
         """Return the partner in ``round`` (None for the odd one out) and the others to call: the partner first, unless it is
@@ -80,13 +81,16 @@ class PairSelector:
 
     def wary(self, round: int) -> bool:
         """Return whether any peer has spent this node's rounds lately."""
-        return any(round <= until + FORGOTTEN for _, until in self._misses.values())
+        return any(round <= until + FORGOTTEN * self._fragments for _, until in self._misses.values())
 
     def missed(self, peer: str, round: int) -> None:
         """Note that ``peer`` spent this node's round without an exchange."""
         count, until = self._misses.pop(peer, (0, 0))
-        count = min(count + 1 if round <= until + FORGOTTEN else 1, len(PASSED_OVER))
-        self._misses[peer] = count, round + PASSED_OVER[count - 1]
+        # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
+        if not count or round >= until - PASSED_OVER[count - 1] * self._fragments + self._fragments:
+            count = min(count + 1 if round <= until + FORGOTTEN * self._fragments else 1, len(PASSED_OVER))
+            until = round + PASSED_OVER[count - 1] * self._fragments
+        self._misses[peer] = count, until
         while len(self._misses) > REMEMBERED:
             self._misses.popitem(last=False)
 

@@ -76,10 +76,10 @@ def round_forgotten(patch):
     """A call from another swarm round throws the own one back."""
     meet = PairMatchmaker.meet
 
-    async def back(self, attempt):
-        outcome = await meet(self, attempt)
+    async def back(self, attempt, number):
+        outcome = await meet(self, attempt, number)
         if attempt.key.round % 3 == 2:
-            self.next_round = attempt.key.round - 1
+            self.rounds._shift -= 2
         return outcome
 
     patch.setattr(PairMatchmaker, "meet", back)
@@ -99,11 +99,11 @@ def held_for_ever(patch):
     """Calls that were held stay in the table."""
     hold = HeldCalls.hold
 
-    async def kept(self, stream, round):
+    async def kept(self, stream, round, fragment):
         try:
-            return await hold(self, stream, round)
+            return await hold(self, stream, round, fragment)
         finally:
-            self.calls.setdefault(f"{stream.peer_id} {round}", (round, asyncio.get_running_loop().create_future()))
+            self.calls.setdefault((fragment, f"{stream.peer_id} {round}"), (round, asyncio.get_running_loop().create_future()))
 
     patch.setattr(HeldCalls, "hold", kept)
 

@@ -39,7 +39,7 @@ def test_seeds_that_failed_once(seeds, seed):
 
 
 def test_a_simulation_in_which_time_stands_still_is_reported(seeds, monkeypatch):
-    async def spin(self, attempt):
+    async def spin(self, attempt, number):
         while True:
             await asyncio.sleep(0)
 

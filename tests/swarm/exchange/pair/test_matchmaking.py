@@ -107,7 +107,7 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
     async def nowhere(peer_id, protocol, *, addresses=(), timeout):
         dialing.set()
         while (
-            how == "lost" or not stuck.exchange._matchmaker.state.pairing.called.is_set()
+            how == "lost" or not stuck.exchange._matchmaker.state.under_way[0].called.is_set()
         ):  # how soon the call comes is the machine's
             await asyncio.sleep(0.01)
         raise NetworkError("nobody answers.", "unreachable")
@@ -137,10 +137,10 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
     assert first.result(0.0) is None
     until(lambda: not b.exchange._matchmaker.held.calls)
     second = a.start(5, 1.0)
-    until(lambda: a.exchange._matchmaker.state.pairing is not None and a.exchange._matchmaker.state.pairing.key.round == 5)
+    until(lambda: a.exchange._matchmaker.state.at(0) == 5)
     network.loop.call_soon_threadsafe(end.set)
     assert ended.wait(10)
-    assert a.exchange.next_round == 5
+    assert a.exchange.next_round == 6
     assert [value(handle.result()) for handle in (b.start(5, 3.0), second)] == [2.0, 2.0]
 
 

@@ -1,0 +1,240 @@
+"""Several meetings of one node at once, one for each fragment: each by itself, and all rounds of a node in step."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
+from shoal.optim.exchange.pairing import partner_of
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, PairSelector
+from shoal.swarm.exchange.pair.rounds import PairRounds
+from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.state.adoption import in_step
+from tests.swarm.exchange.pair.test_matchmaking import MODEL, SEED, SWARM, Peer, until, value
+from tests.swarm.exchange.pair.test_pairing import directory, selector
+
+LONG = 60.0  # a wait that no test sits out
+
+
+class Overlapping(Peer):
+    """A peer that sends ``fragments`` in turn, without waiting for the last."""
+
+    def __init__(self, network, fragments=4, wait=20.0):
+        super().__init__(network, wait=wait)
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, SEED, self.members, self.look)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 0.5, 5.0), fragments=fragments)
+        self.fragments = fragments
+
+    def send(self, round, value=0.0, fragment=None, shape=(4,)):
+        fragment = round % self.fragments if fragment is None else fragment
+        return self.exchange.start(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32)
+
+    @property
+    def held(self):
+        return self.exchange._matchmaker.held.calls
+
+
+def test_two_peers_meet_in_all_fragments_at_once(network):
+    a, b = Overlapping(network), Overlapping(network)
+    first = [a.send(round, float(round)) for round in range(4)]
+    until(lambda: len(b.held) == 4)
+    assert not any(handle.done() for handle in first)
+    second = {round: b.send(round, round + 2.0) for round in (2, 0, 3, 1)}
+    assert [value(handle.result()) for handle in first] == [1.0, 2.0, 3.0, 4.0]
+    assert [value(second[round].result()) for round in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert a.exchange.next_round == b.exchange.next_round == 4
+    assert not a.exchange._matchmaker.state.under_way
+
+
+def test_every_fragment_has_the_partner_of_its_round(network):
+    peers = [Overlapping(network, 3) for _ in range(4)]
+    ids = [peer.id for peer in peers]
+    rounds, met = range(18), {}
+
+    def train(peer):
+        handles = {}
+        for round in rounds:
+            if round >= 3:  # a fragment is in one exchange at a time
+                met[peer.id, round - 3] = handles[round - 3].result()
+            handles[round] = peer.send(round)
+        for round in rounds[-3:]:
+            met[peer.id, round] = handles[round].result()
+
+    threads = [threading.Thread(target=train, args=(peer,)) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in rounds}
+    assert {key: mean and mean.members for key, mean in met.items()} == expected
+
+
+def test_a_meeting_that_breaks_off_leaves_the_other_fragments_alone(network, monkeypatch):
+    a, b = Overlapping(network, 2), Overlapping(network, 2)
+    swap = PairTransfer._swap
+
+    async def broken(self, stream, attempt, theirs, until):
+        if attempt.key.fragment == 0:
+            stream.abort()
+            raise NetworkError("cut.", "broken")
+        return await swap(self, stream, attempt, theirs, until)
+
+    monkeypatch.setattr(PairTransfer, "_swap", broken)
+    handles = [peer.send(round, float(number)) for round in (0, 1) for number, peer in ((1, a), (3, b))]
+    assert [value(handle.result()) for handle in handles] == [None, None, 2.0, 2.0]
+
+
+def test_who_is_late_moves_to_the_round_of_the_same_fragment_with_all_that_it_sends(network):
+    a, b = Overlapping(network), Overlapping(network)
+    b.rounds = {a.id: 10, b.id: 3}
+    a.exchange.next_round = 8
+    behind = [b.send(round, 1.0) for round in (0, 1, 2)]
+    until(lambda: len(a.held) == 3)
+    assert sorted((fragment, round) for (fragment, _), (round, _) in a.held.items()) == [(0, 8), (1, 9), (2, 10)]
+    assert b.exchange.next_round == 11  # and its last fragment is sent in that one
+    on_time = [a.send(round, 3.0) for round in (8, 9, 10)]
+    assert [value(handle.result()) for handle in behind + on_time] == [2.0] * 6
+    b.exchange.next_round = 11  # as the optimizer does
+    assert [value(handle.result()) for handle in (b.send(11, 1.0), a.send(11, 3.0))] == [2.0, 2.0]
+    assert a.exchange.next_round == b.exchange.next_round == 12
+
+
+def test_what_the_optimizer_hands_in_before_it_knows_of_a_move_is_moved_as_far(network):
+    a, b = Overlapping(network), Overlapping(network)
+    b.rounds = {a.id: 10, b.id: 3}
+    a.exchange.next_round = 8
+    late = b.send(0, 1.0)
+    until(lambda: a.held)
+    later = b.send(1, 1.0)
+    until(lambda: len(a.held) == 2)
+    assert b.exchange.next_round == 10
+    assert [value(handle.result()) for handle in (a.send(8, 3.0), a.send(9, 3.0), late, later)] == [2.0] * 4
+
+
+def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
+    """a waits for b with fragment 1 in round 5. b learns of c, with fragment 0, that the swarm is at 8: it will never be at 5."""
+    while True:
+        a, b, c = peers = [Overlapping(network, wait=LONG) for _ in range(3)]
+        ids = [peer.id for peer in peers]
+        if partner_of(SEED, 5, a.id, ids) == b.id and partner_of(SEED, 4, b.id, ids) == c.id:
+            break
+    for peer in peers:
+        peer.sees, peer.rounds = ids, dict.fromkeys(ids, 9)
+    c.exchange.next_round = 8
+    a.send(5)
+    until(lambda: b.held)
+    b.send(4)
+    until(lambda: a.exchange.next_round == 10)
+
+
+def test_the_last_average_keeps_no_step(network):
+    a, b = Overlapping(network), Overlapping(network)
+    b.rounds = {a.id: 7, b.id: 5}
+    handles = [a.send(7, 1.0, fragment=4), b.send(5, 3.0, fragment=4)]
+    assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
+
+
+def test_a_fragment_that_is_not_of_the_swarm_is_refused(network, caplog):
+    a, b = Overlapping(network, 9), Overlapping(network, 2)
+    assert a.send(3, fragment=3).result() is None
+    assert not b.held
+    assert "there are 2 fragments here" in caplog.text
+
+
+def test_each_meeting_has_the_time_that_its_own_bytes_need(network):
+    a = Overlapping(network, 2)
+    large, small = a.send(0, shape=(3_000_000,)), a.send(1)
+    assert large.limit > small.limit == a.exchange.limit
+    assert [handle.result(0.0) for handle in (large, small)] == [None, None]
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.data())
+def test_a_move_keeps_every_later_contribution_in_its_step(fragments, sent, data):
+    """Whatever moves, and however late the optimizer learns of it."""
+    rounds, counted = PairRounds(fragments), 0
+    for number in range(sent):
+        own = rounds.hand_in(counted)
+        counted += 1
+        rounds.begin(own)
+        assert own == number
+        fragment = number % fragments
+        if data.draw(st.booleans()):
+            now = rounds.next_round - 1
+            rounds.move(own, now + fragments * data.draw(st.integers(0, 3)))
+        assert (rounds.next_round - 1) % fragments == fragment
+        if data.draw(st.booleans()):
+            counted = max(counted, rounds.next_round)
+            rounds.next_round = counted
+    assert rounds.next_round >= sent
+
+
+@given(st.integers(1, 5), st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 60))
+def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(fragments, round, next_round, at):
+    rounds, fragment = PairRounds(fragments), round % fragments
+    rounds.next_round = next_round
+    instead = rounds.instead(round, fragment, at)
+    if round == at:
+        assert instead is None
+    elif instead is None:
+        assert round >= next_round or (at is not None and at > round >= at)
+    else:
+        assert instead > round
+        assert (instead - round) % fragments == 0
+        assert instead - fragments < (at if at is not None and at > round else next_round)
+
+
+@given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
+def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, limit):
+    moved = PairRounds(fragments).within(wanted, 0, mine, limit)
+    assert moved == mine or (mine < moved <= min(wanted, limit) and (wanted - moved) % fragments == 0)
+
+
+def test_failures_are_forgotten_no_faster_with_fragments():
+    """Rounds are sent four times as often, so four times as many of them are the same time."""
+    plain, cut = selector("peer-0", directory(2)), PairSelector(selector("peer-0", directory(2))._context, fragments=4)
+    for node, step in ((plain, 1), (cut, 4)):
+        node.missed("peer-1", 0)
+        assert [node.takes("peer-1", step * PASSED_OVER[0] + more) for more in (0, 1)] == [False, True]
+        assert [node.wary(step * (PASSED_OVER[0] + FORGOTTEN) + more) for more in (0, 1)] == [True, False]
+        node.missed("peer-1", step)
+        assert [node.takes("peer-1", step * (1 + PASSED_OVER[1]) + more) for more in (0, 1)] == [False, True]
+
+
+def test_meetings_that_a_dead_peer_ends_at_once_are_one_failure():
+    node = PairSelector(selector("peer-0", directory(2))._context, fragments=4)
+    for round in (6, 7, 5, 9):
+        node.missed("peer-1", round)
+    assert not node.takes("peer-1", 6 + 4 * PASSED_OVER[0])
+    assert node.takes("peer-1", 6 + 4 * PASSED_OVER[0] + 1)
+
+
+def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
+    patience, timeouts = Patience(), ExchangeTimeouts(1.0)
+    for sending in range(12):
+        period = patience.begin(25.0 * sending, sending % 4)
+        assert period == (100.0 if sending >= 4 else float("inf"))
+    assert [patience.of(timeouts, fragment) for fragment in range(5)] == [SHARE * 100.0] * 4 + [1.0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "position", "round", "applied", "expected"),
+    [
+        (Every(10), 0, 9, [8], 9),
+        (Streaming(40, 4, 5), 0, 9, [8, 5, 6, 7], 12),  # a newcomer begins with fragment 0
+        (Streaming(40, 4, 5), 15, 9, [8, 5, 6, 7], 9),  # the next is fragment 1
+        (Streaming(40, 4, 5), 0, 2, [0, -1, -1, -1], 4),
+        (Streaming(40, 4, 5), 10, 2, [0, -1, -1, -1], 5),
+        (Streaming(40, 4, 5), 0, 9, [6, 7, 8, 5], 10),  # after a last average the steps are others
+        (Delayed(40, 2), 0, 5, [4, 3], 6),
+    ],
+)
+def test_a_newcomer_begins_in_a_round_in_which_its_fragment_is_sent(schedule, position, round, applied, expected):
+    opt = SimpleNamespace(schedule=schedule, position=position)
+    assert in_step(opt, SimpleNamespace(round=round, applied=applied)) == expected
