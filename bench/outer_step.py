@@ -28,7 +28,7 @@ def measure(params: int, device: torch.device, place: torch.device | Path, dtype
     weight = torch.nn.Parameter(torch.randn(rows, width, device=device, dtype=dtype))
     weight.grad = torch.zeros_like(weight)
     inner = torch.optim.SGD([weight], lr=0.0)
-    opt = NoLoCo(inner, Alone(), every=1, slow_device=place)
+    opt = NoLoCo(inner, Alone(), every=1, slow_device=place, lag=0)
     seconds = []
     for _ in range(repeats + 1):
         if device.type == "cuda":

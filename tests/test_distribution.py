@@ -32,7 +32,7 @@ assert {module.MINE for module in (optim, swarm, node, verification)} == {True}
 def train(exchange):
     torch.manual_seed(int(exchange.peer))
     model = torch.nn.Linear(2, 1)
-    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), exchange, every=2)
+    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), exchange, every=2, lag=0)
     for _ in range(6):
         model(torch.ones(1, 2)).square().sum().backward()
         opt.step()

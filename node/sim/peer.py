@@ -170,7 +170,7 @@ class SimPeer:
         """Return the inner steps up to the next one after which an exchange begins or is applied, at most ``NAP_S`` of them."""
         opt, left = self.opt, self.world.plan.steps - self.opt.steps
         most = max(int(NAP_S / self.step_s), 1) if type(opt.length) is Steps else 1  # time, or tokens, may end a round at any step
-        many = next((number for number in range(1, most) if opt.schedule.at(opt.position + number)), most)
+        many = opt.quiet(most)
         return min(many, left) if left > 0 else many
 
     async def _settled(self, handle: Handle) -> None:

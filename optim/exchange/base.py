@@ -124,6 +124,16 @@ class ComparesStates(Protocol):
         ...
 
 
+@runtime_checkable
+class HasShards(Protocol):
+    """Exchange in one of several processes that are one peer, of which each has an optimizer and an exchange of its own."""
+
+    @property
+    def shards(self) -> int:
+        """Processes of the peer. They poll at different times, so none may act on what it alone sees."""
+        ...
+
+
 def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:
     """Return the weights that count in a mean of members that stated these, and the largest that any of them can have.
 

@@ -158,6 +158,11 @@ class Distributed:
         """The own peer id."""
         return str(self._process.peer)
 
+    @property
+    def shards(self) -> int:
+        """Processes of a peer."""
+        return self._process.shards
+
     def start(
         self,
         key: RoundKey,

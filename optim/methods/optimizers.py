@@ -28,6 +28,7 @@ from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule
 from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
 from shoal.optim.rules.sparta import SpartaRule
 from shoal.optim.rules.stability import warn_if_unstable
+from shoal.optim.schedule.auto_lag import Lag
 from shoal.optim.schedule.round_length import RoundLength
 from shoal.optim.schedule.schedule import Delayed, Every, Schedule, Streaming
 
@@ -72,7 +73,7 @@ OVERLAPPED = 4
 
 
 def _gossip(
-    fragments: Fragments | None, lag: int, every: int, inner: Inner, options: Options
+    fragments: Fragments | None, lag: Lag, every: int, inner: Inner, options: Options
 ) -> tuple[Schedule, Sequence[Sequence[Tensor]] | None]:
     """Return the schedule of a gossip method, and its fragments: by default one if means are applied at once."""
     if fragments is None:
@@ -86,7 +87,8 @@ class NoLoCo(OuterOptimizer):
 
     With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after another and each to a partner of its
     own, and a mean is applied ``lag`` inner steps after it was sent; the fast weights keep what was learnt since
-    (`shoal.optim.rules.gossip`). lag 0: the whole model (unless in ``fragments``), waited for.
+    (`shoal.optim.rules.gossip`). The default is the least lag with which nearly all exchanges are in time (``AutoLag``), which may
+    differ between peers. lag 0: the whole model (unless in ``fragments``), waited for.
 
     The defaults are the paper's. ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent, unless peers have
     different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
@@ -102,7 +104,7 @@ class NoLoCo(OuterOptimizer):
         momentum: float = 0.5,
         pull: float | None = None,
         fragments: Fragments | None = None,
-        lag: int = 0,
+        lag: Lag = 0,
         **options: Unpack[Options],
     ) -> None:
         rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options))
@@ -127,7 +129,7 @@ class LocalSGD(OuterOptimizer):
         *,
         every: int = 50,
         fragments: Fragments | None = None,
-        lag: int = 0,
+        lag: Lag = 0,
         **options: Unpack[Options],
     ) -> None:
         weighted = _weighted(options)
@@ -152,7 +154,7 @@ class GASLoC(OuterOptimizer):
         momentum: float = 0.5,
         mix: float = 1.0,
         fragments: Fragments | None = None,
-        lag: int = 0,
+        lag: Lag = 0,
         **options: Unpack[Options],
     ) -> None:
         warn_if_unstable(lr, momentum, 0, nesterov=True)
@@ -189,7 +191,8 @@ class StreamingDiLoCo(OuterOptimizer):
     ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
     or lists of parameters. Without ``model`` (on all peers) that number of lists of about equally many values, whatever the layer.
     Each fragment has its own momentum. Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
-    lag 1, mix 0.5 and lr 0.4 are the paper's from memory; public code (torchft, MaxText) has mix 0 by default.
+    ``lag``: by default as found by ``AutoLag``, at least 1. mix 0.5 and lr 0.4 (and lag 1) are the paper's from memory; public code
+    (torchft, MaxText) has mix 0 by default.
     After a failed exchange the fast weights are kept (torchft discards the round).
     """
 
@@ -200,7 +203,7 @@ class StreamingDiLoCo(OuterOptimizer):
         *,
         every: int = 100,
         fragments: Fragments = 4,
-        lag: int = 1,
+        lag: Lag = 1,
         mix: float = 0.5,
         lr: float = 0.4,
         momentum: float = 0.9,
@@ -226,7 +229,7 @@ class DecoupledDiLoCo(OuterOptimizer):
         *,
         every: int = 24,
         fragments: Fragments = 24,
-        lag: int = 2,
+        lag: Lag = 2,
         lr: float = 0.7,
         momentum: float = 0.9,
         plain: Sequence[Tensor] = (),

@@ -1,8 +1,9 @@
-"""A contribution between its sending and the application of its mean, and what is reported then."""
+"""Contributions between their sending and the application of their means, and what is reported then."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,33 +17,62 @@ from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import RoundContext
 
 
-@dataclass
+@dataclass(frozen=True)
+class Sent:
+    """What was handed to the exchange."""
+
+    contribution: Sequence[Tensor]
+    tail: Sequence[Tensor]
+    """Averaged buffers, which follow the contribution."""
+    weight: float
+    """0: the peer listens. None was handed in if it is out of the round (``PendingExchange.absent``)."""
+    even: int = 0
+    state: tuple[float, ...] = ()
+    """``ComparesStates``' state of the slow weights, if the exchange wants it."""
+
+
+@dataclass(eq=False)
 class PendingExchange:
     """Record of an exchange whose mean ``OuterOptimizer`` has not applied yet."""
 
     weights: ModelWeights
     part: Sequence[int]
     """Positions of the fragment's parameters."""
-    handle: Handle
     context: RoundContext
-    contribution: Sequence[Tensor]
+    sent: Sent
     rules: Parts
     """The rules that made it, and that apply its mean."""
     step: int
     position: int
     """Position in the schedule at which it was sent."""
-    finished: bool = False
-    mean: Mean | None = None
-    listening: bool = False
-    """True if it was sent with weight 0."""
+    lag: int
+    """Positions after which it is to be applied; under a fixed schedule that says when."""
+    absent: bool = False
+    """True if this peer stayed out of the round."""
     fast: Sequence[Tensor] = ()
     """The fast weights when it was sent, if the rule wants them (``KeepsFast``)."""
+    handle: Handle | None = None
+    """None: loaded from saved state, and not begun anew yet."""
+    arrived: int | None = None
+    """Positions after which it was seen to be over; None: not yet."""
+    finished: bool = False
+    mean: Mean | None = None
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that was sent."""
+        return self.context.key.fragment
+
+    def result(self) -> Mean | None:
+        """Wait for the mean."""
+        assert self.handle is not None  # all are begun before anything else
+        return self.handle.result()
 
     def wait(self, codec: Codec) -> None:
         """Wait for the outcome, once, and report it to the codec."""
         if self.finished:
             return
-        self.mean = self.handle.result()
+        self.mean = self.result()
         self.finished = True
         if self._awaited(codec):
             if self.mean is None:
@@ -56,10 +86,10 @@ class PendingExchange:
             self._reject(codec)
 
     def state_of(self, codec: Codec) -> dict[str, Any]:
-        """Return the codec's state to save: the contribution will be sent again with the next one."""
+        """Return the codec's state as if the contribution had been refused, so that it is sent again with the next one."""
         if self.finished or not self._awaited(codec):
             return codec.state_dict()
-        unsent = self.weights.whole(self.part, self.contribution)
+        unsent = self.weights.whole(self.part, self.sent.contribution)
         return codec.state_dict(unsent) if isinstance(codec, Rejectable) and self.weights.first else codec.state_dict()
 
     def _awaited(self, codec: Codec) -> bool:
@@ -67,9 +97,47 @@ class PendingExchange:
         return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:
-        contribution = self.weights.whole(self.part, self.contribution)  # the codec has seen the whole
+        contribution = self.weights.whole(self.part, self.sent.contribution)  # the codec has seen the whole
         if isinstance(codec, Rejectable) and self.weights.first:
             codec.rejected(contribution)
+
+
+class InFlight:
+    """The exchanges whose means are not applied yet: by fragment, and of a fragment the oldest first."""
+
+    def __init__(self, fragments: int) -> None:
+        self._of: list[list[PendingExchange]] = [[] for _ in range(fragments)]
+
+    def __iter__(self) -> Iterator[PendingExchange]:
+        return iter([pending for some in self._of for pending in some])
+
+    def of(self, fragment: int) -> list[PendingExchange]:
+        """Return a fragment's; none of a fragment that there is not."""
+        return list(self._of[fragment]) if fragment < len(self._of) else []
+
+    def add(self, pending: PendingExchange) -> None:
+        """Add the fragment's latest."""
+        self._of[pending.fragment].append(pending)
+
+    def remove(self, pending: PendingExchange) -> None:
+        """Remove one whose mean was applied."""
+        self._of[pending.fragment].remove(pending)
+
+    def due(self, fragment: int, position: int | None) -> PendingExchange | None:
+        """Return the fragment's that was sent at ``position``, or its oldest; None if there is none."""
+        return next((p for p in self._of[fragment] if position is None or p.position == position), None)
+
+    def drop(self, fragment: int, codec: Codec, until: float = math.inf) -> None:
+        """Cancel a fragment's exchanges from rounds up to ``until``."""
+        for pending in [pending for pending in self._of[fragment] if pending.context.key.round <= until]:
+            pending.cancel(codec)
+            self._of[fragment].remove(pending)
+
+    def poll(self, position: int) -> None:
+        """Note which are over now."""
+        for pending in self:
+            if pending.arrived is None and pending.handle is not None and pending.handle.done():
+                pending.arrived = max(position - pending.position, 1)
 
 
 @dataclass(frozen=True)
@@ -84,4 +152,4 @@ class RoundInfo:
     lag: int
     """Inner steps between sending and applying."""
     late: bool = False
-    """True if that was longer than planned when it was sent."""
+    """True if it was applied later than the lag that it was sent with, because it was not there then."""

@@ -1,4 +1,4 @@
-"""The inner optimizers that an outer one wraps: one, or several side by side (Muon for matrices, AdamW for the rest)."""
+"""The inner optimizers that an outer one wraps: one, several side by side (Muon for matrices, AdamW for the rest), a stand-in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from shoal.optim.outer.fsdp import local
 from shoal.optim.outer.parameters import Inner
@@ -148,3 +149,22 @@ class Combined(Wrapper):
             keys = {key for group in mine for key in group["params"]}
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
             one.load_state_dict({"state": state, "param_groups": mine})
+
+
+class Stepped(torch.optim.Optimizer):
+    """Optimizer whose ``step`` does nothing: wrapped in an outer optimizer, whose ``step`` then does the outer part alone.
+
+    For training loops in which a library steps the inner optimizer. Call the outer optimizer's ``step`` after each inner one.
+    ``defaults``: settings of the parameter groups, if there are any. ValueError without parameters.
+    """
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any] | None = None) -> None:
+        super().__init__(params, defaults or {})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do nothing but call ``closure``: what this optimizer stands for is stepped elsewhere."""
+        return None if closure is None else closure()

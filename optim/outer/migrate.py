@@ -64,6 +64,7 @@ def migrate_state(
         "steps": saved["steps"],
         "tokens": saved.get("tokens", 0),
         "round": saved["round"],
+        "arrivals": saved.get("arrivals", []),
         "applied": [int(saved["round"]) - 1] * opt.fragments,  # nothing is in flight
     }
     if saved.get("schedule") == repr(opt.schedule):

@@ -8,9 +8,9 @@ the rule is applied to the own contribution alone: local progress is never lost.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -18,35 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.base import (
-    AnnouncesAbsence,
-    Borrows,
-    ComparesStates,
-    Exchange,
-    Handle,
-    KnowsOptimizer,
-    Mean,
-    NoPartner,
-    RoundKey,
-)
+from shoal.optim.exchange.base import Borrows, Exchange, Handle, HasShards, KnowsOptimizer, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
 from shoal.optim.outer.buffers import AveragedBuffers
-from shoal.optim.outer.equalise import equalise
 from shoal.optim.outer.fragments import positions
-from shoal.optim.outer.in_flight import PendingExchange, RoundInfo
+from shoal.optim.outer.in_flight import InFlight, RoundInfo
 from shoal.optim.outer.inner import as_one, initialises
 from shoal.optim.outer.parameters import Exclude, Inner, all_parameters, excluded, trained
-from shoal.optim.outer.state import OuterState
+from shoal.optim.outer.rounds import OuterRounds
 from shoal.optim.outer.weighting import Weight, equal
 from shoal.optim.outer.weights import ModelWeights, Processes
-from shoal.optim.rules.base import START, AveragesEvenly, KeepsFast, RoundContext, Rule, State, assign
+from shoal.optim.rules.base import START, Rule, State, assign
+from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.optim.schedule.round_length import RoundLength, Steps
-from shoal.optim.schedule.schedule import Apply, Schedule, Send
+from shoal.optim.schedule.schedule import Schedule, Streaming
 
 
-class OuterOptimizer(OuterState):
+class OuterOptimizer(OuterRounds):
     """Outer optimizer around ``inner``, to be used in its place in the training loop.
 
     The parameters that require a gradient when it is made are averaged (with LoRA the adapters). A frozen one is neither kept nor
@@ -100,7 +89,10 @@ class OuterOptimizer(OuterState):
     ) -> None:
         inner = as_one(inner)
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
+        if isinstance(schedule, Streaming) and schedule.lag == "auto" and isinstance(exchange, HasShards) and exchange.shards > 1:
+            schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
+        self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
@@ -141,7 +133,7 @@ class OuterOptimizer(OuterState):
         """Steps and tokens when each fragment was sent last."""
         self.applied = [-1] * len(self._parts)
         """The last round that was applied to each fragment; -1: none yet."""
-        self._in_flight: dict[int, list[PendingExchange]] = {fragment: [] for fragment in range(len(self._parts))}
+        self._in_flight = InFlight(len(self._parts))
         self._averaged = False
         """True within ``averaged``."""
         self._listening: set[int] = set()
@@ -190,16 +182,7 @@ class OuterOptimizer(OuterState):
         self.steps += 1
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
-            actions = self.schedule.at(position)
-            for action in actions:
-                if isinstance(action, Send):
-                    yield from [pending.handle for pending in self._in_flight.get(action.fragment, ()) if not pending.finished]
-                    self._send(action.fragment, at_once=Apply(action.fragment) in actions or Apply(action.fragment, 0) in actions)
-                else:
-                    due = self._find_due(action.fragment, action.after)
-                    if due is not None and not due.finished:
-                        yield due.handle
-                    self._due(action.fragment, action.after)
+            yield from self._act(self.schedule.at(position))
         self._detach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,130 +200,6 @@ class OuterOptimizer(OuterState):
         ``Distributed`` does not.
         """
         self._listening = set(range(len(self._parts)))
-
-    def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
-        part = self._parts[fragment]
-        state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
-        return [self.slow[index] for index in part], [self._weights.fast[index] for index in part], state
-
-    def _context(self, key: RoundKey, **facts: Any) -> RoundContext:
-        part = self._parts[key.fragment]
-
-        def owners(places: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
-            return self._weights.of_owners([part[place] for place in places] or part, scalars)
-
-        return RoundContext(key, sizes=self._weights.sizes(part), owners=owners, **facts)
-
-    def _weigh(self, fragment: int) -> float:
-        steps, tokens = self._sent_at[fragment]
-        weight = self.weight(self.tokens - tokens, self.steps - steps) if callable(self.weight) else self.weight
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a contribution must be finite and not negative, got {weight}")
-        return float(weight)
-
-    @torch.no_grad()
-    def _send(self, fragment: int, *, at_once: bool) -> None:
-        """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
-        if fragment >= len(self._parts):
-            raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
-        for pending in self._in_flight[fragment]:
-            pending.wait(self._codecs[fragment])  # a fragment is in one exchange at a time
-        weight = self._weigh(fragment)
-        tail = self._buffers.now() if fragment == 0 else []
-        self._weights.read(self._parts[fragment])
-        slow, fast, state = self._of(fragment)
-        listening = fragment in self._listening
-        self._listening.discard(fragment)
-        self.round, weight, listening = self._weights.agreed((self.round, weight, listening))
-        own_weight = 1.0 if listening or not weight else weight
-        context = self._context(RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight)
-        rules = self.outer.rules(self._parts[fragment])
-        contribution = param_groups.contribution(rules, slow, fast, state, context)
-        lends = isinstance(self.exchange, Borrows)
-        if not (lends and at_once):  # otherwise nothing that it is made of changes before its outcome is applied
-            contribution = self._detached(list(contribution)) if lends else list(contribution)
-        if weight > 0:
-            even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
-            handle = self._start(context.key, contribution, tail, 0.0 if listening else weight, even)
-        else:
-            handle = NoPartner()
-            if isinstance(self.exchange, AnnouncesAbsence):
-                self.exchange.absent(context.key)
-        facts = (context, contribution, rules, self.steps, self.position, weight == 0)
-        kept = [tensor.clone() for tensor in fast] if isinstance(self.rule, KeepsFast) and not at_once else ()
-        pending = PendingExchange(self._weights, self._parts[fragment], handle, *facts, fast=kept, listening=listening)
-        self._in_flight[fragment].append(pending)
-        self._sent_at[fragment] = (self.steps, self.tokens)
-        self.round += 1
-
-    def _start(self, key: RoundKey, contribution: Sequence[Tensor], tail: list[Tensor], weight: float, even: int) -> Handle:
-        codec = self._codecs[key.fragment]
-        codec = BufferTailCodec(codec, len(tail)) if tail else codec
-        if isinstance(self.exchange, Borrows):
-            whole = contribution if isinstance(contribution, OnDemand) else OnDemand(contribution)
-            return self.exchange.borrow(key, whole.joined(tail), weight, codec, even)
-        payload = [*(tensor.float() for tensor in contribution), *tail]
-        if self.anchored and isinstance(self.exchange, ComparesStates):
-            return self.exchange.start(key, payload, weight, codec, state=self.sketch_of(key.fragment))
-        return self.exchange.start(key, payload, weight, codec, even) if even else self.exchange.start(key, payload, weight, codec)
-
-    def _find_due(self, fragment: int, after: int | None) -> PendingExchange | None:
-        return next((p for p in self._in_flight[fragment] if after is None or p.position == self.position - after), None)
-
-    def _due(self, fragment: int, after: int | None) -> None:
-        exchanges, due = self._in_flight[fragment], self._find_due(fragment, after)
-        if due is not None:
-            self._apply(fragment, due)
-        elif exchanges and exchanges[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
-            slow, fast, state = self._of(fragment)
-            self._detach()
-            with torch.no_grad():
-                context = self._context(exchanges[-1].context.key, members=0)
-                param_groups.apply(exchanges[-1].rules, slow, fast, [], state, context)
-            self._weights.restart(self._parts[fragment])
-
-    def _detach(self) -> None:
-        """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
-        for pending in (pending for exchanges in self._in_flight.values() for pending in exchanges if pending.step == self.steps):
-            pending.contribution = self._detached(pending.contribution)
-
-    def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
-        return [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in tensors]
-
-    @torch.no_grad()
-    def _apply(self, fragment: int, pending: PendingExchange) -> None:
-        pending.wait(self._codecs[fragment])
-        lag, mean, part = self.steps - pending.step, pending.mean, self._parts[fragment]
-        if lag > 0:
-            self._detach()
-            self._weights.read(part)
-        if mean is not None and mean.states and isinstance(self.exchange, ComparesStates):
-            equalise(self, self.exchange, pending.context.key, mean)
-        slow, fast, state = self._of(fragment)
-        count, weight = len(pending.contribution), pending.context.weight
-        total, members = weight, 1
-        if mean is not None:
-            total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
-            weight = min(weight, mean.limit)
-            if pending.listening and members < len(mean.members):  # if all weights are 0, all count
-                weight = 0.0
-        facts = {"weight": weight, "total": total, "members": members, "lag": lag}
-        context = self._context(pending.context.key, sent=pending.contribution, fast=pending.fast, **facts)
-        tensors = pending.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
-        param_groups.apply(pending.rules, slow, fast, tensors, state, context)
-        self._weights.restart(part)
-        if mean is not None and fragment == 0:
-            assign(self._buffers.now(), mean.tensors[count:])
-        # Removed last: had anything above raised, a second call would still find the exchange.
-        self._in_flight[fragment].remove(pending)
-        self.applied[fragment] = context.key.round
-        self.outer.step()
-        self._report(context.key, mean, lag)
-
-    def _report(self, key: RoundKey, mean: Mean | None, lag: int) -> None:
-        if self.on_round is not None:
-            self.on_round(RoundInfo(key, () if mean is None else mean.members, self.steps, lag))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -384,11 +243,6 @@ class OuterOptimizer(OuterState):
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
         self._report(key, mean, 0)
-
-    def _apply_in_flight(self) -> None:
-        for fragment, exchanges in self._in_flight.items():
-            for pending in list(exchanges):
-                self._apply(fragment, pending)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raise TypeError: a copy would share the exchange, and so this peer's place in the run."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.optim.outer.external_step import Stepped
+from shoal.optim.outer.inner import Stepped
 from shoal.optim.rules.base import RoundContext, Rule, State
 
 SETTINGS = ("lr", "momentum")

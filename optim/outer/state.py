@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.outer.in_flight import PendingExchange
+from shoal.optim.outer.in_flight import InFlight
 from shoal.optim.outer.inner import Wrapper
 from shoal.optim.outer.param_groups import SETTINGS, OuterGroups
 from shoal.optim.outer.parameters import all_parameters
@@ -28,6 +28,7 @@ from shoal.optim.outer.state_checks import (
 from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
+from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.optim.schedule.round_length import RoundLength
 from shoal.optim.schedule.schedule import Delayed, Schedule
 
@@ -55,7 +56,8 @@ class OuterState(Wrapper):
     _weights: ModelWeights
     _codecs: list[Codec]
     _sent_at: list[tuple[int, int]]
-    _in_flight: dict[int, list[PendingExchange]]
+    _in_flight: InFlight
+    _auto: AutoLag | None
     _averaged: bool
 
     def _check_not_averaged(self, what: str) -> None:
@@ -108,10 +110,9 @@ class OuterState(Wrapper):
         """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
-        for fragment, exchanges in self._in_flight.items() if START in rule else ():
-            for pending in exchanges:
-                for index, motion in zip(self._parts[fragment], pending.contribution, strict=True):
-                    rule[START][index].add_(motion)
+        for pending in self._in_flight if START in rule else ():
+            for index, motion in zip(pending.part, pending.sent.contribution, strict=True):
+                rule[START][index].add_(motion)
         return {
             "inner": self.inner.state_dict(),
             "slow": [_copied(tensor, copy) for tensor in self.slow],
@@ -125,6 +126,7 @@ class OuterState(Wrapper):
             "tokens": self.tokens,
             "sent_at": [list(pair) for pair in self._sent_at],
             "applied": list(self.applied),
+            "arrivals": [] if self._auto is None else self._auto.state(),
             "kind": kind_of(self.rule),
             "settings": settings_of(self.rule),
             "schedule": repr(self.schedule),
@@ -150,6 +152,7 @@ class OuterState(Wrapper):
         rule_state, codecs = self._weights.housed(self._checked_rule(state, self.slow)), self._loaded_codecs(state)
         counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
+        arrivals = [int(positions) for positions in state.get("arrivals", ())]
         shallow(self.length).load_state_dict(length, counts["tokens"])
         self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
         self.outer.restore(groups)
@@ -161,10 +164,12 @@ class OuterState(Wrapper):
         for name, tensors in state["rule"].items():
             in_place(rule_state[name], tensors)
         for fragment in range(len(self._parts)):
-            self._drop(fragment)
+            self._in_flight.drop(fragment, self._codecs[fragment])
         self.steps, self.round, self.tokens, self.position = counts["steps"], counts["round"], counts["tokens"], position
         self.applied = [int(round) for round in state.get("applied", self.applied)]
         self._sent_at = [(int(steps), int(tokens)) for steps, tokens in state.get("sent_at", self._sent_at)]
+        if self._auto is not None:
+            self._auto.restore(arrivals)
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)
@@ -257,7 +262,7 @@ class OuterState(Wrapper):
 
     def in_flight(self, fragment: int) -> list[int]:
         """Return the rounds in which a fragment was sent that are not applied yet."""
-        return [pending.context.key.round for pending in self._in_flight[fragment]]
+        return [pending.context.key.round for pending in self._in_flight.of(fragment)]
 
     @property
     def lag(self) -> int:
@@ -334,7 +339,8 @@ class OuterState(Wrapper):
             if moves:
                 self._weights.restart(self._parts[fragment])
             # Unless all hold the same, what was sent before is of another model than the one that goes on from here.
-            self._drop(fragment, math.inf if applied is None or (into_model and not self.anchored) else applied[fragment])
+            stays = applied is not None and (self.anchored or not into_model)
+            self._in_flight.drop(fragment, self._codecs[fragment], applied[fragment] if applied and stays else math.inf)
             if applied is not None:
                 self.applied[fragment] = applied[fragment]
         self.round = round
@@ -358,16 +364,9 @@ class OuterState(Wrapper):
 
     def _codec_state(self, fragment: int) -> dict[str, Any]:
         """Return the state of a fragment's codec as if the contribution whose outcome is not known yet had been refused."""
-        unsent = next((pending for pending in self._in_flight[fragment] if not pending.finished), None)
+        unsent = next((pending for pending in self._in_flight.of(fragment) if not pending.finished), None)
         codec = self._codecs[fragment]
         return codec.state_dict() if unsent is None else unsent.state_of(codec)
-
-    def _drop(self, fragment: int, until: float = math.inf) -> None:
-        """Cancel the exchanges in flight of a fragment from rounds up to ``until``."""
-        exchanges = self._in_flight[fragment]
-        for pending in [pending for pending in exchanges if pending.context.key.round <= until]:
-            pending.cancel(self._codecs[fragment])
-            exchanges.remove(pending)
 
 
 def _copied(tensor: Tensor, copy: bool) -> Tensor:

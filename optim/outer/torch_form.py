@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.optim.outer.fsdp import local, sharded_like
 
 OUTER, PROGRESS = "outer", "progress"
-_PLAIN = ("steps", "position", "length", "round", "tokens", "sent_at", "applied", "kind", "settings", "schedule")
+_PLAIN = ("steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule")
 
 
 class TorchForm:
@@ -117,7 +117,7 @@ class TorchForm:
         inner = [{name: value for name, value in entry.items() if name != OUTER} for entry in entries]
         sizes = [len(group["params"]) for group in groups]
         firsts = [sum(sizes[:at]) for at in range(len(sizes))]
-        return {name: progress[name] for name in _PLAIN} | {
+        return {name: progress[name] for name in _PLAIN if name in progress} | {
             "inner": {
                 "state": {at: entry for at, entry in enumerate(inner) if entry},
                 "param_groups": [

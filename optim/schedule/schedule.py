@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.optim.schedule.auto_lag import Lag
+
 
 @dataclass(frozen=True)
 class Send:
@@ -72,16 +74,17 @@ def _due(step: int, every: int, fragments: int) -> int | None:
 class Streaming:
     """Schedule of ``fragments`` evenly apart, each once every ``every`` steps, applied ``lag`` later (Streaming DiLoCo 2501.18512).
 
+    lag "auto": it says only when to send. The optimizer applies a mean once it is there, and not before its own lag (``AutoLag``).
     Unlike torchft's it allows several fragments in flight, and an ``every`` that is no multiple of ``fragments``.
     """
 
     every: int
     fragments: int = 1
-    lag: int = 0
+    lag: Lag = 0
 
     def __post_init__(self) -> None:
         _check_every(self.every, self.fragments)
-        if not 0 <= self.lag < self.every:
+        if self.lag != "auto" and not 0 <= self.lag < self.every:
             raise ValueError(
                 f"lag must be at least 0 and below every ({self.every}), got {self.lag}: else a fragment would be sent again "
                 "before its mean was applied"
@@ -92,6 +95,8 @@ class Streaming:
         actions: list[Send | Apply] = []
         if (fragment := _due(step, self.every, self.fragments)) is not None:
             actions.append(Send(fragment))
+        if self.lag == "auto":
+            return actions
         if (fragment := _due(step - self.lag, self.every, self.fragments)) is not None:
             actions.append(Apply(fragment, self.lag))
         return actions

@@ -23,6 +23,8 @@ MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
 KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
 """Settings that are arguments of the methods' factories."""
+LAGS = {"noloco": 0, "local": 0, "gasloc": 0, "streaming": 1, "decoupled": 2}
+"""The lag of methods where none is set."""
 LATER = ("optimizer", "lr", "weight_decay", "schedule", "warmup", "clip")
 """Settings of training that the first manifests did not have."""
 
@@ -213,13 +215,18 @@ class OuterSettings(BaseModel):
         """Return the method's knobs that are set."""
         return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None}
 
+    def overlap(self) -> dict[str, int]:
+        """Return the lag if it is not set."""
+        return {"lag": LAGS[self.method]} if self.lag is None and self.method in LAGS else {}
+
     def resolved(self) -> OuterSettings:
         """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
         from shoal.optim import method_named
 
         method = method_named(self.method)
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
-        return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing})
+        own |= self.overlap() | self.knobs()
+        return self.model_copy(update=own | {"codec": self.codec or method.codec.name, "weights": self.weighing})
 
 
 class TrainSettings(BaseModel):

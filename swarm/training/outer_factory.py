@@ -63,6 +63,7 @@ def make_outer(
             slow_device=slow_device,
             length=length,
             on_round=on_round,
+            **settings.overlap(),
             **settings.knobs(),
             **options,
         )

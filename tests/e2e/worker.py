@@ -57,7 +57,7 @@ def values(number, floats):
 def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1):
     """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step. Returns the slow weights."""
     weight = torch.nn.Parameter(torch.zeros(floats))
-    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM)
+    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM, lag=0)
     target = values(number, floats)
     for step in range(1, steps + 1):
         weight.grad = weight.detach() - target

@@ -47,7 +47,7 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
     assert (callback.opt.steps, callback.opt.round, callback.opt.tokens) == (STEPS, STEPS // EVERY, BATCHES.numel())
     assert loss is not None
     twin = Regression()
-    opt = NoLoCo(twin.configure_optimizers(), Alone(), every=EVERY)
+    opt = NoLoCo(twin.configure_optimizers(), Alone(), every=EVERY, lag=0)
     for number, batch in enumerate(BATCHES):
         (twin.training_step(batch, number) / 2).backward()
         if number % 2:

@@ -98,7 +98,7 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
     inner = plain.optimizer
 
     def alone(exchange):
-        opt = NoLoCo(inner, exchange, every=EVERY)
+        opt = NoLoCo(inner, exchange, every=EVERY, lag=0)
         wrapped = trainer(twin, rows(1), tmp_path, optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)))
         wrapped.train()
 

@@ -114,7 +114,7 @@ def test_nets_churn_and_sizes_are_read():
     "options",
     [
         {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
-        {"growth": "1,2"}, {"growth": "some"}, {"overrides": {"outer.method": "nope"}}, {"overrides": {"outer.lag": 3}},
+        {"growth": "1,2"}, {"growth": "some"}, {"overrides": {"outer.method": "nope"}}, {"overrides": {"outer.mix": 0.3}},
         {"overrides": {"outer.method": "streaming", "outer.every": 2}},
     ],
 )  # fmt: skip

@@ -204,7 +204,7 @@ def test_training_gives_the_same_bits_for_the_same_seed_and_others_for_another(s
     def peer(exchange):
         generator = torch.Generator().manual_seed(PEERS.index(exchange.peer))
         weight = torch.nn.Parameter(torch.zeros(50))
-        opt = NoLoCo(torch.optim.AdamW([weight], lr=0.1), exchange, every=3)
+        opt = NoLoCo(torch.optim.AdamW([weight], lr=0.1), exchange, every=3, lag=0)
         for _ in range(30):
             opt.zero_grad()
             (weight - torch.randn(50, generator=generator)).square().sum().backward()

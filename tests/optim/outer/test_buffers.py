@@ -37,7 +37,7 @@ def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_the
     def peer(exchange):
         torch.manual_seed(0)
         net = make()
-        opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, buffers="average", model=net)
+        opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, buffers="average", model=net, lag=0)
         change(net)
         own = torch.Generator().manual_seed(ord(exchange.peer))
         for _ in range(4):
@@ -57,7 +57,7 @@ def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_the
 
 def test_a_buffer_that_changed_its_shape_is_named_before_anything_is_sent():
     net = Assigns()
-    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), Simulation(["a"]), every=1, buffers="average", model=net)
+    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), Simulation(["a"]), every=1, buffers="average", model=net, lag=0)
     net.running = torch.zeros(4)
     with pytest.raises(ValueError, match=r"the averaged buffer 'running' is not of shape \(3,\) any more"):
         opt.step()

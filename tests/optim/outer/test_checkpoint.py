@@ -175,7 +175,7 @@ def test_several_inner_optimizers_are_one_in_it(tmp_path):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         parts = [[p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False)]
-        return net, NoLoCo([torch.optim.Muon(parts[0], lr=0.05), torch.optim.AdamW(parts[1], lr=0.05)], Alone(), every=4)
+        return net, NoLoCo([torch.optim.Muon(parts[0], lr=0.05), torch.optim.AdamW(parts[1], lr=0.05)], Alone(), every=4, lag=0)
 
     net, opt = several()
     learn(net, opt, 9)

@@ -46,9 +46,9 @@ def test_methods_codecs_weights_lengths_and_buffers_are_distinguished(module):
 def test_a_loop_that_steps_elsewhere_takes_the_outer_part_only(module):
     twins = [module, torch.nn.Sequential(*(type(m)(*a) for m, a in ((module[0], (4, 6)), (module[1], (6,)), (module[2], (6, 1)))))]
     twins[1].load_state_dict(module.state_dict())
-    wrapped = NoLoCo(torch.optim.SGD(twins[0].parameters(), lr=0.1), Alone(), every=3)
+    wrapped = NoLoCo(torch.optim.SGD(twins[0].parameters(), lr=0.1), Alone(), every=3, lag=0)
     inner = torch.optim.SGD(twins[1].parameters(), lr=0.1)
-    outer = NoLoCo(Stepped(twins[1].parameters()), Alone(), every=3)
+    outer = NoLoCo(Stepped(twins[1].parameters()), Alone(), every=3, lag=0)
     data = torch.randn(7, 5, 4, generator=torch.Generator().manual_seed(0))
     for x in data:
         for one in twins:

@@ -72,14 +72,14 @@ def test_it_is_not_sent_and_not_restored_by_averaged():
 
     net, exchange = make(), Noted()
     opt = NoLoCo(
-        torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, exclude=["head", "norm"], buffers="average"
+        torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, exclude=["head", "norm"], buffers="average", lag=0
     )
     learn(net, opt, 2)
     assert exchange.sent == [(3, 3), (3,)] * 3  # the buffers of the excluded module neither
     with opt.averaged():
         net.head.bias.data.fill_(7.0)
     assert net.head.bias.tolist() == [7.0, 7.0]
-    assert NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=net, exclude=["*.bias"]).slow[-1].shape == (2, 3)
+    assert NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=net, exclude=["*.bias"], lag=0).slow[-1].shape == (2, 3)
 
 
 def test_a_frozen_one_that_is_excluded_may_be_trained_later():
@@ -99,7 +99,7 @@ def test_names_are_those_of_the_plain_model_in_wrappers():
             self.module = module
 
     net = make()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=Wrap(net), exclude=["head.weight"])
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=Wrap(net), exclude=["head.weight"], lag=0)
     assert [tuple(slow.shape) for slow in opt.slow[-2:]] == [(3,), (2,)]
 
 
@@ -113,18 +113,18 @@ def test_what_fits_nothing_is_refused():
         ("*",): "got none",
     }.items():
         with pytest.raises(ValueError, match=words):
-            NoLoCo(inner, Alone(), model=net, exclude=exclude)
+            NoLoCo(inner, Alone(), model=net, exclude=exclude, lag=0)
     with pytest.raises(ValueError, match="hand in model="):
-        NoLoCo(inner, Alone(), exclude=["head"])
+        NoLoCo(inner, Alone(), exclude=["head"], lag=0)
 
 
 def test_peers_that_exclude_others_differ_and_fragments_are_cut_from_the_rest():
     net = make()
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    one, other = (NoLoCo(inner, Alone(), model=net, exclude=[name]) for name in ("head", "norm"))
+    one, other = (NoLoCo(inner, Alone(), model=net, exclude=[name], lag=0) for name in ("head", "norm"))
     assert config_diff(one, other) is not None
-    opt = StreamingDiLoCo(inner, Alone(), model=net, fragments=9, exclude=["blocks.1"])
+    opt = StreamingDiLoCo(inner, Alone(), model=net, fragments=9, exclude=["blocks.1"], lag=1)
     assert opt.fragments == 4  # blocks 0 and 2, norm, head
-    plain = DecoupledDiLoCo(inner, Alone(), model=net, fragments=2, exclude=["blocks.0"], plain=list(net.head.parameters()))
+    plain = DecoupledDiLoCo(inner, Alone(), model=net, fragments=2, exclude=["blocks.0"], plain=list(net.head.parameters()), lag=2)
     marked = {plain._parts[fragment][position] for fragment, position in plain.rule.plain}
     assert [plain.parameters[index].shape for index in sorted(marked)] == [(2, 3), (2,)]

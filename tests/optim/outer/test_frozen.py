@@ -57,7 +57,7 @@ def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_with
 
 def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_later_stays_in():
     net = Adapted()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.01), recorded := Recording(), every=1)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.01), recorded := Recording(), every=1, lag=0)
     net.down.requires_grad_(False)
     train(net, opt, 1)
     net.base.weight.requires_grad_(True)
@@ -71,7 +71,7 @@ def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_late
 
 def test_a_plain_mean_is_of_the_parameter_that_was_named_behind_frozen_ones():
     net = Adapted()
-    opt = DecoupledDiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), fragments=1, plain=[net.up])
+    opt = DecoupledDiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), fragments=1, plain=[net.up], lag=2)
     assert opt.rule.plain == {(0, 1)}
 
 

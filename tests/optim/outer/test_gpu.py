@@ -31,7 +31,7 @@ def test_slow_weights_on_the_cpu_are_pinned_and_equal_those_on_the_device() -> N
     results = []
     for place in ("cpu", "cuda"):
         model = small_model().cuda()
-        opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=3, slow_device=place)
+        opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=3, slow_device=place, lag=0)
         if place == "cpu":
             assert all(tensor.is_pinned() for tensor in opt._weights.fast)
         train(model, opt, 9, "cuda")
@@ -43,7 +43,7 @@ def test_slow_weights_on_the_cpu_are_pinned_and_equal_those_on_the_device() -> N
 
 def test_a_bfloat16_model_keeps_float32_slow_weights() -> None:
     model = small_model().cuda().bfloat16()
-    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=2)
+    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=2, lag=0)
     x = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16)
     for _ in range(4):
         model(x).float().pow(2).mean().backward()
@@ -55,7 +55,7 @@ def test_a_bfloat16_model_keeps_float32_slow_weights() -> None:
 
 def test_averaged_restores_the_fast_weights_bit_by_bit() -> None:
     model = small_model().cuda()
-    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=100)
+    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=100, lag=0)
     train(model, opt, 5, "cuda")
     before = copy.deepcopy(model.state_dict())
     with opt.averaged():
@@ -69,7 +69,7 @@ def test_peers_on_a_gpu_agree_with_peers_on_the_cpu() -> None:
 
         def peer(exchange, device=device):
             model = small_model().to(device)
-            opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), exchange, every=4)
+            opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), exchange, every=4, lag=0)
             train(model, opt, 12, device, seed=int(exchange.peer))
             return [slow.cpu() for slow in opt.slow]
 

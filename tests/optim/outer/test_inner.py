@@ -104,7 +104,7 @@ def test_each_of_several_has_its_scheduler_and_its_saved_state():
     def run():
         net = make()
         inners = split(net)
-        opt = NoLoCo(inners, Alone(), every=4)
+        opt = NoLoCo(inners, Alone(), every=4, lag=0)
         schedules = [ExponentialLR(inners[0], 0.5), ExponentialLR(inners[1], 0.9)]
         return net, inners, opt, lambda: [schedule.step() for schedule in schedules]
 
@@ -128,7 +128,7 @@ def test_each_of_several_has_its_scheduler_and_its_saved_state():
 
 def test_a_closure_is_called_once_for_all():
     net, calls = make(), []
-    opt = NoLoCo(split(net), Alone(), every=100)
+    opt = NoLoCo(split(net), Alone(), every=100, lag=0)
 
     def closure():
         calls.append(1)
@@ -147,16 +147,16 @@ def test_what_cannot_be_combined_is_refused_and_a_state_that_does_not_fit_change
     net = make()
     every = list(net.parameters())
     with pytest.raises(ValueError, match="at least one"):
-        NoLoCo([], Alone())
+        NoLoCo([], Alone(), lag=0)
     with pytest.raises(ValueError, match="more than one parameter group"):
-        NoLoCo([torch.optim.SGD(every, lr=0.1), torch.optim.AdamW(every[:1])], Alone())
-    opt = NoLoCo(split(net), Alone())
+        NoLoCo([torch.optim.SGD(every, lr=0.1), torch.optim.AdamW(every[:1])], Alone(), lag=0)
+    opt = NoLoCo(split(net), Alone(), lag=0)
     with pytest.raises(ValueError, match="before wrapping it"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="before combining them"):
         opt.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     ordered = torch.optim.SGD([p for group in opt.param_groups for p in group["params"]], lr=0.7)
-    one = NoLoCo(ordered, Alone()).state_dict()
+    one = NoLoCo(ordered, Alone(), lag=0).state_dict()
     with pytest.raises(ValueError, match="has 1 parameter groups, this optimizer 2"):
         opt.load_state_dict(one)
     assert [group["lr"] for group in opt.param_groups] == [0.05, 0.05]
@@ -170,4 +170,4 @@ class AdamWScheduleFree(torch.optim.AdamW):
 @pytest.mark.parametrize("form", [lambda inner: inner, lambda inner: [inner]])
 def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(kind, form):
     with pytest.raises(ValueError, match=f"{kind.__name__} remembers earlier weights"):
-        NoLoCo(form(kind(make().parameters(), lr=0.1)), Alone())
+        NoLoCo(form(kind(make().parameters(), lr=0.1)), Alone(), lag=0)

@@ -181,7 +181,7 @@ def test_another_length_of_rounds_begins_a_round():
 def test_another_inner_optimizer_begins_anew_and_is_named():
     old, new = Run("noloco").train(6), Run("noloco")
     new.inner = torch.optim.SGD(new.net.parameters(), lr=0.1, momentum=0.9)
-    new.opt = NoLoCo(new.inner, Alone(), every=4)
+    new.opt = NoLoCo(new.inner, Alone(), every=4, lag=0)
     assert new.begin_from(old) == ["the inner optimizer's state (it is another optimizer now)"]
     assert same(new.opt.slow, old.opt.slow)
     new.train(4)

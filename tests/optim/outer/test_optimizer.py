@@ -60,7 +60,7 @@ def same(first, second):
 def test_a_scheduler_acts_on_it_as_on_the_inner_optimizer(inner, scheduler):
     plain, wrapped = model(), model()
     opt = inner(plain.parameters())
-    outer = NoLoCo(inner(wrapped.parameters()), Alone(), every=100)
+    outer = NoLoCo(inner(wrapped.parameters()), Alone(), every=100, lag=0)
     train(plain, opt, 10, scheduler=scheduler(opt))
     train(wrapped, outer, 10, scheduler=scheduler(outer))
     assert outer.param_groups is outer.inner.param_groups
@@ -70,7 +70,7 @@ def test_a_scheduler_acts_on_it_as_on_the_inner_optimizer(inner, scheduler):
 
 def test_a_step_that_grad_scaler_skips_is_no_step():
     net = model()
-    opt = NoLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2)
+    opt = NoLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2, lag=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = weights(net)
     for factor, steps in [(float("inf"), 0), (1.0, 1), (float("nan"), 1), (1.0, 2)]:
@@ -86,7 +86,7 @@ def test_a_step_that_grad_scaler_skips_is_no_step():
 def test_closures_hooks_and_groups_work_as_on_any_optimizer():
     net = model()
     inner = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}], lr=0.1)
-    opt = NoLoCo(inner, Alone(), every=2)
+    opt = NoLoCo(inner, Alone(), every=2, lag=0)
     calls = []
     opt.register_step_post_hook(lambda *_: calls.append(opt.steps))
     assert isinstance(opt, torch.optim.Optimizer)
@@ -114,7 +114,7 @@ def test_parameters_that_cannot_be_averaged_are_refused(parameters):
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     inner.param_groups[0]["params"] = parameters
     with pytest.raises(ValueError, match="averages floating-point parameters"):
-        NoLoCo(inner, Alone())
+        NoLoCo(inner, Alone(), lag=0)
 
 
 def test_tied_parameters_are_sent_once_and_stay_tied():
@@ -126,7 +126,7 @@ def test_tied_parameters_are_sent_once_and_stay_tied():
 
     net = Tied()
     partner = Partner([torch.zeros(5, 3)])
-    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), partner, every=1)
+    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), partner, every=1, lag=0)
     before = net.embed.weight.detach().clone()
     opt.step()
     assert [len(sent) for sent in partner.sent] == [1]
@@ -137,7 +137,7 @@ def test_tied_parameters_are_sent_once_and_stay_tied():
 def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_changes():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     inner = torch.optim.SGD([weight], lr=1.0)
-    opt = NoLoCo(inner, Partner([torch.full((4,), 1.001)]), every=1, lr=0.5, momentum=0.0)
+    opt = NoLoCo(inner, Partner([torch.full((4,), 1.001)]), every=1, lr=0.5, momentum=0.0, lag=0)
     for pulls in range(1, 5):  # each a quarter of the way to 1.001, which bfloat16 rounds to 1
         opt.step()
         assert weight.dtype == torch.bfloat16
@@ -156,7 +156,7 @@ def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_change
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(dtype):
     net = model(dtype)
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4, lag=0)
     train(net, opt, 6)
     net[0].bias.data[0] = float("nan")
     fast = [p.detach().clone().view(torch.uint8) for p in net.parameters()]
@@ -177,7 +177,7 @@ def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(d
 @pytest.mark.parametrize("pull", [None, 0.3])
 def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
     net, infos = model(), []
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Partner(None), every=3, lr=0.7, pull=pull, on_round=infos.append)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Partner(None), every=3, lr=0.7, pull=pull, on_round=infos.append, lag=0)
     slow = [s.clone() for s in opt.slow]
     velocity = [torch.zeros_like(s) for s in slow]
     for round in range(4):
@@ -195,7 +195,7 @@ def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
 def test_two_peers_end_a_round_of_local_sgd_with_the_same_bits():
     def peer(exchange):
         net = model()
-        train(net, LocalSGD(torch.optim.AdamW(net.parameters()), exchange, every=5), 5, first=100 * (exchange.peer == "b"))
+        train(net, LocalSGD(torch.optim.AdamW(net.parameters()), exchange, every=5, lag=0), 5, first=100 * (exchange.peer == "b"))
         return weights(net)
 
     ends = Simulation(["a", "b"]).run(peer)
@@ -253,21 +253,21 @@ def test_a_schedule_needs_at_least_one_step():
 
 def test_parameters_that_come_later_are_refused() -> None:
     first, later = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    opt = NoLoCo(torch.optim.SGD([first], lr=0.1), Alone(), every=1)
+    opt = NoLoCo(torch.optim.SGD([first], lr=0.1), Alone(), every=1, lag=0)
     with pytest.raises(ValueError, match="before wrapping"):
         opt.add_param_group({"params": [later]})
 
 
 def test_state_dict_hooks_fire_as_on_any_optimizer():
     net = model()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1, lag=0)
     calls = []
     opt.register_state_dict_pre_hook(lambda given: calls.append(("before saving", given is opt)))
     opt.register_state_dict_post_hook(lambda given, state: state | {"mine": 1})
     train(net, opt, 1)
     state = opt.state_dict()
     assert state["mine"] == 1
-    fresh = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1)
+    fresh = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1, lag=0)
     groups = [group | {"lr": 0.7} for group in state["param_groups"]]
     fresh.register_load_state_dict_pre_hook(lambda given, state: state | {"param_groups": groups})
     fresh.register_load_state_dict_post_hook(lambda given: calls.append(("after loading", given.param_groups[0]["lr"])))
@@ -278,7 +278,7 @@ def test_state_dict_hooks_fire_as_on_any_optimizer():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused_in_a_sentence(copied):
-    opt = NoLoCo(torch.optim.SGD(model().parameters(), lr=0.1), Alone())
+    opt = NoLoCo(torch.optim.SGD(model().parameters(), lr=0.1), Alone(), lag=0)
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: make another .* load this one's state_dict\(\)"):
         copied(opt)
 
@@ -286,7 +286,7 @@ def test_a_copy_is_refused_in_a_sentence(copied):
 @pytest.mark.parametrize("what", ["step", "after_inner", "finish", "adopt"])
 def test_what_the_end_of_averaged_would_undo_is_refused_within_it(what):
     net = model()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=10)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=10, lag=0)
     train(net, opt, 3)
     calls = {
         "step": opt.step,

@@ -161,7 +161,7 @@ def test_a_rule_without_rate_or_momentum_has_no_such_key():
         NoLoCo: {"lr", "momentum"}, LocalSGD: set(), SPARTA: set(), SparseLoCo: {"lr"}, DiLoCo: {"lr", "momentum"},
         CO2: {"lr", "momentum"},
     }  # fmt: skip
-    opt = NoLoCo(inner, Alone())
+    opt = NoLoCo(inner, Alone(), lag=0)
     assert [[p.shape for p in group["params"]] for group in opt.outer.param_groups] == [[(4, 3), (4,)], [(2, 4), (2,)]]
     assert all(p is slow for p, slow in zip(opt.outer.param_groups[1]["params"], opt.slow[2:], strict=True))
 
@@ -172,7 +172,7 @@ def test_a_value_that_no_rule_takes_stops_the_step_that_would_use_it():
     opt.outer.param_groups[0]["lr"] = -0.1
     with pytest.raises(ValueError, match=r"outer lr must not be negative, got -0\.1"):
         learn(net, opt, 2)
-    opt = NoLoCo(groups(net), Alone(), every=1, lr=0.5, pull=0.5)
+    opt = NoLoCo(groups(net), Alone(), every=1, lr=0.5, pull=0.5, lag=0)
     opt.outer.param_groups[0]["lr"] = 0.4
     with pytest.raises(ValueError, match="send unequally many tensors"):
         learn(net, opt, 1)

@@ -20,7 +20,7 @@ class Run:
     def __init__(self, exchange, width=4):
         torch.manual_seed(0)
         self.net = nn.ModuleList([nn.Linear(3, width, dtype=torch.bfloat16), nn.Linear(width, 2)])
-        self.opt = NoLoCo(torch.optim.AdamW(self.net.parameters(), lr=0.05), exchange, every=EVERY)
+        self.opt = NoLoCo(torch.optim.AdamW(self.net.parameters(), lr=0.05), exchange, every=EVERY, lag=0)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, STEPS)
         self.exchange = exchange
 
@@ -227,8 +227,8 @@ def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_tha
     with pytest.warns(UserWarning, match=sentence):
         opt.load_state_dict(saved)
     assert (opt.steps, opt.rule.nesterov, opt.outer.param_groups[0]["lr"]) == (9, True, 0.3)
-    short = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=5, lr=0.3)
-    other = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=50, lr=0.9)
+    short = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=5, lr=0.3, lag=0)
+    other = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=50, lr=0.9, lag=0)
     with pytest.warns(UserWarning, match=r"had Every\(every=5\), this optimizer has Every\(every=50\)"):
         other.load_state_dict(short.state_dict())
 

@@ -96,7 +96,7 @@ def test_gasloc_conserves_it_too_where_peers_count_differently(swarm, mix):
 
 def test_without_a_partner_the_weighted_form_is_the_unweighted_one_bit_by_bit(lab):
     def path(**options):
-        return lab.run(NoLoCo, 20, ["anna"], every=5, pull=0.3, **options)["anna"].slow
+        return lab.run(NoLoCo, 20, ["anna"], every=5, pull=0.3, **options, lag=0)["anna"].slow
 
     assert np.array_equal(path(), path(weight=lambda peer, _: 3.0))
 
@@ -111,7 +111,7 @@ def test_equal_weights_in_other_units_change_nothing(lab, method):
 
 def test_local_sgd_weighs_what_was_learnt_and_not_where_a_peer_began(lab):
     weights = dict(zip(lab.PEERS, (1.0, 2.0, 3.0, 4.0), strict=True))
-    found = lab.run(LocalSGD, 5, size=2, begin=lab.own_start, every=5, weight=lambda peer, _: weights[peer])
+    found = lab.run(LocalSGD, 5, size=2, begin=lab.own_start, every=5, weight=lambda peer, _: weights[peer], lag=0)
     for a, b in groups(0, 0, lab.PEERS):
         first = {peer: lab.own_start(peer) for peer in (a, b)}
         learnt = sum(weights[p] * (lab.trained(p, first[p], 5) - first[p]) for p in (a, b)) / (weights[a] + weights[b])
@@ -252,6 +252,7 @@ def test_a_peer_that_slept_through_rounds_joins_the_one_that_the_others_are_in()
             length=Seconds(10.0, lambda: exchange.simulation.now),
             every=4,
             on_round=lambda info: members.append((info.key.round, len(info.members))),
+            lag=0,
         )
         while opt.round < 12:
             exchange.sleep(0.5 if exchange.peer == "anna" else 1.25)
@@ -293,7 +294,7 @@ def test_a_schedule_of_one_position_has_rounds_of_seconds_too():
     infos = []
     clock = iter(np.arange(0.0, 100.0, 0.25))
     opt = NoLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=1, on_round=infos.append,
-                 length=Seconds(2.0, lambda: float(next(clock))))  # fmt: skip
+                 length=Seconds(2.0, lambda: float(next(clock))), lag=0)  # fmt: skip
     for _ in range(40):
         opt.step()
     assert opt.schedule == Every(1)

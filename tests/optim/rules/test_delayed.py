@@ -73,7 +73,7 @@ def test_1_without_lag_penalty_and_clip_co2_is_diloco_with_heavy_ball(lab, keep)
 
 def test_2_and_without_momentum_local_sgd(lab):
     found = lab.run(at_once, STEPS, every=EVERY, lr=1.0, momentum=0.0, penalty=1.0, clip=None)
-    for peer, expected in lab.run(LocalSGD, STEPS, every=EVERY).items():
+    for peer, expected in lab.run(LocalSGD, STEPS, every=EVERY, lag=0).items():
         lab.close(found[peer].slow, expected.slow)
 
 

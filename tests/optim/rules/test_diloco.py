@@ -181,12 +181,12 @@ def test_noloco_with_weights_still_conserves_the_mean(lab, size, pull):
     weights = dict(zip(lab.PEERS, [1.0, 2.0, 4.0, 0.5], strict=True))
     options = {"every": 1, "lr": 0.7, "momentum": 0.5, "pull": pull, "begin": lab.own_start}
     options["weight"] = lambda peer, _: weights[peer]
-    still = lab.run(NoLoCo, 10, size=size, inner=lambda w: torch.optim.SGD(w, lr=0.0), **options)
+    still = lab.run(NoLoCo, 10, size=size, inner=lambda w: torch.optim.SGD(w, lr=0.0), **options, lag=0)
     mean = np.mean([lab.own_start(peer) for peer in lab.PEERS], axis=0)
     lab.close(np.mean([f.slow for f in still.values()], axis=0), np.tile(mean, (10, 1)))
     assert max(np.abs(f.slow[-1] - mean).max() for f in still.values()) < 0.2
 
-    moving = lab.run(NoLoCo, 2, size=4, loss=lab.linear, **options | {"every": 2})
+    moving = lab.run(NoLoCo, 2, size=4, loss=lab.linear, **options | {"every": 2}, lag=0)
     moved = [2 * lab.RATE * lab.problem(peer)[0][0] for peer in lab.PEERS]
     weighted = mean - 0.7 * np.average(moved, axis=0, weights=list(weights.values()))
     lab.close(np.mean([f.slow[-1] for f in moving.values()], axis=0), weighted)

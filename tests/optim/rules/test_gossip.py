@@ -35,8 +35,8 @@ STEPS = EVERY * ROUNDS
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gasloc_without_momentum_and_full_averaging_is_noloco_with_pull_one_and_no_momentum(lab, seed):
     options = {"every": EVERY, "size": 2, "seed": seed, "lr": 0.7, "momentum": 0.0}
-    expected = lab.run(NoLoCo, STEPS, pull=1.0, **options)
-    for peer, found in lab.run(GASLoC, STEPS, mix=1.0, **options).items():
+    expected = lab.run(NoLoCo, STEPS, pull=1.0, **options, lag=0)
+    for peer, found in lab.run(GASLoC, STEPS, mix=1.0, **options, lag=0).items():
         lab.close(found.slow, expected[peer].slow)
         lab.close(found.fast, expected[peer].fast)
         assert found.members == expected[peer].members
@@ -53,7 +53,7 @@ def test_gasloc_for_one_peer_is_dilocos_nesterov_form(lab):
 def test_gasloc_is_the_papers_recursion_on_a_random_matching(lab, size, mix, momentum, weighted):
     weights = {"weight": lambda peer, _: float(len(peer) ** 3)} if weighted else {}
     options = {"every": EVERY, "size": size, "seed": 5, "begin": lab.own_start, "lr": 0.6, "momentum": momentum, "mix": mix}
-    found = lab.run(GASLoC, STEPS, **options, **weights)
+    found = lab.run(GASLoC, STEPS, **options, **weights, lag=0)
     slow = {peer: lab.own_start(peer) for peer in lab.PEERS}
     before = dict(slow)
     for round in range(ROUNDS):
@@ -70,15 +70,15 @@ def test_gasloc_is_the_papers_recursion_on_a_random_matching(lab, size, mix, mom
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_mean_over_the_peers_depends_neither_on_the_mixing_nor_on_the_matching(lab, size):
     options = {"every": EVERY, "size": size, "loss": lab.linear, "begin": lab.own_start, "lr": 0.3, "momentum": 0.5}
-    found = lab.run(GASLoC, STEPS, weight=lambda peer, _: float(len(peer)), mix=0.8, **options)
-    alone = lab.run(GASLoC, STEPS, **options | {"size": 1})
+    found = lab.run(GASLoC, STEPS, weight=lambda peer, _: float(len(peer)), mix=0.8, **options, lag=0)
+    alone = lab.run(GASLoC, STEPS, **options | {"size": 1}, lag=0)
     mean = [np.mean([f.slow for f in run.values()], axis=0) for run in (found, alone)]
     lab.close(*mean)
 
 
 def test_sparta_of_everything_is_parameter_averaging_each_step(lab):
     found = lab.run(SPARTA, 20, part=1.0)
-    for peer, expected in lab.run(LocalSGD, 20, every=1).items():
+    for peer, expected in lab.run(LocalSGD, 20, every=1, lag=0).items():
         assert np.array_equal(found[peer].fast, expected.fast)
         assert np.array_equal(found[peer].slow, expected.fast)
 

@@ -52,7 +52,7 @@ def simulate(peers=PEERS, *, begin=start, loss=least_squares, size=2, seed=0, fa
             slow.append(torch.cat(opt.slow).double().numpy())
             members.append(info.members)
 
-        opt = NoLoCo(torch.optim.SGD(weights, lr=RATE), exchange, every=EVERY, on_round=record, **method)
+        opt = NoLoCo(torch.optim.SGD(weights, lr=RATE), exchange, every=EVERY, on_round=record, **method, lag=0)
         for _ in range(rounds * EVERY):
             opt.zero_grad()
             loss(exchange.peer, weights).backward()
@@ -181,7 +181,7 @@ def test_7_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyon
 
     def peer(exchange):
         weight = torch.nn.Parameter(first[exchange.peer].clone())
-        opt = NoLoCo(torch.optim.SGD([weight], lr=0.0), exchange, every=1, lr=0.0, momentum=momentum, pull=pull)
+        opt = NoLoCo(torch.optim.SGD([weight], lr=0.0), exchange, every=1, lr=0.0, momentum=momentum, pull=pull, lag=0)
         path = []
         for _ in range(30):
             opt.step()

@@ -95,7 +95,7 @@ def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
 @pytest.mark.parametrize("listens", [("bert",), ("anna", "cleo"), ("anna", "bert", "cleo", "dora")])
 def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him(lab, listens, size, pull, weights):
     def listening(inner, exchange, **options):
-        opt = NoLoCo(inner, exchange, **options)
+        opt = NoLoCo(inner, exchange, **options, lag=0)
         if exchange.peer in listens:
             opt.listen()
         return opt

@@ -275,7 +275,7 @@ def test_an_optimizer_that_counts_weighs_only_if_asked_to():
 
     for options in ({}, {"weight": by_tokens}):
         parameter = torch.nn.Parameter(torch.ones(1))
-        opt = NoLoCo(torch.optim.SGD([parameter], lr=0.1), Spy(), every=2, **options)
+        opt = NoLoCo(torch.optim.SGD([parameter], lr=0.1), Spy(), every=2, **options, lag=0)
         for _ in range(2):
             opt.count(7)
             opt.step()

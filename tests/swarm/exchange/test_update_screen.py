@@ -202,8 +202,8 @@ def train(method, attack, make_defence, peers=8, hostile=2, rounds=24, warmup=0)
 
 
 METHODS = {
-    "noloco": lambda inner, wire: NoLoCo(inner, wire, every=5, lr=0.7, momentum=0.3),
-    "local": lambda inner, wire: LocalSGD(inner, wire, every=5),
+    "noloco": lambda inner, wire: NoLoCo(inner, wire, every=5, lr=0.7, momentum=0.3, lag=0),
+    "local": lambda inner, wire: LocalSGD(inner, wire, every=5, lag=0),
     "diloco": lambda inner, wire: DiLoCo(inner, wire, every=5, lr=0.7, momentum=0.3),
 }
 

@@ -27,7 +27,7 @@ METHODS = {
         inner, exchange, every=EVERY, fragments=2, lag=1, model=net, **o
     ),
     "co2": lambda inner, exchange, net, **o: CO2(inner, exchange, every=EVERY, **o),
-    "noloco": lambda inner, exchange, net, **o: NoLoCo(inner, exchange, every=EVERY, **o),
+    "noloco": lambda inner, exchange, net, **o: NoLoCo(inner, exchange, every=EVERY, **o, lag=0),
 }
 
 
@@ -117,9 +117,8 @@ class Swarm:
     def quiet(self):
         """Wait until what is in flight has arrived, so that every exchange is before a change of the network or after it."""
         for node in self.nodes:
-            for flights in node.opt._in_flight.values():
-                for flight in flights:
-                    flight.handle.result()
+            for flight in node.opt._in_flight:
+                flight.handle.result()
 
     def split(self, first):
         """So many nodes, in the order of their ids, and the rest."""

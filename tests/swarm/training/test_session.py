@@ -108,7 +108,7 @@ def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
 
     def train(session, module, seed):
         with session as s:
-            opt = NoLoCo(sgd(module), s.exchange(), every=EVERY, exclude=list(module[2].parameters()))
+            opt = NoLoCo(sgd(module), s.exchange(), every=EVERY, exclude=list(module[2].parameters()), lag=0)
             began = module[0].weight.detach().clone(), module[2].weight.detach().clone()
             loop(opt, module, seed)
             return began, [tensor.clone() for tensor in opt.slow]
@@ -163,12 +163,15 @@ def alone():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5), "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5"),
-        (lambda inner, e: NoLoCo(inner, e, every=5), "lr is 0.7 and not 0.5"),
+        (
+            lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5, lag=0),
+            "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5",
+        ),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 0.7 and not 0.5"),
         (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
-        (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5), "it is GASLoC and not NoLoCo"),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8), "the codec is int8 and not float32"),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0), "weighted is True and not False"),
+        (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not float32"),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0, lag=0), "weighted is True and not False"),
     ],
 )
 def test_an_optimizer_that_averages_otherwise_is_refused_in_one_sentence(alone, make, sentence):
@@ -180,12 +183,12 @@ def test_an_optimizer_that_averages_otherwise_is_refused_in_one_sentence(alone, 
 def test_other_parameters_than_the_sessions_are_refused(alone):
     session, module = alone
     with pytest.raises(SessionError, match=r"other parameters than the session, or in another order: .*state=\["):
-        NoLoCo(torch.optim.SGD(reversed(list(module.parameters())), lr=0.1), session.exchange(), every=5, lr=0.5)
+        NoLoCo(torch.optim.SGD(reversed(list(module.parameters())), lr=0.1), session.exchange(), every=5, lr=0.5, lag=0)
 
 
 def test_a_session_has_one_optimizer(alone):
     session, module = alone
-    opt = NoLoCo(sgd(module), session.exchange(), every=5, lr=0.5)
+    opt = NoLoCo(sgd(module), session.exchange(), every=5, lr=0.5, lag=0)
     assert session.status()["members"][0]["state"] == "training"
     assert session.status()["members"][0]["steps_per_s"] == 0
     session.report(float("nan"))
@@ -277,7 +280,7 @@ def test_fragments_by_layer_want_the_module():
         shoal.create(state=list(module.parameters()), method="streaming", every=8, fragments=2, network=HERE) as s,
         pytest.raises(SessionError, match="hand in the module as state"),
     ):
-        StreamingDiLoCo(sgd(module), s.exchange(), every=8, fragments=2)
+        StreamingDiLoCo(sgd(module), s.exchange(), every=8, fragments=2, lag=1)
 
 
 def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path):

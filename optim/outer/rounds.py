@@ -1,0 +1,239 @@
+"""Rounds of an outer optimizer: sending a fragment, and applying its mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.exchange.base import AnnouncesAbsence, Borrows, ComparesStates, Exchange, Handle, Mean, NoPartner, RoundKey
+from shoal.optim.exchange.on_demand import OnDemand
+from shoal.optim.outer import param_groups
+from shoal.optim.outer.buffers import AveragedBuffers
+from shoal.optim.outer.equalise import equalise, sources
+from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
+from shoal.optim.outer.state import OuterState
+from shoal.optim.outer.weighting import Weight
+from shoal.optim.rules.base import AveragesEvenly, KeepsFast, RoundContext, State, assign
+from shoal.optim.schedule.schedule import Apply, Delayed, Send
+
+
+class OuterRounds(OuterState):
+    """Base of ``OuterOptimizer``: what a schedule asks for."""
+
+    exchange: Exchange
+    run: str
+    weight: float | Weight
+    on_round: Callable[[RoundInfo], None] | None
+    _buffers: AveragedBuffers
+    _listening: set[int]
+
+    @property
+    def lag(self) -> int:
+        """Positions between sending and applying the next exchange: 0 if it is waited for at once, ``every`` if a whole round."""
+        if self._auto is not None:
+            return self._auto.lag
+        if isinstance(self.schedule, Delayed):
+            return self.schedule.every
+        fixed = getattr(self.schedule, "lag", 0)
+        return fixed if isinstance(fixed, int) else 0
+
+    @property
+    def lag_auto(self) -> bool:
+        """True if this peer chooses its lag itself."""
+        return self._auto is not None
+
+    def quiet(self, most: int) -> int:
+        """Return the positions up to the next at which anything is sent, applied or asked for, from 1 to ``most``.
+
+        For simulations, which may take the steps up to there at once.
+        """
+        if self._auto is not None:
+            left = (1 if p.arrived is None else p.position + p.lag - self.position for p in self._in_flight)
+            most = min([most, *(max(positions, 1) for positions in left)])
+        return next((number for number in range(1, most) if self.schedule.at(self.position + number)), most)
+
+    def _act(self, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
+        """Do what the schedule asks for at the present position; yield each exchange before its outcome is needed."""
+        if self._auto is not None:
+            self._in_flight.poll(self.position)
+        for action in actions:
+            if isinstance(action, Send):
+                for pending in self._in_flight.of(action.fragment):
+                    if not pending.finished and pending.handle is not None:
+                        yield pending.handle
+                    if self._auto is not None and not self._there(pending):
+                        pending.arrived = self.position - pending.position
+                    pending.wait(self._codecs[action.fragment])  # a fragment is in one exchange at a time
+                    if self._auto is not None:
+                        self._apply(pending)
+                self._send(action.fragment, at_once=Apply(action.fragment) in actions or Apply(action.fragment, 0) in actions)
+            else:
+                due = self._in_flight.due(action.fragment, None if action.after is None else self.position - action.after)
+                if due is not None and not due.finished and due.handle is not None:
+                    yield due.handle
+                self._due(action.fragment, due)
+        for pending in self._in_flight if self._auto is not None else ():
+            if self.position - pending.position >= pending.lag and self._there(pending) and not self._deferred(pending):
+                if pending.handle is not None:
+                    yield pending.handle
+                self._apply(pending)
+
+    def _there(self, pending: PendingExchange) -> bool:
+        """Return True if the exchange is over, in all ranks: rank 0 decides."""
+        pending.arrived = self._weights.agreed(pending.arrived)
+        return pending.arrived is not None
+
+    def _deferred(self, pending: PendingExchange) -> bool:
+        """Return True if the members' slow weights differ, so that all begin a second exchange when this one is applied.
+
+        They do so just before the fragment is sent again: an exchange between processes needs the same order of rounds in all.
+        """
+        if not (self.anchored and isinstance(self.exchange, ComparesStates)):
+            return False
+        mean = pending.result()
+        return mean is not None and bool(sources(mean.states))
+
+    def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
+        part = self._parts[fragment]
+        state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
+        return [self.slow[index] for index in part], [self._weights.fast[index] for index in part], state
+
+    def _context(self, key: RoundKey, **facts: Any) -> RoundContext:
+        part = self._parts[key.fragment]
+
+        def owners(places: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
+            return self._weights.of_owners([part[place] for place in places] or part, scalars)
+
+        return RoundContext(key, sizes=self._weights.sizes(part), owners=owners, **facts)
+
+    def _weigh(self, fragment: int) -> float:
+        steps, tokens = self._sent_at[fragment]
+        weight = self.weight(self.tokens - tokens, self.steps - steps) if callable(self.weight) else self.weight
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of a contribution must be finite and not negative, got {weight}")
+        return float(weight)
+
+    @torch.no_grad()
+    def _send(self, fragment: int, *, at_once: bool) -> None:
+        """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
+        if fragment >= len(self._parts):
+            raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
+        weight = self._weigh(fragment)
+        tail = self._buffers.now() if fragment == 0 else []
+        self._weights.read(self._parts[fragment])
+        slow, fast, state = self._of(fragment)
+        listening = fragment in self._listening
+        self._listening.discard(fragment)
+        self.round, weight, listening, lag = self._weights.agreed((self.round, weight, listening, self.lag))
+        own_weight = 1.0 if listening or not weight else weight
+        context = self._context(RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight)
+        rules = self.outer.rules(self._parts[fragment])
+        contribution = param_groups.contribution(rules, slow, fast, state, context)
+        lends = isinstance(self.exchange, Borrows)
+        if not (lends and at_once):  # otherwise nothing that it is made of changes before its outcome is applied
+            contribution = self._detached(list(contribution)) if lends else list(contribution)
+        even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
+        shown = self.sketch_of(fragment) if self.anchored and isinstance(self.exchange, ComparesStates) else ()
+        sent = Sent(contribution, tail, 0.0 if listening else weight, even, shown)
+        kept: list[Tensor] = []
+        pending = PendingExchange(
+            self._weights, self._parts[fragment], context, sent, rules, self.steps, self.position, lag, absent=weight == 0
+        )
+        self._start(pending)
+        if not at_once:
+            kept = [tensor.clone() for tensor in fast] if isinstance(self.rule, KeepsFast) else []
+            pending.fast, pending.sent = kept, replace(sent, tail=[tensor.clone() for tensor in tail])
+        self._in_flight.add(pending)
+        self._sent_at[fragment] = (self.steps, self.tokens)
+        self.round += 1
+
+    def _start(self, pending: PendingExchange) -> None:
+        """Begin the exchange of what was sent."""
+        key, sent = pending.context.key, pending.sent
+        if pending.absent:
+            pending.handle = NoPartner()
+            if isinstance(self.exchange, AnnouncesAbsence):
+                self.exchange.absent(key)
+            return
+        codec, tail = self._codecs[key.fragment], list(sent.tail)
+        codec = BufferTailCodec(codec, len(tail)) if tail else codec
+        if isinstance(self.exchange, Borrows):
+            whole = sent.contribution if isinstance(sent.contribution, OnDemand) else OnDemand(sent.contribution)
+            pending.handle = self.exchange.borrow(key, whole.joined(tail), sent.weight, codec, sent.even)
+            return
+        payload = [*(tensor.float() for tensor in sent.contribution), *tail]
+        if isinstance(self.exchange, ComparesStates) and self.anchored:
+            pending.handle = self.exchange.start(key, payload, sent.weight, codec, state=sent.state)
+        elif sent.even:
+            pending.handle = self.exchange.start(key, payload, sent.weight, codec, sent.even)
+        else:
+            pending.handle = self.exchange.start(key, payload, sent.weight, codec)
+
+    def _due(self, fragment: int, due: PendingExchange | None) -> None:
+        exchanges = self._in_flight.of(fragment)
+        if due is not None:
+            self._apply(due)
+        elif exchanges and exchanges[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
+            slow, fast, state = self._of(fragment)
+            self._detach()
+            with torch.no_grad():
+                context = self._context(exchanges[-1].context.key, members=0)
+                param_groups.apply(exchanges[-1].rules, slow, fast, [], state, context)
+            self._weights.restart(self._parts[fragment])
+
+    def _detach(self) -> None:
+        """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
+        for pending in (pending for pending in self._in_flight if pending.step == self.steps):
+            pending.sent = replace(pending.sent, contribution=self._detached(pending.sent.contribution))
+
+    def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
+        return [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in tensors]
+
+    @torch.no_grad()
+    def _apply(self, pending: PendingExchange) -> None:
+        fragment = pending.fragment
+        pending.wait(self._codecs[fragment])
+        lag, mean, part = self.steps - pending.step, pending.mean, self._parts[fragment]
+        if lag > 0:
+            self._detach()
+            self._weights.read(part)
+        if mean is not None and mean.states and isinstance(self.exchange, ComparesStates):
+            equalise(self, self.exchange, pending.context.key, mean)
+        slow, fast, state = self._of(fragment)
+        count, weight = len(pending.sent.contribution), pending.context.weight
+        total, members = weight, 1
+        if mean is not None:
+            total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
+            weight = min(weight, mean.limit)
+            if not pending.sent.weight and not pending.absent and members < len(mean.members):  # if all weights are 0, all count
+                weight = 0.0
+        facts = {"weight": weight, "total": total, "members": members, "lag": lag}
+        context = self._context(pending.context.key, sent=pending.sent.contribution, fast=pending.fast, **facts)
+        tensors = pending.sent.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
+        param_groups.apply(pending.rules, slow, fast, tensors, state, context)
+        self._weights.restart(part)
+        if mean is not None and fragment == 0:
+            assign(self._buffers.now(), mean.tensors[count:])
+        # Removed last: had anything above raised, a second call would still find the exchange.
+        self._in_flight.remove(pending)
+        if self._auto is not None and pending.arrived is not None and mean is not None and len(mean.members) > 1:
+            self._auto.observe(pending.arrived)
+        self.applied[fragment] = context.key.round
+        self.outer.step()
+        late = self._auto is not None and pending.arrived is not None and pending.arrived > pending.lag
+        self._report(context.key, mean, lag, late)
+
+    def _report(self, key: RoundKey, mean: Mean | None, lag: int, late: bool = False) -> None:
+        if self.on_round is not None:
+            self.on_round(RoundInfo(key, () if mean is None else mean.members, self.steps, lag, late))
+
+    def _apply_in_flight(self) -> None:
+        for pending in self._in_flight:
+            self._apply(pending)
