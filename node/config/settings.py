@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
@@ -200,6 +200,13 @@ class NodeSettings(_Table, RankSettings):
     def _project(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
             raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
+        return value
+
+    @field_validator("offload")
+    @classmethod
+    def _one_place(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("slow_on_device"):
+            raise ValueError("slow_on_device keeps the same weights on the device: set one of the two")
         return value
 
     @field_validator("shard")
