@@ -16,8 +16,6 @@ from shoal.node.config.settings import Settings, resolve_device, use_threads
 from shoal.node.metrics.factory import about, open_sinks
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import Sinks
-from shoal.node.rl.rollout_sharing import RolloutSharing
-from shoal.node.rl.task import RLTask
 from shoal.node.runtime import resume, slow_weights
 from shoal.node.runtime.activity import Activity
 from shoal.node.runtime.baseline import train_alone
@@ -91,6 +89,7 @@ class NodeRun:
         self._parts: NodeParts | None = None
         self._rates = Rates()
         self._loss: float | None = None
+        self._begun = self._newcomer = False  # has taken its first step; begins with the weights of a swarm that is under way
 
     @property
     def parts(self) -> NodeParts:
@@ -195,7 +194,9 @@ class NodeRun:
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
         member.serve()
         sharing = verification = None
-        if isinstance(task, RLTask):
+        if settings.task.hooks == RL:
+            from shoal.node.rl.rollout_sharing import RolloutSharing
+
             sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
             closing.callback(sharing.close)
         if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
@@ -248,6 +249,7 @@ class NodeRun:
                 self.display.message(line)
             if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
                 state = None
+        self._newcomer = saved is None and state is not None
         member.begin(state)
         if state is not None:
             self.display.message(f"took over the swarm's weights at round {state.round}")
@@ -268,7 +270,8 @@ class NodeRun:
         self._link_file.refresh()
         with self._activity.doing("waiting for peers"):
             wait_for_peers(p.membership, trainer.opt, self._link_file, self.display.message, lambda: self.shutdown.requested)
-        result.loss_first = self._loss = self._evaluate()
+        if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
+            result.loss_first = self._loss = self._evaluate()
         p.member.start_counting()
         p.member.announce("training", result.loss_first)
         p.metrics.write("start", **asdict(result))
@@ -340,6 +343,9 @@ class NodeRun:
     def _after_step(self) -> None:
         p = self.parts
         opt, every = p.trainer.whole, p.settings.train.eval_every
+        if not self._begun:
+            self._begun = True
+            p.metrics.note("begun", phases=self._activity.begun())
         if p.member.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         if p.verification is not None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics
-from shoal.node.rl.rollout_sharing import RolloutSharing
 from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import Result
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.service import Verification
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.member import TrainingMember
+
+if TYPE_CHECKING:
+    from shoal.node.rl.rollout_sharing import RolloutSharing
+    from shoal.node.verify.service import Verification
 
 
 @dataclass(frozen=True)
