@@ -33,7 +33,7 @@ from shoal.node.runtime.join import (
 )
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.make_trainer import make_trainer
-from shoal.node.runtime.parts import NodeParts
+from shoal.node.runtime.parts import NodeParts, share_rollouts
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
@@ -89,7 +89,7 @@ class NodeRun:
         self._parts: NodeParts | None = None
         self._rates = Rates()
         self._loss: float | None = None
-        self._begun = self._newcomer = False  # has taken its first step; begins with the weights of a swarm that is under way
+        self._newcomer = False  # begins with the weights of a swarm that is under way
 
     @property
     def parts(self) -> NodeParts:
@@ -193,11 +193,7 @@ class NodeRun:
         name, task, log = settings.node.name, trainer.task, self.display.message
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
         member.serve()
-        sharing = verification = None
-        if settings.task.hooks == RL:
-            from shoal.node.rl.rollout_sharing import RolloutSharing
-
-            sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
+        if (sharing := share_rollouts(settings, task, membership, self._note, log)) is not None:
             closing.callback(sharing.close)
         if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
             closing.callback(verification.close)
@@ -343,9 +339,7 @@ class NodeRun:
     def _after_step(self) -> None:
         p = self.parts
         opt, every = p.trainer.whole, p.settings.train.eval_every
-        if not self._begun:
-            self._begun = True
-            p.metrics.note("begun", phases=self._activity.begun())
+        self._activity.stepped()
         if p.member.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         if p.verification is not None:
