@@ -61,6 +61,7 @@ def node(setup: dict[str, Any]) -> None:
         for p in model.parameters():
             p.grad = torch.randn_like(p) * 1e-3
         opt.step()
+    opt.finish(average=False)  # the last exchanges count too
     place.close()
 
 

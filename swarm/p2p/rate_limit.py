@@ -18,16 +18,18 @@ MINUTE, HOUR = 60.0, 3600.0
 CHUNK_S = 0.1  # seconds of the upload budget that are sent at once
 BURST_S = 0.25  # seconds of it that may be saved up
 
-# Pacing: bulk may delay small messages to the same peer by about `DELAY_S` and the time that `SURPLUS` bytes take.
-DELAY_S = 0.05
-SURPLUS = 16 << 10
+# Pacing: bulk may delay small messages by a quarter of the empty link's delay, within `DELAY_S`, and by the time that `SURPLUS`
+# bytes take.
+DELAY_S = (0.05, 0.1)
+SURPLUS = 12 << 10  # over all peers to which bulk goes
 FIRST, LEAST, MOST = 32 << 10, 16 << 10, 256 << 20  # bytes on their way: at first, at least, at most
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
 PINGS = 16  # in a window of bytes, at most
-PONG_S = 2.0  # seconds without an answer after which as few bytes go out as possible
-EMPTY_S = 60.0  # seconds after which the delay of the empty link is measured again, before the next transfer
+PONG_S, PONGS = 2.0, 8  # seconds, and empty links' delays, without an answer after which as few bytes go out as possible
+EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
+GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
 PACED = 256  # peers whose pace is remembered
 UNPACED = float(1 << 62)  # bytes: a window that holds nothing back
 
@@ -170,26 +172,30 @@ class Pace:
     and no more than ``window`` bytes are sent beyond the last one that was answered. The window follows FAST TCP (Wei, Jin, Low and
     Hegde, 2006), once in a round trip: window = window * least / delay + surplus, whose fixed point keeps ``surplus`` bytes in
     queues. That is what leaves in `DELAY_S`, so that a fast link is filled, and `SURPLUS`, so that two that share a link come to
-    the same rate. The window doubles until there is a first sign of a queue.
+    the same rate. It begins by doubling as long as there is no queue. At the start of a transfer it does not shrink as long as more
+    bytes arrive with each round trip: then the queue is that of a TCP that begins slowly, not of the link.
+
+    ``shared``: returns the number of peers to which bulk goes, which share the uplink.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, shared: Callable[[], int] = lambda: 1) -> None:
         self.window = float(FIRST)
         self.users = 0
         self.task: asyncio.Future[None] | None = None
-        self._clock = clock
+        self._clock, self._shared = clock, shared
         self._echo: Echo | None = None
         self._sent = self._answered = self._pinged = self._turn = 0  # bytes: in all, before pings, at the last change of the window
+        self._turned, self._before, self._rate = 0.0, 0, 0.0  # the time of that change, bytes answered then, bytes a second before
         self._pings: deque[_Ping] = deque()
         self._delay = float("inf")  # the shortest since the last change: the others may have waited for a processor
         self._bases: deque[float] = deque(maxlen=BASES)  # seconds that the quickest ping took, of each of the last minutes of bulk
         self._measured = float("-inf")  # the time at which the last of these began
-        self._holding, self._doubling, self._full = False, True, False
+        self._holding, self._starting, self._young, self._full, self._ending = False, True, True, False, False
         self._moved, self._flying = asyncio.Event(), asyncio.Event()
 
     async def room(self, most: int) -> int:
         """Wait until bytes may be sent; return how many, at most ``most``, and count them as sent. Those before were written."""
-        grain = max(self.window / PINGS, GRAIN)
+        grain = max(self.window / PINGS, min(self.window / 2, GRAIN))
         if self._sent - self._pinged >= grain and not self._holding:
             self._ping()
         while self._holding or self._sent - self._answered >= self.window:
@@ -203,30 +209,46 @@ class Pace:
         return size
 
     async def measure(self, echo: Echo) -> None:
-        """Send pings by ``echo`` and take in the answers, for ever. Raises OSError or EOFError when it ends."""
+        """Send pings by ``echo`` and take in the answers until the transfers have ended. Raises OSError or EOFError."""
         self._echo = echo
         self._pings.clear()
         if self.window > MOST:
-            self.window, self._doubling, self._holding = float(FIRST), True, True
+            self.window, self._starting, self._young, self._holding = float(FIRST), True, True, True
         self._ping()  # also because bulk may wait for room already
         while self._echo is echo:  # ``wait_for`` loses a cancellation that comes together with an answer (Python below 3.12)
             if not self._pings:
+                if self._ending:
+                    if self._fresh():
+                        return
+                    self._ping()
+                    continue
                 self._flying.clear()
                 await self._flying.wait()
-            try:
-                data = await asyncio.wait_for(echo.read(), PONG_S)
-            except asyncio.TimeoutError:  # a few bytes go out all the same, because the peer may only be busy
-                if self._echo is not echo:
-                    return
-                self.window, self._answered, self._doubling = float(LEAST), self._sent, False
+                continue
+            data = b""
+            with contextlib.suppress(asyncio.TimeoutError):
+                data = await asyncio.wait_for(echo.read(), PONG_S + PONGS * min(self._bases, default=0.0))
+            if self._echo is not echo or (not data and self._ending):
+                return
+            if not data:  # a few bytes go out all the same, because the peer may only be busy
+                self.window, self._answered, self._starting, self._young = self._least(), self._sent, True, True
                 self._hold(False)
                 continue
-            if self._echo is not echo:
-                return
             ping = self._pings.popleft()
             if data != ping.data:
                 raise EOFError("the peer answers pings wrongly")
             self._answer(ping, self._clock() - ping.began)
+
+    def begin(self) -> None:
+        """Start a transfer while there is none: bulk waits until the empty link was measured, if it never was."""
+        self._ending, self._starting, self._full = False, True, False
+        self._turned, self._before, self._rate = self._clock(), self._answered, 0.0
+        self._hold(self.window <= MOST and not self._bases)
+
+    def end(self) -> None:
+        """Note that the last transfer has ended: the delay of the empty link is measured if that was long ago, and no more."""
+        self._ending = True
+        self._flying.set()
 
     def stop(self) -> None:
         """End measuring: what was sent will have arrived before there is more to send."""
@@ -238,9 +260,11 @@ class Pace:
         self.window = UNPACED
         self.stop()
 
-    def hold(self) -> None:
-        """Let bulk wait until the empty link was measured, unless that was done lately or bulk was not paced before."""
-        self._hold(self.window <= MOST and self._clock() - self._measured > EMPTY_S)
+    def _fresh(self) -> bool:
+        return self._clock() - self._measured <= EMPTY_S
+
+    def _least(self) -> float:
+        return LEAST / self._shared()
 
     def _hold(self, holding: bool) -> None:
         self._holding = holding
@@ -257,28 +281,35 @@ class Pace:
 
     def _answer(self, ping: _Ping, delay: float) -> None:
         self._answered = max(self._answered, ping.ahead)
-        if self._holding or not self._bases:  # not in the midst of a transfer, where the peer's own bulk delays the answers
+        # Not in the midst of a transfer, where the peer's own bulk delays the answers.
+        if self._holding or not self._bases or (self._ending and not self._pings and not self._fresh()):
             self._bases.append(delay)
             self._measured = self._clock()
             self._hold(False)
         self._bases[-1] = min(self._bases[-1], delay)
         self._delay = min(self._delay, delay)
         if ping.ahead > self._turn:  # the last change has shown its effect
-            self._turn = self._sent
             self._adapt(self._delay, min(self._bases))
+            self._turn, self._turned, self._before = self._sent, self._clock(), self._answered
             self._delay = float("inf")
         self._moved.set()
 
     def _adapt(self, delay: float, least: float) -> None:
         """Change the window by the ``delay`` of the last pings, and that of the empty link."""
         window, queue, delay = self.window, delay - least, max(delay, 1e-6)
-        self._doubling = self._doubling and queue < DELAY_S
-        surplus = SURPLUS + window / delay * DELAY_S
-        aim = 2 * window if self._doubling else (window + window * least / delay + surplus) / 2
-        if queue < DELAY_S:
-            aim = max(aim, 1.125 * window)
+        rate = (self._answered - self._before) / max(self._clock() - self._turned, 1e-6)
+        allowed = min(max(least / 4, DELAY_S[0]), DELAY_S[1])
+        grows = rate > GROWN * self._rate
+        self._starting, self._rate = self._starting and (grows or (self._young and queue < DELAY_S[0])), rate
+        self._young = self._young and self._starting
+        surplus = SURPLUS / self._shared() + window / delay * allowed
+        aim = (window + window * least / delay + surplus) / 2
+        if self._starting:
+            aim = 2 * window if self._young and queue < DELAY_S[0] else window
+        elif queue < allowed:
+            aim = max(aim, (GROWN if queue < DELAY_S[0] else 1.125) * window)
         if aim < window or self._full:  # one that was not filled says nothing of a larger one
-            self.window = min(max(aim, window / 2, LEAST), 2 * window, float(MOST))
+            self.window = min(max(aim, window / 2, self._least()), 2 * window, float(MOST))
         self._full = False
 
 
@@ -290,37 +321,47 @@ class Pacer:
     ) -> None:
         self._echo, self._clock = echo, clock
         self._paces: OrderedDict[str, Pace] = OrderedDict()
+        self._busy = 0  # paces in use
 
     @contextlib.contextmanager
     def to(self, peer: str) -> Iterator[Pace]:
         """Yield the pace of bulk to ``peer``, which is measured until the end of the block. On the loop."""
-        pace = self._paces.setdefault(peer, Pace(self._clock))
+        pace = self._paces.get(peer)
+        if pace is None:
+            pace = self._paces[peer] = Pace(self._clock, lambda: max(self._busy, 1))
         self._paces.move_to_end(peer)
         pace.users += 1
+        if pace.users == 1:
+            self._busy += 1
+            pace.begin()
         if pace.task is None:
-            pace.hold()
             pace.task = asyncio.ensure_future(self._measure(peer, pace))
         try:
             yield pace
         finally:
             pace.users -= 1
             if not pace.users:
-                pace.task.cancel()
-                pace.task = None
-                pace.stop()
+                self._busy -= 1
+                pace.end()
                 idle = [name for name, known in self._paces.items() if not known.users]
                 for name in idle[: max(len(self._paces) - PACED, 0)]:
                     del self._paces[name]
 
     async def _measure(self, peer: str, pace: Pace) -> None:
         try:
-            async with self._echo(peer) as echo:
-                if echo is not None:
+            while True:
+                async with self._echo(peer) as echo:
+                    if echo is None:
+                        break
                     await pace.measure(echo)
+                if not pace.users:  # another transfer may have begun while the pings of the last one ended
+                    pace.stop()
+                    return
         except Exception as error:  # bulk that waits for its pace must go on
             log.debug("bulk to a peer is not paced: %r", error)
-        if pace.task is asyncio.current_task():  # and not of an earlier transfer
-            pace.free()
+        finally:
+            pace.task = None
+        pace.free()
 
 
 class Counters:

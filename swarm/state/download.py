@@ -47,14 +47,16 @@ class WrongChunkError(MessageError):
 class ChunkPlan:
     """Assignment of missing chunks to lanes, without any network.
 
-    Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also asked of a second lane, so that one
-    slow source does not delay the download.
+    Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also asked of a second source,
+    so that one slow source does not delay the download.
     """
 
     def __init__(self, missing: Iterable[int]) -> None:
         self._free = deque(missing)
         self._asked: dict[int, list[object]] = {}
         """Lanes that were asked for each chunk, in the order in which they were asked."""
+        self._source: dict[object, object] = {}
+        """The source of each lane."""
 
     @property
     def done(self) -> bool:
@@ -66,12 +68,16 @@ class ChunkPlan:
         """Number of missing chunks."""
         return len(self._free) + len(self._asked)
 
-    def ask(self, lane: object) -> int | None:
-        """Return the chunk to ask of ``lane`` now, or None."""
+    def ask(self, lane: object, source: object) -> int | None:
+        """Return the chunk to ask of ``lane``, which leads to ``source``, now; or None."""
+        self._source[lane] = source
         if self._free:
             chunk = self._free.popleft()
         else:
-            waiting = [chunk for chunk, lanes in self._asked.items() if len(lanes) < TWICE and lane not in lanes]
+            # Of the same source a second copy would only slow down the first.
+            waiting = [
+                chunk for chunk, lanes in self._asked.items() if len(lanes) < TWICE and source not in map(self._source.get, lanes)
+            ]
             if not waiting:
                 return None
             chunk = waiting[0]
@@ -211,7 +217,7 @@ class _Download:
         scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
         try:
             while peer not in self._gone and not self.plan.done:
-                chunk = self.plan.ask(source)
+                chunk = self.plan.ask(source, peer)
                 if chunk is None:
                     await self._changed()
                     continue

@@ -27,6 +27,25 @@ class Line:
         self.loop.call_at(self.free + self.delay, then)
 
 
+class SlowStart(Line):
+    """A line under a TCP that begins with ten packets and doubles them each round trip, and begins anew after a second's pause."""
+
+    def __init__(self, loop, rate, delay):
+        super().__init__(loop, rate, delay)
+        self.began = 0.0
+
+    def push(self, nbytes, then=lambda: None):
+        now, trip = self.loop.time(), 2 * self.delay
+        if now - self.free > 1.0:
+            self.began = now
+        self.free, left = max(self.free, now), nbytes
+        while left > 0:
+            rate = min(self.rate, 14_480 / trip * 2 ** min((self.free - self.began) / trip, 40))
+            step = min(left / rate, trip / 20)
+            self.free, left = self.free + step, left - rate * step - 1e-6
+        self.loop.call_at(self.free + self.delay, then)
+
+
 class Net:
     """What one node sees: its uplink, the way back, and bulk to peers that answer pings."""
 
@@ -85,6 +104,8 @@ def run(loop, net, *transfers):
             return await asyncio.gather(*transfers)
         finally:
             watching.cancel()
+            while rest := asyncio.all_tasks() - {asyncio.current_task()}:  # they measure for a moment more
+                await asyncio.wait(rest)
 
     return loop.run_until_complete(work()), waits
 
@@ -106,6 +127,33 @@ def test_a_fast_link_stays_fast(loop, mbit, delay, most):
     net = Net(loop, mbit, delay, down=mbit)
     (end,), _ = run(loop, net, net.send(40 * MB))
     assert end < 40 * MB / (mbit * MBIT) * most
+
+
+def test_a_transfer_after_a_pause_is_as_quick_as_without_pacing(loop):
+    """While TCP begins slowly its queue is no sign of a slow link, and nothing waits for the empty link to be measured."""
+    net, took = Net(loop, 100, 0.4, down=100), []
+    net.up = SlowStart(loop, 100 * MBIT, 0.2)
+
+    async def often():
+        for _ in range(6):
+            began = loop.time()
+            await net.send(10 * MB)
+            took.append(loop.time() - began)
+            await asyncio.sleep(20)
+
+    run(loop, net, often())
+    began, free = loop.time() + 10, SlowStart(loop, 100 * MBIT, 0.2)
+    loop.run_until_complete(asyncio.sleep(10))
+    free.push(10 * MB)
+    assert max(took[1:]) < 1.2 * (free.free - began)
+
+
+def test_four_peers_share_the_queue_of_an_uplink(loop):
+    net = Net(loop, 1, 0.03)
+    ends, waits = run(loop, net, *(net.send(2 * MB, peer) for peer in "bcde"))
+    assert max(ends) < 8 * MB / MBIT / 0.85
+    late = [wait for at, wait in waits if at > 10]
+    assert statistics.mean(late) < 0.2
 
 
 def test_a_link_that_becomes_slow_is_not_flooded(loop):

@@ -19,6 +19,16 @@ SWARM = "a" * 52
 VALUES = 5 * CHUNK // 4 + 3  # float32: five chunks and twelve bytes
 
 
+def test_a_chunk_is_not_asked_twice_of_one_source():
+    """A second copy over the same slow uplink would only delay the first."""
+    plan = ChunkPlan(range(1))
+    assert plan.ask("b1", "b") == 0
+    assert plan.ask("b2", "b") is None
+    assert plan.ask("c1", "c") == 0
+    plan.lost("b1")
+    assert plan.ask("b2", "b") == 0
+
+
 @settings(deadline=None)
 @given(st.data(), st.integers(0, 12), st.integers(1, 4))
 def test_every_chunk_comes_once_whatever_the_lanes_do(data, chunks, lanes):
@@ -30,7 +40,7 @@ def test_every_chunk_comes_once_whatever_the_lanes_do(data, chunks, lanes):
         lane = data.draw(st.sampled_from(sorted(alive)))
         act = data.draw(st.sampled_from(["answer", "die"] if lane in busy else ["ask", "die"]))
         if act == "ask":
-            chunk = plan.ask(lane)
+            chunk = plan.ask(lane, lane)
             if chunk is not None:
                 assert chunk not in arrived
                 busy[lane] = chunk
