@@ -192,6 +192,11 @@ node_options = joined(
             help="Continue in another swarm from a checkpoint, or from the newest one of a node's folder.",
         ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
+        click.option(
+            "--lag",
+            metavar="STEPS|auto",
+            help="Steps that this node's exchanges may take while it trains on; 0: wait for each.  [default: the swarm's]",
+        ),
     ),
     rank_options,
     network_options,
@@ -251,12 +256,15 @@ def outer_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def node_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted settings of all options of ``shoal up`` and ``shoal join``; None and empty values change nothing."""
+    from shoal.node.config.settings import assignment
+
     names = (
         "name", "device", "gpus", "parallel", "max_restarts", "relay", "folder", "identity", "threads", "resume", "resume_from",
         "slow_on_device",
     )  # fmt: skip
     return {
         **{f"node.{name}": flags[name] for name in names},
+        "node.lag": None if flags["lag"] is None else assignment(f"lag={flags['lag']}")[1],
         "node.listen": list(flags["listen"]) or None,
         "node.announce": list(flags["announce"]) or None,
         "node.bootstrap": list(flags["bootstrap"]) or None,

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
@@ -26,7 +26,7 @@ from shoal.node.config.rl import RLSettings
 from shoal.node.config.train import TrainTable
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest.outer import Lag, OuterSettings
 from shoal.swarm.manifest.verify import VerifySettings
 
 if sys.version_info >= (3, 11):
@@ -125,6 +125,11 @@ class NodeSettings(_Table, RankSettings):
     slow_on_device: bool = Field(
         default=False, description="Keep the slow weights on the device: faster, for 4 to 8 bytes of its memory a parameter."
     )
+    lag: Lag = Field(
+        default=None,
+        description="Lag of this node's exchanges in place of the swarm's outer.lag: inner steps, 0 to wait for each exchange, or "
+        "auto. Peers may differ. By default the swarm's.",
+    )
     data: str = Field(default="", description=DATA)
     shard: str | None = Field(
         default=None, description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one."
@@ -200,13 +205,6 @@ class NodeSettings(_Table, RankSettings):
     def _project(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
             raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
-        return value
-
-    @field_validator("offload")
-    @classmethod
-    def _one_place(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is not None and info.data.get("slow_on_device"):
-            raise ValueError("slow_on_device keeps the same weights on the device: set one of the two")
         return value
 
     @field_validator("shard")

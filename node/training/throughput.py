@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.node.training.peaks import peak_of
 from shoal.swarm.training.outer_factory import StepRate
@@ -34,8 +35,6 @@ class FlopCount:
     """The one whose block is being run, by any thread: a GPU's backward pass has a thread of its own."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode  # only where a device's peak is known
-
         self.flops = 0
         self._mode = FlopCounterMode(display=False)
 

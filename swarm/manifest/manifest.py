@@ -6,7 +6,7 @@ import base64
 import hashlib
 from typing import Annotated, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -49,7 +49,9 @@ class Manifest(Message):
     task_options: dict[OptionName, Option] = Field(
         default_factory=dict, max_length=32, description="Options of the task that are the same on all peers."
     )
-    outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
+    outer: Annotated[OuterSettings, AfterValidator(OuterSettings.in_manifest)] = Field(
+        default_factory=lambda: OuterSettings().in_manifest(), description="The outer optimizer."
+    )
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
     verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
     terms: Terms | StretchTerms | None = Field(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -23,13 +24,24 @@ MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
 KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
 """Settings that are arguments of the methods' factories."""
-LAGS = {"noloco": 0, "local": 0, "gasloc": 0, "streaming": 1, "decoupled": 2}
-"""The lag of methods where none is set."""
 LATER = ("optimizer", "lr", "weight_decay", "schedule", "warmup", "clip")
 """Settings of training that the first manifests did not have."""
+DEFAULT_LAG: int | Literal["auto"] = 0
+"""Lag of a method with a partner in a new swarm whose creator gives none: 0 waits for each exchange, "auto" overlaps them."""
+MAX_STEPS = 1_000_000
 
 Unit = Literal["steps", "tokens", "seconds"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def _lag(value: object) -> object:
+    """Check by hand: of a union of types each would have an error of its own."""
+    if value is None or value == "auto" or (type(value) is int and 0 <= value <= MAX_STEPS):
+        return value
+    raise ValueError(f"it should be auto, or a whole number from 0 to {MAX_STEPS}")
+
+
+Lag = Annotated[int | Literal["auto"] | None, BeforeValidator(_lag)]
 
 
 def parse_round(text: str) -> tuple[Unit, float | None]:
@@ -67,7 +79,7 @@ class OuterSettings(BaseModel):
     """Settings of the outer optimizer: when peers exchange, and what they do with the mean.
 
     A knob that is None has the method's own default (`shoal.optim.METHODS`), which `resolved` writes out; a knob that the method
-    does not have is refused.
+    does not have is refused. A ``lag`` of None is "auto", but ``DEFAULT_LAG`` for a method with a partner and no fragments.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -79,7 +91,7 @@ class OuterSettings(BaseModel):
         "decoupled, eager, co2, sparseloco or sparta (averages over everyone), or none (trains alone).",
     )
     every: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="Inner steps in a round, between two exchanges of the same weights."
+        default=None, ge=1, le=MAX_STEPS, description="Inner steps in a round, between two exchanges of the same weights."
     )
     round: RoundSetting = Field(
         default="steps",
@@ -92,10 +104,15 @@ class OuterSettings(BaseModel):
         default=None, ge=0, le=10, description="noloco: pull towards the partner's slow weights; not given, it equals lr."
     )
     fragments: int | None = Field(
-        default=None, ge=1, le=1024, description="streaming, decoupled: parts of the model, by layer, sent one after another."
+        default=None,
+        ge=1,
+        le=1024,
+        description="noloco, local, gasloc, streaming, decoupled: parts of the model, by layer, sent one after another.",
     )
-    lag: int | None = Field(
-        default=None, ge=0, le=1_000_000, description="streaming, decoupled: inner steps between sending a part and applying it."
+    lag: Lag = Field(
+        default=None,
+        description="noloco, local, gasloc, streaming, decoupled: inner steps between sending a part and applying its mean: a "
+        "number below every, 0 to wait for each exchange, or auto (each node finds the least that its exchanges need).",
     )
     mix: float | None = Field(
         default=None,
@@ -183,6 +200,7 @@ class OuterSettings(BaseModel):
             if getattr(self, knob) is not None and knob not in method.knobs:
                 able = ", ".join(methods_with(knob))
                 raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
+        self._fits_the_round()
         if self.codec is not None:
             method.check_codec(codec_named(self.codec))
         wanted = {"clipped-gossip": "pair", "centered-clip": "everyone"}.get(self.robust, method.group)
@@ -196,6 +214,41 @@ class OuterSettings(BaseModel):
                 f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave out robust, or take topk2"
             )
         return self
+
+    def _fits_the_round(self) -> None:
+        overlap = self.overlap()
+        if not overlap:
+            return
+        fragments, lag, every = overlap["fragments"], overlap["lag"], self._every
+        if fragments > every:
+            raise ValueError(
+                f"a round of {every} steps has no room for {fragments} fragments: choose fewer fragments, or a longer every"
+            )
+        if lag != "auto" and lag >= every:
+            raise ValueError(
+                f"a lag of {lag} steps does not fit into a round of {every}: choose a shorter lag, auto, or a longer every"
+            )
+
+    @property
+    def _every(self) -> int:
+        from shoal.optim import method_named
+
+        return int(self.every or method_named(self.method).knobs["every"])
+
+    def overlap(self) -> dict[str, Any]:
+        """Return ``fragments`` and ``lag`` with their defaults; nothing if the method has none."""
+        from shoal.optim import method_named
+        from shoal.optim.methods.optimizers import OVERLAPPED
+
+        method = method_named(self.method)
+        if "lag" not in method.knobs:
+            return {}
+        pair, lag = method.group == "pair", self.lag
+        if lag is None:
+            lag = DEFAULT_LAG if pair and self.fragments in (None, 1) else "auto"
+        usual = OVERLAPPED if pair else method.knobs["fragments"]
+        fragments = 1 if pair and lag == 0 else min(usual, self._every)  # each has a step of its own
+        return {"fragments": self.fragments or fragments, "lag": lag}
 
     @property
     def weighing(self) -> Literal["equal", "tokens", "rate"]:
@@ -211,13 +264,20 @@ class OuterSettings(BaseModel):
         uneven = self.round.startswith("seconds") and method.weights == "equal"
         return self.weights or ("tokens" if uneven else method.weights)
 
-    def knobs(self) -> dict[str, int | float]:
-        """Return the method's knobs that are set."""
-        return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None}
+    def knobs(self) -> dict[str, int | float | str]:
+        """Return the method's knobs that are set, and its ``overlap``."""
+        return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None} | self.overlap()
 
-    def overlap(self) -> dict[str, int]:
-        """Return the lag if it is not set."""
-        return {"lag": LAGS[self.method]} if self.lag is None and self.method in LAGS else {}
+    def in_manifest(self) -> OuterSettings:
+        """Return what a manifest with these settings means.
+
+        Manifests of earlier versions have no fragments and no lag for methods with a partner, whose exchanges were waited for.
+        """
+        from shoal.optim import method_named
+
+        if method_named(self.method).group != "pair" or not self.overlap():
+            return self
+        return self.model_copy(update={"fragments": self.fragments or 1, "lag": 0 if self.lag is None else self.lag})
 
     def resolved(self) -> OuterSettings:
         """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
@@ -225,8 +285,7 @@ class OuterSettings(BaseModel):
 
         method = method_named(self.method)
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
-        own |= self.overlap() | self.knobs()
-        return self.model_copy(update=own | {"codec": self.codec or method.codec.name, "weights": self.weighing})
+        return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing})
 
 
 class TrainSettings(BaseModel):

@@ -63,7 +63,6 @@ def make_outer(
             slow_device=slow_device,
             length=length,
             on_round=on_round,
-            **settings.overlap(),
             **settings.knobs(),
             **options,
         )

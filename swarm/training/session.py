@@ -281,8 +281,9 @@ def create(
     """
     params, node, key = parameters_of(state), _name(node), _identity(identity)
     sealed = new_swarm(
-        key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer
-    )
+        key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
+        by_layer=isinstance(state, nn.Module),
+    )  # fmt: skip
     membership = members.create(key, sealed, network or NetworkOptions())
     return _session(membership, state, params, node, first=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from shoal.optim.exchange.base import NoPartner
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.payload import float32_digest
 from shoal.swarm.identity import Identity
@@ -30,9 +30,6 @@ from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.envelope import seal
-
-if TYPE_CHECKING:
-    from shoal.swarm.exchange.group.exchange import GroupExchange
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""
@@ -77,10 +74,16 @@ def new_swarm(
     shards: int,
     invite_only: bool,
     outer: dict[str, object],
+    by_layer: bool = True,
 ) -> bytes:
-    """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used."""
+    """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used.
+
+    ``by_layer``: the model can be cut into fragments; else it is sent as one, if ``outer`` has no number of them.
+    """
     try:
         settings = OuterSettings.model_validate(outer).resolved()
+        if not by_layer and settings.overlap() and outer.get("fragments") is None:
+            settings = settings.model_copy(update={"fragments": 1})
         if settings.method == "none":
             raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
         manifest = Manifest(

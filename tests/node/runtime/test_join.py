@@ -3,10 +3,11 @@
 import pytest
 
 from shoal.node.cli.main import cli
-from shoal.node.cli.options import computing_overrides
+from shoal.node.cli.options import computing_overrides, node_overrides
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train import OwnTraining, TrainTable
 from shoal.node.runtime.join import choose_shard, new_manifest, own_data, swarm_settings, task_label
+from shoal.node.runtime.make_trainer import with_own_lag
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError
 from shoal.swarm.identity import Identity
@@ -160,3 +161,39 @@ def test_with_nobody_else_peers_choose_differently_but_each_always_the_same():
     chosen = [choose_shard(settings, swarm, {}, peer).index for peer in peers]
     assert set(chosen) == {0, 1, 2, 3}
     assert chosen == [choose_shard(settings, swarm, {}, peer).index for peer in peers]
+
+
+def test_a_nodes_own_lag_is_in_no_manifest_and_replaces_the_swarms():
+    swarms = {"outer.lag": "auto", "outer.fragments": 3}
+    theirs = manifest(**swarms, **{"node.lag": 7})
+    assert theirs.outer == manifest(**swarms).outer
+    assert (theirs.outer.fragments, theirs.outer.lag) == (3, "auto")
+    for own in (7, 0, "auto"):
+        settings = with_own_lag(swarm_settings(load(None, {"node.lag": own}), theirs))
+        assert settings.outer.knobs() == theirs.outer.knobs() | {"lag": own}
+    unchanged = swarm_settings(load(None, {}), theirs)
+    assert with_own_lag(unchanged) == unchanged
+    # The first node's own trainer cuts the model as its manifest says, which blocks here.
+    first = with_own_lag(load(None, {"outer.lag": 0, "node.lag": "auto"}))
+    assert (first.outer.fragments, first.outer.lag) == (1, "auto")
+
+
+@pytest.mark.parametrize(
+    ("swarm", "words"),
+    [
+        ({"outer.every": 7, "outer.lag": "auto"}, "a lag of 7 steps does not fit into a round of 7: choose a shorter lag"),
+        ({"outer.method": "diloco"}, "the method 'diloco' has no lag: leave it out"),
+    ],
+)
+def test_an_own_lag_that_does_not_fit_the_swarm_is_one_sentence(swarm, words):
+    settings = swarm_settings(load(None, {"node.lag": 7}), manifest(**swarm))
+    with pytest.raises(ConfigError, match=rf"^The setting node\.lag=7 cannot be used in this swarm: {words}.*\.$"):
+        with_own_lag(settings)
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("0", 0), ("auto", "auto")])
+def test_the_flag_of_an_own_lag(text, value):
+    for command, first in (("join", ["shoal://x"]), ("up", [])):
+        context = cli.commands[command].make_context(command, [*first, "--lag", text])
+        assert node_overrides(context.params)["node.lag"] == value
+        assert node_overrides(cli.commands[command].make_context(command, first).params)["node.lag"] is None

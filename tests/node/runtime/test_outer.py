@@ -9,6 +9,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.cli.main import demo, up
+from shoal.node.config.settings import ConfigError, load
 from shoal.node.task import Shard, Task, tokens_in
 from shoal.node.training.trainer import Trainer
 from shoal.optim import (
@@ -99,7 +100,8 @@ def test_settings_not_given_are_the_methods_own(name):
     torch.manual_seed(0)
     task = Layers()
     model = task.model()
-    theirs = method_named(name).make(task.inner_optimizer(model.parameters()), Alone(), model=model)
+    overlap = OuterSettings(method=name).overlap()  # what a swarm begins with may differ from what a loop of one's own does
+    theirs = method_named(name).make(task.inner_optimizer(model.parameters()), Alone(), model=model, **overlap)
     written = OuterSettings(method=name).resolved().model_dump_json()  # as in a manifest
     resolved = made(OuterSettings.model_validate_json(written))
     for opt in (ours, resolved):
@@ -226,15 +228,27 @@ def test_a_round_without_a_step_has_no_loss():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (OuterSettings(method="streaming", every=4, lag=4), "for 'streaming': lag must be at least 0 and below every"),
-        (OuterSettings(method="decoupled", every=2), "for 'decoupled': fragments must be between 1 and every"),
+        ({"method": "streaming", "every": 4, "lag": 4}, r"a lag of 4 steps does not fit into a round of 4: choose a shorter lag"),
+        ({"method": "noloco", "lag": 50}, r"a lag of 50 steps does not fit into a round of 50"),
+        ({"method": "decoupled", "every": 2, "fragments": 3}, r"a round of 2 steps has no room for 3 fragments: choose fewer"),
+        ({"lag": "never"}, r"outer\.lag='never' cannot be used: it should be auto, or a whole number from 0 to 1000000"),
+        (
+            {"method": "diloco", "lag": 3},
+            r"the method 'diloco' has no lag: leave it out, or choose one that has it \(noloco, local,",
+        ),
+        ({"method": "none", "lag": 0}, r"the method 'none' has no lag"),
     ],
 )
 def test_what_does_not_go_together_is_said_in_one_sentence(settings, words):
-    with pytest.raises(OuterError, match=words) as caught:
-        made(settings)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(None, {f"outer.{name}": value for name, value in settings.items()})
     assert str(caught.value).count("\n") == 0
     assert str(caught.value).endswith(".")
+
+
+def test_what_shows_only_with_the_model_is_said_in_one_sentence():
+    with pytest.raises(OuterError, match=r"^The outer settings cannot be used for 'noloco': .*\.$"):
+        made(OuterSettings().model_copy(update={"lag": -1}))
 
 
 def test_there_are_never_more_fragments_than_layers():

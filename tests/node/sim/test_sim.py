@@ -115,7 +115,8 @@ def test_nets_churn_and_sizes_are_read():
     [
         {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
         {"growth": "1,2"}, {"growth": "some"}, {"overrides": {"outer.method": "nope"}}, {"overrides": {"outer.mix": 0.3}},
-        {"overrides": {"outer.method": "streaming", "outer.every": 2}},
+        {"overrides": {"outer.lag": 50}},
+        {"overrides": {"outer.method": "streaming", "outer.every": 2, "outer.fragments": 3}},
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_told_in_one_sentence(options):

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import outer as outer_settings
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.manifest.outer import LATER, OuterSettings, TrainSettings
 from shoal.swarm.wire.envelope import pack, seal
@@ -93,6 +94,13 @@ def test_another_protocol_is_named():
         {"outer": {"codec": "sign"}},
         {"outer": {"codec": "int8+ef:" + "9" * 60}},
         {"outer": {"fragments": 1025}},
+        {"outer": {"fragments": 3, "every": 2}},
+        {"outer": {"method": "diloco", "lag": 1}},
+        {"outer": {"lag": 50}},
+        {"outer": {"lag": -1}},
+        {"outer": {"lag": "often"}},
+        {"outer": {"lag": 1.0}},
+        {"outer": {"lag": True}},
         {"outer": {"max_group": 1}},
         {"outer": {"max_group": 64}},  # a group has 64 at most, and one of several may be larger by one
         {"outer": {"unknown": 1}},
@@ -119,6 +127,60 @@ def test_the_largest_manifest_fits_a_reply():
     assert len(seal(manifest(task_options=options), ME)) < 48 * 1024
     with pytest.raises(MessageError, match="make it smaller"):
         pack(manifest(task_options=dict.fromkeys(options, "\U0001f41f" * 1024)))
+
+
+PAIRS = pytest.mark.parametrize("method", ["noloco", "local", "gasloc"])
+
+
+@PAIRS
+@pytest.mark.parametrize("default", [0, "auto"])
+def test_a_manifest_of_before_overlap_waits_for_each_exchange(method, default, monkeypatch):
+    """Whatever the default is now, and its signature holds: it is over the bytes that came."""
+    monkeypatch.setattr(outer_settings, "DEFAULT_LAG", default)
+    fields = manifest().model_dump()
+    fields["outer"] |= {"method": method, "fragments": None, "lag": None}
+    for name in ("fragments", "lag"):
+        for outer in (fields["outer"], {key: value for key, value in fields["outer"].items() if key != name}):
+            payload = msgpack.packb(["manifest", 1, {**fields, "outer": outer}])
+            sealed = msgpack.packb([ME.peer_id, payload, ME.sign("shoal/manifest/1", payload)])
+            got = open_manifest(sealed, swarm_id(sealed)).outer
+            assert (got.fragments, got.lag) == (1, 0)
+            assert {"fragments": 1, "lag": 0}.items() <= got.knobs().items() <= got.resolved().knobs().items()
+
+
+def test_a_manifest_of_before_keeps_the_lag_that_it_has():
+    for method, had in (("streaming", {"fragments": 3, "lag": 2}), ("decoupled", {"fragments": 24, "lag": 2})):
+        got = open_manifest(seal(manifest(outer={"method": method, **had}), ME)).outer
+        assert had.items() <= got.knobs().items()
+    for method in ("diloco", "none", "sparta"):
+        assert not {"fragments", "lag"} & open_manifest(seal(manifest(outer={"method": method}), ME)).outer.knobs().keys()
+
+
+@PAIRS
+@pytest.mark.parametrize(
+    ("default", "given", "fragments", "lag"),
+    [
+        (0, {}, 1, 0),
+        ("auto", {}, 4, "auto"),
+        ("auto", {"every": 3}, 3, "auto"),  # each fragment has a step of its own
+        ("auto", {"lag": 0}, 1, 0),
+        ("auto", {"fragments": 1}, 1, "auto"),
+        (0, {"lag": "auto"}, 4, "auto"),
+        (0, {"lag": 7}, 4, 7),
+        (0, {"fragments": 2}, 2, "auto"),
+        (0, {"fragments": 1}, 1, 0),
+        (0, {"fragments": 2, "lag": 0}, 2, 0),
+    ],
+)
+def test_a_new_manifest_has_fragments_and_lag_written_out(method, default, given, fragments, lag, monkeypatch):
+    monkeypatch.setattr(outer_settings, "DEFAULT_LAG", default)
+    settings = OuterSettings(method=method, **given)
+    written = settings.resolved()
+    assert (written.fragments, written.lag) == (fragments, lag)
+    assert settings.knobs().items() <= written.knobs().items()  # this node trains as the manifest says
+    sealed = seal(manifest(outer=written), ME)
+    monkeypatch.setattr(outer_settings, "DEFAULT_LAG", "auto" if default == 0 else 0)
+    assert open_manifest(sealed).outer == written
 
 
 def test_settings_that_came_later_are_written_only_where_they_are_set():
