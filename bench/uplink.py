@@ -2,13 +2,15 @@
 
 Each node is a process in a network namespace of its own, and a `tc tbf` shapes what it sends: --mbit, and a buffer of --buffer
 seconds that fills before anything is dropped, as in a home modem. Computing is a timed wait. Both train --mb of weights; the time
-of a round is --busy of it spent sending: .8 means that the exchanges take 80 % of the link. One line of JSON: the rounds with a
+of a round is --busy of it spent sending: .8 means that the exchanges take 80 % of the link. Each node's buffer is looked at
+twice a second: bytes in it delay every message. One line of JSON: the rounds with a
 partner among all, the seconds of computing and waiting, and for each node which rounds went alone. Needs root on Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -87,16 +89,20 @@ def make(names: list[str], mbit: float, buffer: float) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run both nodes to their last round."""
     layers = max(round(options.mb * 1e6 / 250_000), 1)
-    sends = options.mb * 8 / options.mbit * (2 if options.method == "noloco" else 1)  # noloco sends two models
-    round_s = sends / options.busy if options.method != "noloco" else options.compute
+    sends = options.mb * 8 / options.mbit  # seconds of a round's bytes
+    # Where training waits for the exchange, it computes for the rest of the time.
+    overlaps = options.method == "streaming" or bool(options.lag)
+    round_s = sends / options.busy if overlaps or options.method == "diloco" else sends / options.busy - sends
     outer: dict[str, Any] = {"method": options.method, "every": STEPS}
-    if options.method == "streaming":
-        outer |= {"fragments": options.fragments, "lag": STEPS // options.fragments - 1}
+    if overlaps:
+        lag = options.lag or str(STEPS // options.fragments - 1)
+        outer |= {"fragments": options.fragments, "lag": int(lag) if lag.isdigit() else lag}
     setup = {"layers": layers, "outer": outer, "step_s": round_s / STEPS, "rounds": options.rounds, "upload": options.upload,
              "verbose": options.verbose}  # fmt: skip
     names = [f"uplink-{os.getpid()}-{number}" for number in range(2)]
     nodes: list[subprocess.Popen[str]] = []
     lines: list[list[dict[str, Any]]] = [[], []]
+    queues: list[float] = []
     began = time.monotonic()
     try:
         make(names, options.mbit, options.buffer)
@@ -112,6 +118,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 link = json.loads(output.readline())["link"]
             readers.append(threading.Thread(target=_read, args=(output, lines[number], options.verbose, number), daemon=True))
             readers[-1].start()
+        watch = threading.Thread(target=_watch, args=(names, nodes, options.mbit, queues), daemon=True)
+        watch.start()
         for process in nodes:
             process.wait(JOIN_S + options.rounds * 4 * (round_s + sends))
         for reader in readers:
@@ -127,8 +135,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "method": options.method, "mbit": options.mbit, "mb": options.mb, "busy": options.busy, "upload": options.upload,
         "paired": sum(line["members"] > 1 for line in counted), "rounds": len(counted),
         "alone": [[line["round"] for line in seen if line.get("members", 2) < 2] for seen in lines],
+        "lag": options.lag, "queue_s": {name: round(_at(queues, part), 3) for name, part in (("median", 0.5), ("p99", 0.99))},
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
+
+
+def _watch(names: list[str], nodes: list[subprocess.Popen[str]], mbit: float, queues: list[float]) -> None:
+    """Note for how long a packet would wait in each modem's buffer, until a node ends."""
+    while all(process.poll() is None for process in nodes):
+        for name in names:
+            shown = subprocess.run(["tc", "-n", name, "-s", "-j", "qdisc", "show", "dev", "up0"], capture_output=True, check=False)
+            with contextlib.suppress(ValueError, IndexError, KeyError):
+                queues.append(json.loads(shown.stdout)[0]["backlog"] / (mbit * 125_000))
+        time.sleep(0.5)
+
+
+def _at(values: list[float], part: float) -> float:
+    return sorted(values)[int(part * (len(values) - 1))] if values else 0.0
 
 
 def _read(output: Any, lines: list[dict[str, Any]], verbose: bool, number: int) -> None:
@@ -144,9 +167,9 @@ def main() -> int:
     parser.add_argument("--buffer", type=float, default=1.0, help="seconds of bytes that the modem holds")
     parser.add_argument("--mb", type=float, default=3.0, help="megabytes of weights")
     parser.add_argument("--method", choices=["noloco", "diloco", "streaming"], default="streaming")
-    parser.add_argument("--fragments", type=int, default=2, help="streaming: parts of the model")
-    parser.add_argument("--busy", type=float, default=0.8, help="streaming, diloco: part of the time that the link is to be in use")
-    parser.add_argument("--compute", type=float, default=5.0, help="noloco: seconds of computing in a round")
+    parser.add_argument("--fragments", type=int, default=2, help="streaming, and noloco with a lag: parts of the model")
+    parser.add_argument("--lag", default="", help="inner steps, or auto; noloco without it waits for each exchange")
+    parser.add_argument("--busy", type=float, default=0.8, help="part of the time that the link is to be in use")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--upload", type=float, default=0.0, help="limit of both nodes, Mbit/s; 0: none")
     parser.add_argument("--verbose", action="store_true", help="show rounds as they end")
