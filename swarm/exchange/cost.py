@@ -24,6 +24,7 @@ LOOP = 0.003  # of the computing time: what the loop costs a node without any ex
 WIRE = 1.013  # bytes on the wire for each byte of payload
 MARGIN = 1.25  # lag over what an exchange takes
 ALL_REDUCED = 4  # members from which a group all-reduces plain floats
+BUSY = 0.8  # of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
 GOOD = 0.97  # utilisation that a user need not improve
 FLOAT32 = 4  # bytes
 
@@ -133,6 +134,13 @@ def forecast(work: Work, line: Line) -> Forecast:
     busy = computing * (1 + LOOP) + (AT_HAND * FLOAT32 * work.params if moved else 0.0)
     round_s = busy + waiting
     return Forecast(computing / round_s, round_s, takes, lag, moved, moved / line.rate <= computing)
+
+
+def every_that_fits(every: int, needed: float, rate: float, busy: float = BUSY) -> int:
+    """Return the inner steps of a round with which what rounds of ``every`` steps need, ``needed`` bytes a second of computing,
+    takes ``busy`` of a link that carries ``rate``.
+    """
+    return math.ceil(every * needed / (busy * rate))
 
 
 def least_every(work: Work, line: Line, wanted: float = GOOD, most: int = 1_000_000) -> int | None:

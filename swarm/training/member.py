@@ -70,7 +70,7 @@ class TrainingMember:
         self._membership, self._opt, self._screen, self._clock = membership, opt, screen, clock
         self._name, self._model, self._shard, self._publisher = name, model, shard, publisher
         self.exchange = exchange
-        self.lag_report = LagReport(opt)
+        self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
@@ -148,7 +148,7 @@ class TrainingMember:
         report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd)
         self._sent, self._received, self._waited, self._odd = traffic.sent, traffic.received, waited, odd
         self.self_report.waited(wait_s)
-        self.lag_report.on_round(info, wait_s)
+        self.lag_report.on_round(info, wait_s, report.sent)
         return report
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:

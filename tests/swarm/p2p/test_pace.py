@@ -8,6 +8,7 @@ import pytest
 
 from shoal.swarm.p2p import rate_limit
 from shoal.swarm.p2p.rate_limit import FIRST, LEAST, Echo, Pacer
+from shoal.swarm.p2p.stream import TrafficMeter
 from shoal.swarm.sim.clock import VirtualLoop
 
 MBIT, MB = 125_000, 1_000_000
@@ -262,3 +263,33 @@ def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(
             assert pace.window < rate_limit.UNPACED
 
     loop.run_until_complete(work())
+
+
+def test_the_rate_of_bulk_counts_the_time_in_which_some_is_sent(loop):
+    net = Net(loop, 8, 0.02)
+    meter = TrafficMeter(None, net.pacer, loop.time)
+
+    async def bulk(nbytes, seconds, after):
+        await asyncio.sleep(after)
+        with meter.pace("b", nbytes):
+            await asyncio.sleep(seconds)
+            meter.sent += nbytes
+
+    async def work():
+        assert meter.rate() is None
+        await asyncio.gather(bulk(MB, 2.0, 0.0), bulk(MB, 3.0, 1.0))  # four seconds with bulk
+        assert meter.rate() is None  # too short to tell
+        meter.sent += 5 * MB  # without bulk
+        await asyncio.gather(bulk(2 * MB, 4.0, 100.0), asyncio.sleep(150))
+        assert meter.rate() == pytest.approx(4 * MB / 8)
+        going = asyncio.ensure_future(bulk(8 * MB, 9.0, 0.0))
+        await asyncio.sleep(4)
+        meter.sent += MB
+        assert meter.rate() == pytest.approx(5 * MB / 12)
+        await going
+        with meter.pace("b", 10):
+            await asyncio.sleep(100)
+        assert meter.rate() == pytest.approx(13 * MB / 17)
+
+    run(loop, net, work())
+    assert TrafficMeter().rate() is None

@@ -60,3 +60,37 @@ def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
     for _ in range(2 * FULL):
         over(report)
     assert report.events() == []
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):
+    """Return the sentences of a node with rounds of 40 steps that waits for each exchange."""
+    clock = Clock()
+    opt = SimpleNamespace(lag=lag, lag_auto=False, schedule=SimpleNamespace(every=40), shapes=[(250, 250), (500,)])
+    report, found = LagReport(opt, lambda: rate, clock), []
+    for number in range(count):
+        report.on_round(RoundInfo(RoundKey("run", number, 0), ("a", "b"), 40 * number, lag, False), wait_s, sent)
+        clock.now += computing_s + wait_s
+        found += report.events()
+    return found
+
+
+def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_fit():
+    (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL)
+    assert "carries 1 Mbit/s, but these settings send 2.4 Mbit/s" in sentence
+    assert "rounds of 120 inner steps (outer.every, now 40)" in sentence  # 24 s of bytes in 30 s of computing: 80 %
+    assert "`shoal plan --params 63000 --mbit 1 --step 0.25`" in sentence
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}],
+)
+def test_a_link_that_carries_them_or_is_not_known_is_not_named(harmless):
+    assert rounds(**{"rate": 125_000.0, "wait_s": 24.0, "sent": 3_000_000} | harmless) == []

@@ -24,7 +24,7 @@ class Recorder:
 
 @pytest.fixture
 def world():
-    calls, traffic, waits = [], SimpleNamespace(sent=100, received=50), []
+    calls, traffic, waits = [], SimpleNamespace(sent=100, received=50, rate=lambda: None), []
     details = {"wait_s": 0.5}
     report = SimpleNamespace(waited=waits.append, details=lambda: details)
     rejected = []
