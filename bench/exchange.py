@@ -4,7 +4,8 @@ Ours is the whole of a round: copy and digest of the tensors, finding the partne
 daemons, verification, confirm, mean. Raw TCP moves the same bytes both ways and does nothing else, by asyncio's streams with
 their defaults (bench/_contenders.py says what is faster). "hivemind" is a whole ``step`` of its DecentralizedAverager, finding
 the partner included, "allreduce" the same without that. The contenders take turns, so that a change of the machine's pace meets
-all of them; one turn of each is thrown away, the median of the others counts.
+all of them; one turn of each is thrown away, the median of the others counts. Processor seconds are those of both ends with all
+that they forked, daemons too: on a machine that does other work as well they say more than the clock does.
 """
 
 from __future__ import annotations
@@ -80,6 +81,17 @@ class Process:
             raise BenchError(f"the process {self.name} died: its messages above say why.")
         return dict(json.loads(line))
 
+    def processor_seconds(self) -> float:
+        """Seconds that it and all that it forked have computed so far, those that have ended left out."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            itself = psutil.Process(self.process.pid)
+            for process in (itself, *itself.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
     def close(self) -> None:
         """Let it end by itself, then make sure that it and all that it forked are gone."""
         try:
@@ -106,6 +118,7 @@ class Contender:
         self.ends: list[Process] = []
         self.peak = 0.0  # most megabytes that one end held during the exchanges of the present size
         self.before = 0.0  # and before them, tensors included
+        self.computed: list[float] = []  # processor seconds of each of them, by both ends
 
     def begin(self) -> None:
         self.ends.append(Process(self.kind, 0))
@@ -123,14 +136,16 @@ class Contender:
         for _ in range(ATTEMPTS if self.kind != "ours" else 1):
             self.turn(mb)
             if all(end["right"] for end in self._all([{"do": "check"}] * 2)):
-                self.peak = 0.0
+                self.peak, self.computed = 0.0, []
                 return True
         return False
 
     def turn(self, mb: int) -> float:
         """Seconds of one exchange: both ends are ready, both are told to go, the slower one counts."""
         ready = self._all([{"do": "prepare", "mb": mb}] * 2)
+        began = sum(end.processor_seconds() for end in self.ends)
         done = self._all([{"do": "go"}] * 2)
+        self.computed.append(sum(end.processor_seconds() for end in self.ends) - began)
         if self.peak == 0.0:
             self.before = max(end["before"] for end in ready) / 1e6
         self.peak = max(self.peak, *(end["peak"] / 1e6 for end in done))
@@ -157,6 +172,7 @@ def measure(sizes: list[int], rivals: list[str], repeats: int) -> list[dict[str,
                 for contender in right:
                     seconds[contender.kind].append(contender.turn(mb))
             rows.append(row(mb, seconds, contenders[0]))
+            rows[-1]["processor_seconds"] = {each.kind: round(statistics.median(each.computed), 3) for each in right}
     finally:
         for contender in contenders:
             contender.close()

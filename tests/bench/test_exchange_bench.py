@@ -47,6 +47,7 @@ def test_json_has_a_row_per_size_and_nothing_is_left_behind() -> None:
     assert row["seconds"] > 0
     assert row["tcp_seconds"] > 0
     assert row["ratio_tcp"] == pytest.approx(row["tcp_seconds"] / row["seconds"], rel=0.05, abs=1e-3)
+    assert set(row["processor_seconds"]) == {"ours", "tcp"}
     assert row["hivemind_seconds"] is None
     assert row["ratio_hivemind"] is None
     assert row["peak_rss_mb"] >= row["before_rss_mb"] > 0
