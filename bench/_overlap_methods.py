@@ -20,6 +20,8 @@ from bench._pace import PacedModel
 
 PATIENCE = 120.0  # seconds for one exchange, or for a library to find its peers
 SWARM = "a" * 52
+PAIRS = {"noloco", "noloco-blocking"}
+IN_FRAGMENTS = {"noloco", "streaming"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Setup:
     layers: int
     width: int
     fragments: int
-    lag: int
+    lag: int | None
+    """Inner steps that an exchange of ours may take; None: what each node finds."""
     earlier: list[dict[str, Any]]
     """``address`` of the nodes that were started before, in order."""
 
@@ -94,7 +97,7 @@ class Alone(Method):
 
 
 class Ours(Method):
-    """A host with its daemon and an exchange over it: by pairs for NoLoCo, else among all."""
+    """A host with its daemon and an exchange over it: by pairs for NoLoCo, else among all. Settings are the methods' defaults."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -129,9 +132,9 @@ class Ours(Method):
 
         context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: self.members)
         timeouts = ExchangeTimeouts(30.0, 15.0, PATIENCE)
-        if self.setup.method == "noloco":
-            return PairExchange(context, timeouts)
-        fragments = self.setup.fragments if self.setup.method == "streaming" else 1
+        fragments = self.setup.fragments if self.setup.method in IN_FRAGMENTS else 1
+        if self.setup.method in PAIRS:
+            return PairExchange(context, timeouts, fragments=fragments)
         return GroupExchange(context, timeouts, fragments=fragments)
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
@@ -139,10 +142,13 @@ class Ours(Method):
 
         every = self.setup.every
         options: dict[str, Any] = {"run": SWARM, "on_round": self._on_round, "model": model}
-        if self.setup.method == "streaming":
-            options |= {"fragments": self.setup.fragments, "lag": self.setup.lag}
+        if self.setup.method in IN_FRAGMENTS:
+            options |= {"fragments": self.setup.fragments} | {"lag": "auto" if self.setup.lag is None else self.setup.lag}
+        if self.setup.method == "noloco-blocking":
+            options |= {"lag": 0}
         makers: dict[str, Callable[..., optim.OuterOptimizer]] = {
             "noloco": optim.NoLoCo,
+            "noloco-blocking": optim.NoLoCo,
             "diloco": optim.DiLoCo,
             "streaming": optim.StreamingDiLoCo,
             "co2": optim.CO2,
@@ -233,7 +239,7 @@ class TorchFt(Method):
         layers = list(model.layers)
         fragments = [nn.ModuleList(layers[number::count]) for number in range(count)]
         outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True, foreach=True) for part in fragments]
-        lag = min(self.setup.lag, self.setup.every // count - 1) if streaming else 0
+        lag = self.setup.every // count - 1 if streaming else 0  # the longest that it accepts
         self.diloco = DiLoCo(
             self.manager, fragments, inner, outer, sync_every=self.setup.every, pin_memory=False, fragment_sync_delay=lag,
             fragment_update_alpha=0.5 if streaming else 0.0,
@@ -309,7 +315,8 @@ KINDS: dict[str, Callable[[Setup], Method]] = {
     "torchft-streaming": TorchFt,
     "hivemind": Hivemind,
     "noloco": Ours,
-    "diloco": Ours,
     "streaming": Ours,
     "co2": Ours,
+    "noloco-blocking": Ours,
+    "diloco": Ours,
 }

@@ -8,15 +8,18 @@ train the same model by one method after the other:
     torchft             torchft's DiLoCo over gloo
     torchft-streaming   the same in fragments, overlapped as far as it goes
     hivemind            hivemind.Optimizer(use_local_updates=True), which averages in the background
-    noloco, diloco      ours, all at once every round
-    streaming, co2      ours, overlapped: in fragments with a lag, and a whole round late
+    noloco, streaming   ours, overlapped: in fragments, with one partner or over everyone, with the lag that each node finds
+    co2                 ours, overlapped: a whole round late
+    noloco-blocking     ours, all at once every round, waited for: with one partner
+    diloco              the same over everyone
 
 Computing is simulated: an inner step, its optimizer included, is a timed wait, as on a machine whose GPU computes while its
 processor is idle (only DDP, which sends them, makes real gradients). utilisation = computing / wall time = 1 - wait / wall, where
-*all* that is not computing counts as waiting: transfers, finding each other, encryption, copies, the outer step. One round warms
-up; what is still in flight at the end is in flight at the beginning, too. As root the links are network namespaces with `tc tbf`
-and a wire in user space for the delay; else relays, which only programs that can announce an address can use: the others are
-skipped.
+*all* that is not computing counts as waiting: transfers, finding each other, encryption, copies, the outer step. All have their
+defaults: ours find their lag, and torchft has the longest that it can have; --lag sets it for ours. --warm rounds come before those
+that are measured, for all methods alike, so that connections are there and lags are found; what is still in flight at the end is in
+flight at the beginning, too. As root the links are network namespaces with `tc tbf` and a wire in user space for the delay; else
+relays, which only programs that can announce an address can use: the others are skipped.
 """
 
 from __future__ import annotations
@@ -42,12 +45,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # called by its pa
 from bench._link import Link, LinkError, Namespaces
 from bench._link_check import check
 from bench._overlap_methods import KINDS, Setup
+from bench._overlap_report import records, tables
+from bench._page import put_into
 from bench._relay import Relays
 from bench.exchange import BenchError, Process
 
 NEEDS = {"torchft": "torchft", "torchft-streaming": "torchft", "hivemind": "hivemind"}
-ANNOUNCES = {"alone", "hivemind", "noloco", "diloco", "streaming", "co2"}  # can be told an address other than the own
+ANNOUNCES = {
+    "alone",
+    "hivemind",
+    "noloco",
+    "noloco-blocking",
+    "diloco",
+    "streaming",
+    "co2",
+}  # can be told an address other than the own
 WIDTH = 1000  # of a layer: a million parameters
+BEGIN, END = "<!-- overlap: begin -->\n", "<!-- overlap: end -->"
 SPARE_S = 90.0  # seconds beyond what a method should take, before it is given up
 
 
@@ -61,8 +75,10 @@ class Plan:
     every: int
     step_s: float
     rounds: int
+    warm: int
     fragments: int
-    lag: int
+    lag: int | None
+    """Of ours, if it is set."""
 
     @property
     def model_bytes(self) -> int:
@@ -75,7 +91,7 @@ class Plan:
     def steps(self, method: str) -> tuple[int, int]:
         """Inner steps to warm up and to measure: whole rounds; for DDP about the same time, if it waits at every step."""
         if method != "ddp":
-            return self.every, self.every * self.rounds
+            return self.every * self.warm, self.every * self.rounds
         most = self.every * self.rounds
         return 2, min(max(round(most * self.step_s / (self.step_s + self.sync_s())), 5), most)
 
@@ -93,7 +109,7 @@ def missing(method: str, link: Link) -> str | None:
 def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
     """One row: all nodes of one method, from their start to their end."""
     warm, steps = plan.steps(method)
-    patience = SPARE_S + 3 * (plan.rounds + 1) * (plan.every * plan.step_s + plan.sync_s())
+    patience = SPARE_S + 3 * max(plan.rounds, plan.warm) * (plan.every * plan.step_s + plan.sync_s())
     limit = str(3 * patience)
     ends: list[Process] = []
     addresses: list[dict[str, Any]] = []
@@ -179,6 +195,15 @@ def make_link(kind: str, nodes: int, mbit: float, delay: int, note: Any) -> Link
         raise BenchError(f"{error}.") from None
 
 
+def flat(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figure of each method at each delay."""
+    return [
+        {"method": row["method"], "delay_ms": at["delay_ms"], "utilisation": row["utilisation"]}
+        for at in found
+        for row in at["rows"]
+    ]
+
+
 def show(found: list[dict[str, Any]], plan: Plan) -> None:
     console = Console(stderr=True, width=132)
     for at in found:
@@ -228,15 +253,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=count, default=10, help="of a million float32 parameters each")
     parser.add_argument("--every", type=count, default=100, help="inner steps of a round")
     parser.add_argument("--step", type=positive, default=100.0, help="milliseconds of an inner step")
-    parser.add_argument("--rounds", type=count, default=3, help="rounds that are measured, after one that is not")
+    parser.add_argument("--rounds", type=count, default=3, help="rounds that are measured")
+    parser.add_argument("--warm", type=count, default=2, help="rounds before those, which are not measured")
     parser.add_argument("--fragments", type=count, default=4, help="of the streaming methods")
-    parser.add_argument("--lag", type=count, default=24, help="inner steps that a fragment may take")
+    parser.add_argument("--lag", type=count, help="inner steps that a fragment of ours may take; else each node finds its own")
     parser.add_argument("--link", choices=("auto", "namespaces", "relay"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing: tables of the last run in such a file")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --report: write them between two comments of a page")
     options = parser.parse_args()
     if options.nodes < 2:
         parser.error("argument --nodes: at least 2 are needed")
-    if options.fragments > min(options.layers, options.every) or options.lag >= options.every:
+    if options.fragments > min(options.layers, options.every) or (options.lag is not None and options.lag >= options.every):
         parser.error("argument --fragments: at most as many as layers and steps of a round; --lag: less than those steps")
     return options
 
@@ -253,9 +281,16 @@ def versions() -> dict[str, str | None]:
 
 def main() -> int:
     options = arguments()
+    if options.report is not None:
+        shown = tables(records(options.report)[-1])
+        if options.into is None:
+            print(shown)
+        else:
+            put_into(options.into, f"{shown}\n", BEGIN, END)
+        return 0
     plan = Plan(
-        options.nodes, options.mbit, options.layers, options.every, options.step / 1000, options.rounds, options.fragments,
-        options.lag,
+        options.nodes, options.mbit, options.layers, options.every, options.step / 1000, options.rounds, options.warm,
+        options.fragments, options.lag,
     )  # fmt: skip
 
     def end(*_: Any) -> None:
@@ -279,7 +314,15 @@ def main() -> int:
     if options.json:
         machine = {"cores": len(os.sched_getaffinity(0)), **versions()}
         plan_json = {**asdict(plan), "model_bytes": plan.model_bytes}
-        print(json.dumps({"plan": plan_json, "delays": found, "machine": machine, "took": round(time.monotonic() - began, 1)}))
+        report = {
+            "bench": "overlap",
+            "date": time.strftime("%Y-%m-%d"),
+            "plan": plan_json,
+            "rows": flat(found),
+            "delays": found,
+            "machine": machine,
+        }
+        print(json.dumps({**report, "took": round(time.monotonic() - began, 1)}))
     return 0
 
 

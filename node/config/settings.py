@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
@@ -78,11 +78,9 @@ class TaskSettings(_Table):
     """Settings of the task."""
 
     hooks: str = Field(
-        default="text",
-        min_length=1,
-        max_length=4096,
+        default="text", min_length=1, max_length=4096,
         description="The task: text or rl (built in), module:Class, or path/file.py:Class.",
-    )
+    )  # fmt: skip
     options: dict[str, int | float | str | bool] = Field(
         default_factory=dict, description="Options of the task, handed to its constructor by name."
     )
@@ -99,15 +97,13 @@ class NodeSettings(_Table, RankSettings):
     name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
     device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, or mps.")
     listen: list[str] = Field(
-        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
-        max_length=8,
+        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"], max_length=8,
         description="Addresses to listen on; port 0 lets the system choose.",
-    )
+    )  # fmt: skip
     announce: list[str] = Field(
-        default_factory=list,
-        max_length=8,
+        default_factory=list, max_length=8,
         description="Addresses to tell other peers, where they differ from those listened on (port forwarding).",
-    )
+    )  # fmt: skip
     bootstrap: list[str] = Field(
         default_factory=list,
         max_length=8,
@@ -205,6 +201,13 @@ class NodeSettings(_Table, RankSettings):
     def _project(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
             raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
+        return value
+
+    @field_validator("offload")
+    @classmethod
+    def _one_place(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("slow_on_device"):
+            raise ValueError("slow_on_device keeps the same weights on the device: set one of the two")
         return value
 
     @field_validator("shard")

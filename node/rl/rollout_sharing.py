@@ -10,6 +10,7 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.rl.environment import Env
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import RLRound, RLTask
+from shoal.node.task import Task
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.rollout import Rollout
@@ -58,7 +59,8 @@ class Metered:
 class RolloutSharing:
     """Sharing of the rollouts of ``task``. Each round is passed to ``write(event, **fields)``, some to ``notify``."""
 
-    def __init__(self, task: RLTask, membership: Membership, write: Event, notify: Callable[[str], None], ram: float = 0.0) -> None:
+    def __init__(self, task: Task, membership: Membership, write: Event, notify: Callable[[str], None], ram: float = 0.0) -> None:
+        assert isinstance(task, RLTask)  # `make_task` made it
         self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
         env: Env = task.env
         limits = PoolLimits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])

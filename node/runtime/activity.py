@@ -51,6 +51,8 @@ class Activity:
         self._metrics, self._display, self._clock = metrics, display, clock
         self._busy = busy or processor_time()
         self._now, self._since, self._bounded = "starting", clock(), False
+        self._phases: list[dict[str, str | float]] | None = []
+        self._phase("starting")
         self._last = (clock(), self._busy(), (0, 0))
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,7 +77,19 @@ class Activity:
 
     def _begin(self, what: str) -> None:
         self._now, self._since = what, self._clock()
+        self._phase(what)
         self.on_change(what)
+
+    def _phase(self, doing: str) -> None:
+        if self._phases is not None:
+            self._phases.append({"doing": doing, "time": time.time(), "cpu_s": time.process_time()})
+
+    def stepped(self) -> None:
+        """Write what the node did up to now, if this was its first step: Unix time and processor time at each beginning."""
+        self._phase("first step done")
+        if self._phases is not None:
+            self._metrics.note("begun", phases=self._phases)
+            self._phases = None
 
     def beat(self) -> None:
         """Write and show what the node is doing, if nothing was written for a while."""

@@ -11,7 +11,6 @@ from shoal.node.config.peers import lists
 from shoal.node.config.rl import RLSettings, env_label
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
-from shoal.node.rl import rollout_sharing
 from shoal.node.runtime.fixed_settings import check_not_fixed
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.task import Shard, Task
@@ -194,7 +193,9 @@ def own_data(settings: Settings) -> dict[str, str]:
 def make_task(settings: Settings) -> Task:
     """Return a new task of the settings. EnvError, HookError or PolicyError."""
     if settings.task.hooks == RL:
-        return rollout_sharing.make_task(settings)
+        from shoal.node.rl.rollout_sharing import make_task as make_rl_task
+
+        return make_rl_task(settings)
     return load_task(settings.task.hooks, {**settings.task.options, **own_data(settings)})
 
 

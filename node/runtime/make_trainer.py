@@ -12,6 +12,7 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.runtime.join import make_task
 from shoal.node.training import resources
 from shoal.node.training.trainer import Trainer
+from shoal.node.training.uncompiled import without_compiler
 from shoal.optim import RoundInfo
 from shoal.swarm.manifest.outer import OuterSettings
 
@@ -60,6 +61,8 @@ def make_trainer(
     task = make_task(settings)
     if ranks is not None:
         return ranks.make_trainer(task, settings, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds)
+    if not train.compile:
+        without_compiler()
     return Trainer(
         task, settings.outer, train, own=train, device=device, slow_on_device=on_device, offload=node.offload, on_model=check,
         on_round=on_round, speeds=speeds,

@@ -16,8 +16,6 @@ from shoal.node.config.settings import Settings, resolve_device, use_threads
 from shoal.node.metrics.factory import about, open_sinks
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import Sinks
-from shoal.node.rl.rollout_sharing import RolloutSharing
-from shoal.node.rl.task import RLTask
 from shoal.node.runtime import resume, slow_weights
 from shoal.node.runtime.activity import Activity
 from shoal.node.runtime.baseline import train_alone
@@ -35,7 +33,7 @@ from shoal.node.runtime.join import (
 )
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.make_trainer import make_trainer
-from shoal.node.runtime.parts import NodeParts
+from shoal.node.runtime.parts import NodeParts, share_rollouts
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
@@ -91,6 +89,7 @@ class NodeRun:
         self._parts: NodeParts | None = None
         self._rates = Rates()
         self._loss: float | None = None
+        self._newcomer = False  # begins with the weights of a swarm that is under way
 
     @property
     def parts(self) -> NodeParts:
@@ -194,9 +193,7 @@ class NodeRun:
         name, task, log = settings.node.name, trainer.task, self.display.message
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
         member.serve()
-        sharing = verification = None
-        if isinstance(task, RLTask):
-            sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
+        if (sharing := share_rollouts(settings, task, membership, self._note, log)) is not None:
             closing.callback(sharing.close)
         if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
             closing.callback(verification.close)
@@ -248,6 +245,7 @@ class NodeRun:
                 self.display.message(line)
             if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
                 state = None
+        self._newcomer = saved is None and state is not None
         member.begin(state)
         if state is not None:
             self.display.message(f"took over the swarm's weights at round {state.round}")
@@ -268,7 +266,8 @@ class NodeRun:
         self._link_file.refresh()
         with self._activity.doing("waiting for peers"):
             wait_for_peers(p.membership, trainer.opt, self._link_file, self.display.message, lambda: self.shutdown.requested)
-        result.loss_first = self._loss = self._evaluate()
+        if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
+            result.loss_first = self._loss = self._evaluate()
         p.member.start_counting()
         p.member.announce("training", result.loss_first)
         p.metrics.write("start", **asdict(result))
@@ -340,6 +339,7 @@ class NodeRun:
     def _after_step(self) -> None:
         p = self.parts
         opt, every = p.trainer.whole, p.settings.train.eval_every
+        self._activity.stepped()
         if p.member.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
         if p.verification is not None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics
-from shoal.node.rl.rollout_sharing import RolloutSharing
+from shoal.node.runtime.join import RL
 from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import Result
-from shoal.node.task import Shard
+from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.service import Verification
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.member import TrainingMember
+
+if TYPE_CHECKING:
+    from shoal.node.rl.rollout_sharing import RolloutSharing
+    from shoal.node.verify.service import Verification
 
 
 @dataclass(frozen=True)
@@ -38,3 +43,14 @@ class NodeParts:
     metrics: Metrics
     refusals: RefusalLog
     status: StatusReporter
+
+
+def share_rollouts(
+    settings: Settings, task: Task, membership: Membership, write: Callable[..., None], notify: Callable[[str], None]
+) -> RolloutSharing | None:
+    """Return the running sharing of the task's rollouts; None if it has none. Arguments as of ``RolloutSharing``."""
+    if settings.task.hooks != RL:
+        return None
+    from shoal.node.rl.rollout_sharing import RolloutSharing
+
+    return RolloutSharing(task, membership, write, notify, settings.node.ram)

@@ -30,6 +30,7 @@ class Result:
     steps: int = 0
     rounds: int = 0
     loss_first: float | None = None
+    """Held-out loss before the first step; None at a newcomer to a swarm under way, which does not wait for an evaluation."""
     loss_last: float | None = None
     loss_local: float | None = None
     """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
@@ -93,7 +94,8 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
     if result.interrupted:
         end = f"stopped after {done}: training loss {shown(training_loss)}"
     else:
-        end = f"finished after {done}: held-out loss {shown(result.loss_last)}, {shown(result.loss_first)} at first"
+        first = "" if result.loss_first is None else f", {shown(result.loss_first)} at first"
+        end = f"finished after {done}: held-out loss {shown(result.loss_last)}{first}"
     resume = "the same command with --resume" + ("" if result.interrupted else " and more --steps") + " goes on from there"
     speed = [
         f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, {result.tokens_per_s_with_waiting:,.0f} with waiting for "

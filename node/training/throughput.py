@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.node.training.peaks import peak_of
 from shoal.swarm.training.outer_factory import StepRate
@@ -35,6 +34,8 @@ class FlopCount:
     """The one whose block is being run, by any thread: a GPU's backward pass has a thread of its own."""
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode  # only where a device's peak is known
+
         self.flops = 0
         self._mode = FlopCounterMode(display=False)
 

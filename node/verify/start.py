@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from shoal.node.config.settings import Settings
-from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.audit.claim_kind import ClaimKind
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.network import SwarmNetwork
-from shoal.node.verify.completions.kind import CompletionClaims
-from shoal.node.verify.service import Verification
-from shoal.node.verify.terms import check_terms
-from shoal.node.verify.training.kind import StepClaims
-from shoal.node.verify.training.terms import check_stretch_terms, training_terms
 from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership.membership import Membership
+
+if TYPE_CHECKING:
+    from shoal.node.verify.audit.claim_kind import ClaimKind
+    from shoal.node.verify.service import Verification
 
 
 def start_verification(
@@ -30,6 +26,15 @@ def start_verification(
     terms, task = membership.manifest.terms, trainer.task
     if terms is None:
         return None
+    from shoal.node.rl.task import RLTask
+    from shoal.node.verify.audit.errors import VerifyError
+    from shoal.node.verify.audit.network import SwarmNetwork
+    from shoal.node.verify.completions.kind import CompletionClaims
+    from shoal.node.verify.service import Verification
+    from shoal.node.verify.terms import check_terms
+    from shoal.node.verify.training.kind import StepClaims
+    from shoal.node.verify.training.terms import check_stretch_terms, training_terms
+
     network = SwarmNetwork(membership, membership.gossip)
     kind: ClaimKind
     if isinstance(terms, Terms) and isinstance(task, RLTask):

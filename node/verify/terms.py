@@ -5,19 +5,25 @@ A snapshot of a policy holds only what is trained, so all nodes must have the sa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.rl.task import RLTask
 from shoal.node.task import Task
-from shoal.node.verify.audit.snapshot import base
-from shoal.node.verify.completions.prover import policy_label
-from shoal.node.verify.training.terms import make_stretch_terms
 from shoal.swarm.manifest.verify import StretchTerms, Terms
+
+if TYPE_CHECKING:
+    from shoal.node.rl.task import RLTask
 
 
 def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
     """Make the terms of a new swarm; None if nothing is claimed in it. Raises ConfigError if the task cannot be claimed so."""
     if settings.verify.kind == "none":
         return None
+    from shoal.node.rl.task import RLTask
+    from shoal.node.verify.audit.snapshot import base
+    from shoal.node.verify.completions.prover import policy_label
+    from shoal.node.verify.training.terms import make_stretch_terms
+
     if settings.verify.kind == "training":
         return make_stretch_terms(settings, task)
     if not isinstance(task, RLTask):
@@ -33,6 +39,9 @@ def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
 
 def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
     """Raise ConfigError if this node's policy is not the one that the swarm's claims are about."""
+    from shoal.node.verify.audit.snapshot import base
+    from shoal.node.verify.completions.prover import policy_label
+
     own = policy_label(settings.rl.policy)
     if own != terms.policy:
         raise ConfigError(

@@ -19,10 +19,9 @@ from typing import Literal
 
 ROUND_TRIPS = 11.0
 HANDLING = 8e-9  # seconds a byte that is sent: encryption, digests, copies, the mean
-AT_HAND = 2.5e-9  # seconds a byte of float32 weights, in the training thread
-LOOP = 0.003  # of the computing time: what the loop costs a node without any exchange
+AT_HAND = 1e-9  # seconds a byte of float32 weights, in the training thread
+LOOP = 0.002  # of the computing time: what the loop costs a node without any exchange
 WIRE = 1.013  # bytes on the wire for each byte of payload
-MARGIN = 1.25  # lag over what an exchange takes
 ALL_REDUCED = 4  # members from which a group all-reduces plain floats
 BUSY = 0.8  # of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
 GOOD = 0.97  # utilisation that a user need not improve
@@ -123,7 +122,8 @@ def expected_lag(work: Work, line: Line) -> int:
     """Return the lag in inner steps: as set, or the one that fits what an exchange takes, at most a whole round."""
     if work.lag != "auto":
         return work.lag
-    return min(max(math.ceil(MARGIN * exchange_s(work, line) / work.step_s), 1), work.every)
+    arrival = max(math.ceil(exchange_s(work, line) / work.step_s), 1)
+    return min(arrival + arrival // 8, work.every)  # as `shoal.optim.schedule.auto_lag` does from what it sees
 
 
 def forecast(work: Work, line: Line) -> Forecast:

@@ -10,16 +10,17 @@ import functools
 import hashlib
 import logging
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.member import Member
+
+if TYPE_CHECKING:
+    from hivemind.dht.validation import DHTRecord
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def key_of(swarm: str, prefix: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _dht_id(swarm: str, prefix: str) -> bytes:
+    from hivemind.dht.routing import DHTID  # seconds of imports, which a node may still be at when it makes its validator
+
     return bytes(DHTID.generate(source=key_of(swarm, prefix)).to_bytes())
 
 
@@ -78,16 +81,24 @@ def open_record(data: bytes) -> VerifiedRecord | None:
     return VerifiedRecord(prefix, member) if signer == member.peer and bits_of(signer).startswith(prefix) else None
 
 
-class MemberValidator(RecordValidatorBase):  # type: ignore[misc]
+class MemberValidator:
     """Validator that admits to the swarm's DHT only its members' own records, each under its place in the trie.
 
     hivemind drops *all* records of a key when one in an answer is wrong. So every node must come to the same result at any time;
     only the date is compared with this node's clock, with ten minutes of tolerance, so that nobody stores records for next year.
-    `Directory` is stricter when it reads.
+    `Directory` is stricter when it reads. hivemind's base class would bring hivemind; it asks a validator for these three methods.
     """
 
     def __init__(self, swarm: str) -> None:
         self._swarm = swarm
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Return the value to store: members sign their records themselves."""
+        return bytes(record.value)
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """Return the value that was stored."""
+        return bytes(record.value)
 
     def validate(self, record: DHTRecord) -> bool:
         """Return whether hivemind may store or return ``record``. Never raises."""

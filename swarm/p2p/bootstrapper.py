@@ -10,9 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
-
-from hivemind.dht.node import DHTNode
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.p2p import dial, seed_client
@@ -21,6 +19,9 @@ from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE, HivemindDaemon, count_
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.stream import Stream, TrafficMeter
 from shoal.swarm.wire.seed import SEED_PROTOCOL
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
 
 log = logging.getLogger(__name__)
 

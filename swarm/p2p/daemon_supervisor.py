@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
-
-from hivemind.dht.node import DHTNode
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
@@ -23,6 +21,9 @@ from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE, HivemindDaemon
 from shoal.swarm.p2p.listen import as_before, check_free, fixed_ports
 from shoal.swarm.p2p.multiaddr import is_loopback
 from shoal.swarm.p2p.peerstore import DialBackoff, Peerstore
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
 
 log = logging.getLogger(__name__)
 

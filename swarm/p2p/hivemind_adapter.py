@@ -12,16 +12,18 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import ValidationError
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.p2p.p2p_daemon_bindings import p2pclient
-from hivemind.utils.logging import use_hivemind_log_handler
-from hivemind.utils.multiaddr import Multiaddr
-
 from shoal.swarm.p2p import daemon
+from shoal.swarm.p2p.daemon_process import parts_of_hivemind
+
+with parts_of_hivemind():
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import ValidationError
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+    from hivemind.p2p import P2P, P2PDaemonError, PeerID
+    from hivemind.p2p.p2p_daemon_bindings import p2pclient
+    from hivemind.utils.logging import use_hivemind_log_handler
+    from hivemind.utils.multiaddr import Multiaddr
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import uvloop
-from hivemind.utils.timed_storage import get_dht_time
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
@@ -342,7 +342,7 @@ class Host:
         if len(value) > MAX_VALUE:
             raise ValueError(f"a DHT record of {len(value)} bytes: at most {MAX_VALUE} are allowed")
         dht = self._supervisor.running_dht()
-        return bool(await self._dht_call(dht.store(key, value, get_dht_time() + ttl, subkey=subkey)))
+        return bool(await self._dht_call(dht.store(key, value, time.time() + ttl, subkey=subkey)))
 
     async def get(self, key: str) -> dict[str, bytes]:
         """Return the live values under ``key``: subkey -> value. They passed the validator, if the host has one."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shoal.optim import OuterOptimizer, method_named
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.view import MemberView
+
+if TYPE_CHECKING:
+    from shoal.swarm.exchange.group.exchange import GroupExchange
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:
@@ -40,6 +44,8 @@ def make_exchange(
     context = PeerContext(host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred)
     timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s)
     if method_named(outer.method).group == "everyone":
+        from shoal.swarm.exchange.group.exchange import GroupExchange  # with hivemind's all-reduce, and scipy
+
         return GroupExchange(
             context,
             timeouts,

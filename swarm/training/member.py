@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.optim import OuterOptimizer, RoundInfo
-from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.membership.directory import Directory
@@ -22,6 +21,9 @@ from shoal.swarm.training.lag_report import LagReport
 from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.self_report import SelfReport
 from shoal.swarm.training.shard import Shard
+
+if TYPE_CHECKING:
+    from shoal.swarm.exchange.group.exchange import GroupExchange
 
 LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
-from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.membership.view import MemberView
@@ -18,6 +18,9 @@ from shoal.swarm.state.resync import Resynchronizer
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.self_report import SelfReport
+
+if TYPE_CHECKING:
+    from shoal.swarm.exchange.group.exchange import GroupExchange
 
 
 class OuterSync:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from shoal.optim.exchange.base import NoPartner
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.payload import float32_digest
 from shoal.swarm.identity import Identity
@@ -30,6 +30,9 @@ from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.envelope import seal
+
+if TYPE_CHECKING:
+    from shoal.swarm.exchange.group.exchange import GroupExchange
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""

@@ -10,13 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.overlap import Plan, arguments, missing, row
+from bench._overlap_report import predicted, tables, work
+from bench.overlap import Plan, arguments, flat, missing, row
+from shoal.swarm.exchange.cost import Line, forecast
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "overlap.py"
 MARK = "SHOAL_OVERLAP_TEST"
 SMALL = ["--delay", "1", "--mbit", "1000", "--layers", "1", "--fragments", "1", "--every", "4", "--lag", "2", "--step", "5",
          "--rounds", "2"]  # fmt: skip
-PLAN = Plan(nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, fragments=4, lag=20)
+PLAN = Plan(nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, warm=2, fragments=4, lag=None)
 
 
 class FakeLink:
@@ -47,7 +49,7 @@ def descendants():
 
 @pytest.mark.slow(reason="real processes over shaped links")
 def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
-    done = bench("--link", "relay", "--methods", "noloco,streaming,ddp", *SMALL, "--json")
+    done = bench("--link", "relay", "--methods", "noloco,noloco-blocking,streaming,ddp", *SMALL, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
@@ -57,7 +59,7 @@ def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
     assert list(at["skipped"]) == ["ddp"]
     assert "run as root" in at["skipped"]["ddp"]
     rows = {row["method"]: row for row in at["rows"]}
-    assert [rows[name]["rounds"] for name in ("noloco", "streaming")] == [2, 2]
+    assert [rows[name]["rounds"] for name in ("noloco", "noloco-blocking", "streaming")] == [2, 2, 2]
     for found in rows.values():
         assert found["steps"] == 8
         assert found["wait_s"] == pytest.approx(found["wall_s"] - 8 * 0.005, abs=0.011)
@@ -77,9 +79,33 @@ def test_rows_are_means_over_the_nodes():
     }  # fmt: skip
 
 
+def test_the_figures_of_all_delays_in_one_list():
+    delays = [{"delay_ms": at, "rows": [{"method": "co2", "utilisation": 0.9 - at / 1000, "wall_s": 1.0}]} for at in (0, 50)]
+    assert flat(delays) == [
+        {"method": "co2", "delay_ms": 0, "utilisation": 0.9}, {"method": "co2", "delay_ms": 50, "utilisation": 0.85},
+    ]  # fmt: skip
+
+
+def test_the_record_has_a_table_of_figures_and_one_of_predictions():
+    plan = {"nodes": 2, "mbit": 100.0, "every": 100, "step_s": 0.1, "fragments": 4, "lag": None, "model_bytes": 40_000_000}
+    rows = [
+        {"method": name, "delay_ms": at, "utilisation": 0.5} for name in ("alone", "noloco", "noloco-blocking") for at in (0, 50)
+    ]
+    shown = tables({"plan": plan, "rows": rows[:-1]}).split("\n")
+    assert shown[0] == "| method | 0 ms | 50 ms |"
+    assert shown[2] == "| no exchange at all | 0.500 | 0.500 |"
+    assert shown[4] == "| **ours**, NoLoCo, `lag = 0` (all at once) | 0.500 | - |"
+    expected = predicted("noloco", 50, plan)
+    assert expected == forecast(work("noloco", plan), Line(12.5e6, 0.1)).utilisation
+    assert shown[8].endswith(f" | {expected:.3f} / 0.500 |")
+    assert work("torchft", plan) is None
+    assert (work("noloco", plan).lag, work("streaming", {**plan, "lag": 7}).lag) == ("auto", 7)
+    assert (work("noloco-blocking", plan).lag, work("co2", plan).lag, work("diloco", plan).group) == (0, 100, "everyone")
+
+
 def test_whole_rounds_and_for_ddp_about_the_same_time():
     assert PLAN.sync_s() == pytest.approx(3.2)
-    assert PLAN.steps("streaming") == (100, 300)
+    assert PLAN.steps("streaming") == (200, 300)
     assert PLAN.steps("ddp") == (2, 9)  # 30 s of 3.3 s each
 
 

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 
 import click
 import pytest
@@ -19,6 +21,15 @@ def help_of(*path):
     shown = CliRunner().invoke(cli, [*path, "--help"], terminal_width=110)
     assert shown.exit_code == 0
     return shown.output
+
+
+def test_help_loads_nothing_heavy():
+    program = [sys.executable, "-X", "importtime", "-m", "shoal", "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.M))
+    assert {"click", "shoal.node.cli.up"} <= loaded
+    heavy = {"torch", "hivemind", "numpy", "pydantic", "rich", "asyncio", "cryptography", "msgpack", "importlib.metadata"}
+    assert not loaded & heavy
 
 
 @pytest.mark.parametrize("name", ["up", "join", "demo"])

@@ -79,6 +79,7 @@ def test_example_file_documents_every_key(key):
         ({"node.listen": "a"}, r"node\.listen='a' .* list"),
         ({"node.name": "../../etc"}, r"node\.name='../../etc' .* letters"),
         ({"node.shard": "8/8"}, r"node\.shard='8/8' .* 0/8"),
+        ({"node.slow_on_device": True, "node.offload": "x"}, r"node\.offload=.* set one of the two"),
         ({"node.folder": 3}, r"node\.folder=3 .* path"),
         ({"task.options.layers": [1]}, r"'task\.options\.layers' must be a number"),
     ],

@@ -1,5 +1,6 @@
 """A node that computes or waits in silence reports it; one that hangs is told apart from one that computes."""
 
+import itertools
 import json
 import threading
 import time
@@ -50,6 +51,21 @@ def test_a_long_evaluation_is_reported_every_few_seconds_and_is_alive_while_it_c
     found = [(e["event"], e["doing"], e["seconds"], e["busy_s"], e["alive"]) for e in node.events()]
     assert found == [("activity", "evaluating", 10.0, 1.0, True), ("activity", "evaluating", 20.0, 0.0, False)]
     assert node.shown.lines == ["evaluating, 10 s so far", "evaluating, 20 s so far (nothing moves)"]
+
+
+def test_what_a_node_did_up_to_its_first_step_is_written_once(node):
+    with node.activity.doing("joining the swarm"):
+        pass
+    for _ in range(2):
+        node.activity.stepped()
+        with node.activity.doing("evaluating"):
+            pass
+    (event,) = node.events()
+    assert (event["event"], [one["doing"] for one in event["phases"]]) == (
+        "begun",
+        ["starting", "joining the swarm", "starting", "first step done"],
+    )
+    assert all(before["cpu_s"] <= after["cpu_s"] for before, after in itertools.pairwise(event["phases"]))
 
 
 def test_a_node_that_writes_anyway_reports_nothing_more(node):

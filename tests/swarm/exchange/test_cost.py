@@ -1,6 +1,5 @@
 """What exchanges cost: the formulas by hand, and against what bench/overlap.py measured."""
 
-import json
 import math
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench._overlap_report import line, records, work
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import Line, Work, exchange_s, expected_lag, forecast, least_every, members, needed_rate, sent
 
@@ -17,40 +17,23 @@ PARAMS = 10_000_000
 PAIR = Work("pair", 4 * PARAMS, PARAMS, 2, every=100, step_s=0.1)
 ALL = replace(PAIR, group="everyone")
 FAST = Line(12.5e6, 0.0)
-# How the methods of the benchmark exchange: group, fragments (0: those of the run), lag ("run": as the run was told).
-HOW = {
-    "noloco": ("pair", 0, "auto"),
-    "noloco-blocking": ("pair", 1, 0),
-    "diloco": ("everyone", 1, 0),
-    "streaming": ("everyone", 0, "run"),
-    "co2": ("everyone", 1, "every"),
-}
 
 
 def recorded():
-    """Each figure of the record: what was run over which line, and how much of its time it computed."""
-    for text in RECORD.read_text().splitlines():
-        run = json.loads(text)
-        plan = run["plan"]
+    """Each figure of the record: what was done over which line, and how much of its time it computed."""
+    for run in records(RECORD):
         for row in run["rows"]:
-            if row["method"] not in HOW:
-                continue
-            group, fragments, lag = HOW[row["method"]]
-            lag = {"run": plan["lag"], "every": plan["every"]}.get(lag, lag)
-            nbytes = plan["model_bytes"]
-            work = Work(
-                group, nbytes, nbytes // 4, plan["nodes"], plan["every"], plan["step_s"], fragments or plan["fragments"],
-                "auto" if lag is None else lag,
-            )  # fmt: skip
-            line = Line(plan["mbit"] * 1e6 / 8, 2 * row["delay_ms"] / 1000)
-            yield pytest.param(work, line, row["utilisation"], id=f"{run['date']} {row['method']} {row['delay_ms']} ms")
+            done = work(row["method"], run["plan"])
+            if done is not None:
+                name = f"{run['date']} {row['method']} {row['delay_ms']} ms"
+                yield pytest.param(done, line(run["plan"], row["delay_ms"]), row["utilisation"], id=name)
 
 
-@pytest.mark.parametrize(("work", "line", "measured"), list(recorded()))
-def test_the_formula_agrees_with_what_was_measured(work, line, measured):
+@pytest.mark.parametrize(("done", "over", "measured"), list(recorded()))
+def test_the_formula_agrees_with_what_was_measured(done, over, measured):
     # With a lag that is set too short the wait is a small difference of long times: nobody chooses that, and the bound is wider.
-    short = work.lag != "auto" and 0 < work.lag * work.step_s < exchange_s(work, line)
-    assert forecast(work, line).utilisation == pytest.approx(measured, abs=0.15 if short else 0.03)
+    short = done.lag != "auto" and 0 < done.lag * done.step_s < exchange_s(done, over)
+    assert forecast(done, over).utilisation == pytest.approx(measured, abs=0.15 if short else 0.03)
 
 
 @pytest.mark.parametrize(("peers", "most", "count"), [(1, 32, 1), (2, 32, 2), (8, 32, 8), (33, 32, 17), (64, 32, 32)])
@@ -61,7 +44,7 @@ def test_members_of_a_group(peers, most, count):
 
 
 @pytest.mark.parametrize(
-    ("work", "payloads"),
+    ("task", "payloads"),
     [
         (replace(PAIR, peers=64), 1),
         (replace(ALL, peers=3), 2),
@@ -70,9 +53,9 @@ def test_members_of_a_group(peers, most, count):
         (replace(ALL, peers=1), 0),
     ],
 )
-def test_bytes_of_a_round(work, payloads):
-    assert sent(work) == math.ceil(cost.WIRE * payloads * 4 * PARAMS)
-    assert needed_rate(work) == pytest.approx(cost.WIRE * payloads * 4 * PARAMS / 10)
+def test_bytes_of_a_round(task, payloads):
+    assert sent(task) == math.ceil(cost.WIRE * payloads * 4 * PARAMS)
+    assert needed_rate(task) == pytest.approx(cost.WIRE * payloads * 4 * PARAMS / 10)
 
 
 def test_an_all_reduce_of_narrow_floats_returns_averages_in_float32():
@@ -101,8 +84,10 @@ def test_waiting_is_all_of_an_exchange_without_a_lag_and_what_exceeds_it_with_on
 
 def test_the_automatic_lag_has_a_margin_and_ends_at_a_round():
     four = replace(PAIR, fragments=4, lag="auto")
-    assert expected_lag(four, FAST) == math.ceil(cost.MARGIN * exchange_s(four, FAST) / 0.1)
-    assert expected_lag(replace(four, step_s=1.0), FAST) == 2
+    arrival = math.ceil(exchange_s(four, Line(12.5e6, 0.1)) / 0.1)
+    assert arrival >= 16
+    assert expected_lag(four, Line(12.5e6, 0.1)) == arrival + arrival // 8
+    assert expected_lag(replace(four, step_s=0.5), FAST) == 2
     assert expected_lag(replace(four, step_s=60.0), FAST) == 1
     assert expected_lag(four, Line(1e4, 0.0)) == 100
     assert expected_lag(replace(PAIR, lag=7), FAST) == 7
@@ -117,12 +102,12 @@ def test_no_lag_makes_up_for_a_link_that_carries_too_little():
     assert found.sent_a_day == pytest.approx(found.sent * 86_400 / found.round_s)
 
 
-@pytest.mark.parametrize(("work", "line"), [(PAIR, Line(12.5e6, 0.1)), (replace(PAIR, fragments=4, lag="auto"), Line(1e6, 0.4))])
-def test_the_least_every_is_enough_and_one_less_is_not(work, line):
-    least = least_every(work, line)
-    assert forecast(replace(work, every=least), line).utilisation >= 0.97
-    assert forecast(replace(work, every=least - 1), line).utilisation < 0.97
-    assert least_every(work, line, most=least - 1) is None
+@pytest.mark.parametrize(("task", "over"), [(PAIR, Line(12.5e6, 0.1)), (replace(PAIR, fragments=4, lag="auto"), Line(1e6, 0.4))])
+def test_the_least_every_is_enough_and_one_less_is_not(task, over):
+    least = least_every(task, over)
+    assert forecast(replace(task, every=least), over).utilisation >= 0.97
+    assert forecast(replace(task, every=least - 1), over).utilisation < 0.97
+    assert least_every(task, over, most=least - 1) is None
 
 
 def test_the_formulas_need_no_torch():

@@ -1,0 +1,85 @@
+"""What is loaded up to the first step of a node, and that its optimizers compute what torch's do."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.node.training.uncompiled import KEPT_OUT, without_compiler
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = """
+import json, sys
+import torch
+from shoal.node.config.settings import load
+from shoal.node.runtime import node_run
+from shoal.node.runtime.make_trainer import make_trainer
+from shoal.node.task import Shard
+from shoal.optim import Alone
+
+settings = load(None, {"task.options": {"layers": 1, "width": 8, "batch": 1}, "outer.every": 2})
+trainer = make_trainer(settings, torch.device("cpu"), None, print, lambda info: None, lambda: ())
+trainer.connect(Alone(), "alone", Shard(0, 1, 0))
+for _ in range(3):
+    trainer.step()
+trainer.close()
+import shoal.swarm.p2p.hivemind_adapter
+loaded = sorted(sys.modules)
+import hivemind
+print(json.dumps({"loaded": loaded, "steps": trainer.opt.steps, "whole": hivemind.DHT.__name__, "version": hivemind.__version__}))
+"""
+
+
+def top(names: list[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def test_a_node_loads_no_compiler_and_of_hivemind_only_the_dht() -> None:
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["steps"] == 3
+    assert not top(report["loaded"]) & {"sympy", "scipy", "sklearn", "transformers", "prometheus_client", "tensorboard", "libp2p"}
+    unused = ("torch._dynamo", "hivemind.averaging", "shoal.node.rl.task", "shoal.node.verify.service", "shoal.verification")
+    assert not [name for name in report["loaded"] if name.startswith(unused)]
+    assert (report["whole"], report["version"]) == ("DHT", "1.1.12"), "who asks for more of hivemind gets all of it"
+
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    (torch.optim.Adam, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+]
+
+
+def steps_of(kind: type[torch.optim.Optimizer], options: dict[str, float]) -> list[float]:
+    parameter = torch.linspace(-1, 1, 5).requires_grad_()
+    optimizer = kind([parameter], **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parameter.square().sum() + parameter[0]).backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert parameter.grad is not None
+    assert not parameter.grad.requires_grad
+    return parameter.tolist()
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_without_the_compiler_optimizers_take_the_same_steps(kind, options, monkeypatch) -> None:
+    expected = steps_of(kind, options)  # imports the compiler
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    for one in (torch.optim.Adam, torch.optim.SGD):
+        monkeypatch.setattr(one, "step", one.step)
+    monkeypatch.setattr(kind, "step", kind.step)
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        monkeypatch.setattr(plain, KEPT_OUT, None, raising=False)
+    before = kind.step
+    without_compiler()
+    assert (torch.optim.Adam if kind is torch.optim.AdamW else kind).step is not before
+    assert steps_of(kind, options) == expected
