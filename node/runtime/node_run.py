@@ -52,7 +52,7 @@ from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen, overlap_of
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class NodeRun:
             state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
         screen = make_screen(outer)
         exchange = make_exchange(
-            membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments, overlap=overlap_of(opt)
+            membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments, overlap=opt.lag > 0
         )
         name, task, log = settings.node.name, trainer.task, self.display.message
         member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)

@@ -28,7 +28,7 @@ from shoal.swarm.sim.directory import EPOCH, SimDirectory
 from shoal.swarm.state.catch_up import query_for, sources_for
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen, overlap_of
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import make_outer, round_length
 from shoal.swarm.training.shard import Shard
@@ -91,7 +91,7 @@ class SimPeer:
                 seed=plan.seed,
                 model=self.model,
                 fragments=self.opt.fragments,
-                overlap=overlap_of(self.opt),
+                overlap=self.opt.lag > 0,
             )
             self.member = TrainingMember(
                 self._membership, self.opt, self.exchange, screen, model=self.model, name=self.name, shard=Shard(0, 1, plan.seed),

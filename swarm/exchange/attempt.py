@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -29,6 +30,9 @@ class CommitState(Generic[R]):
     """Set at the commit."""
     closed: bool = False
     """True once the training thread has gone on: nothing may be committed any more."""
+    awaited: bool = False
+    """True once the training thread waits for the outcome."""
+    _wake: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def commit(self, received: R) -> bool:
@@ -37,6 +41,19 @@ class CommitState(Generic[R]):
             if not self.closed:
                 self.received = received
             return not self.closed
+
+    def when_awaited(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called once the training thread waits for the outcome, at once if it does."""
+        with self._lock:
+            self._wake, awaited = wake, self.awaited
+        if awaited:
+            wake()
+
+    def await_outcome(self) -> None:
+        """Note that the training thread waits from now on."""
+        with self._lock:
+            self.awaited, wake = True, self._wake
+        wake()
 
     def close(self) -> R | None:
         """Return the outcome; None is final. Waits for nothing, so that a loop that hangs holds no training thread."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LEAST_RATE = 1e6  # bytes a second that a link must carry at least; a slower transfer of much is given up
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and seconds at most, that a node waits for others
-OVERLAPPED = 0.8  # of the time for which an exchange costs no training: the rest is for its bytes
+OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
 
 
 def moving_s(least: float, nbytes: int) -> float:
@@ -82,13 +82,9 @@ class Patience:
     Peers drift apart by a part of a round, not by seconds: where an inner step takes ten seconds, the best of partners is later
     than a setting that suits quick rounds. The shorter of the last two rounds counts, so that one pause is no measure. A round is
     the time from one sending of a fragment to its next, whatever else is sent meanwhile.
-
-    ``overlap``: part of a round for which training goes on without the mean. So long a node may wait at no cost, and should: where
-    nobody stands still for others, peers of different speed do not keep in step, and are at one point of a round by chance only.
     """
 
-    def __init__(self, overlap: float = 0.0) -> None:
-        self._overlap = overlap
+    def __init__(self) -> None:
         self._began: dict[int, float] = {}
         self._periods: dict[int, tuple[float, float]] = {}
 
@@ -102,5 +98,4 @@ class Patience:
 
     def of(self, timeouts: ExchangeTimeouts, fragment: int = 0) -> float:
         """Return the seconds to wait in a round of ``fragment``."""
-        period = min(self._periods.get(fragment, (0.0, 0.0)))
-        return max(timeouts.wait, min(period * SHARE, LONGEST_S), period * self._overlap * OVERLAPPED)
+        return max(timeouts.wait, min(min(self._periods.get(fragment, (0.0, 0.0))) * SHARE, LONGEST_S))

@@ -86,6 +86,8 @@ class ExchangeHandle(Generic[R]):
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""
         began = time.monotonic()
+        if not self._future.done():
+            self._attempt.commit.await_outcome()
         limit = self.limit if deadline is None else min(deadline, self.limit)
         try:
             received = self._wait(began + limit)
@@ -98,6 +100,8 @@ class ExchangeHandle(Generic[R]):
     async def settled(self) -> Mean | None:
         """Do the same as ``result()`` in a coroutine on the host's loop, by the loop's clock."""
         work = asyncio.wrap_future(self._future)
+        if not work.done():
+            self._attempt.commit.await_outcome()
         await asyncio.wait({work}, timeout=self.limit)
         if not work.done():
             self._attempt.commit.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.optim import OuterOptimizer, method_named
+from shoal.optim import method_named
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
@@ -21,11 +21,6 @@ def make_screen(outer: OuterSettings) -> DistanceScreen:
     return DistanceScreen(robust=outer.robust, suspect=outer.suspect, times=outer.radius, sends=method.sends)
 
 
-def overlap_of(opt: OuterOptimizer) -> float:
-    """Return the part of the time between two sendings of a fragment for which ``opt`` trains on without its mean."""
-    return 1.0 if opt.lag_auto else min(opt.lag / opt.schedule.every, 1.0)
-
-
 def make_exchange(
     membership: MemberView,
     outer: OuterSettings,
@@ -34,11 +29,11 @@ def make_exchange(
     seed: int,
     model: str,
     fragments: int = 1,
-    overlap: float = 0.0,
+    overlap: bool = False,
 ) -> PairExchange | GroupExchange:
     """Return the exchange of the swarm's method.
 
-    ``fragments``: how many its optimizer sends in turn. ``overlap``: `overlap_of` that optimizer.
+    ``fragments``: how many its optimizer sends in turn. ``overlap``: that optimizer trains on meanwhile.
     """
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
     context = PeerContext(host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred)

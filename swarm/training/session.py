@@ -43,7 +43,7 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.child_signals import keep_child_signals
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen, overlap_of
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
 from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, new_swarm, parameters_of
@@ -92,7 +92,7 @@ class Session:
             opt = self._expected()
             inner = make_exchange(
                 self._membership, self.settings, self._screen, seed=self.seed, model=self._digest, fragments=opt.fragments,
-                overlap=overlap_of(opt),
+                overlap=opt.lag > 0,
             )  # fmt: skip
             self._exchange = SessionExchange(inner, self._attach)
         return self._exchange

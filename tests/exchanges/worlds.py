@@ -149,7 +149,7 @@ class OnTorchDistributed:
 class OnSwarm:
     """Real hosts in this process, each with its own daemon."""
 
-    size, overlaps = 2, False
+    size, overlaps = 2, True
     _tests = itertools.count()
 
     def __init__(self):

@@ -35,6 +35,7 @@ REMEMBERED = {
     "_silent": 64,
     "_unreached": 64,
     "_misses": 64,
+    "_been": 8,
     "_began": 8,
     "_periods": 8,
     "_events": 64,
@@ -99,7 +100,7 @@ class Checks:
     def outcome(self, peer: SimPeer, mine: Contribution) -> None:
         """Check a finished round of ``peer``."""
         assert mine.ended is not None
-        took = mine.ended - mine.begun - (peer.slept - mine.slept)
+        took = mine.ended - mine.needed - (peer.slept - mine.slept)
         if took >= peer.exchange.limit:
             self._fail(f"a round of {peer.name} took {took:.2f} s")
         self._bounded(peer, GROWN)

@@ -74,7 +74,9 @@ class Contribution:
     tensors: list[Tensor]
     begun: float
     slept: float
-    """Seconds that the peer had slept before."""
+    """Seconds that the peer had slept before it waited for the outcome."""
+    needed: float = 0.0
+    """When the peer began to wait for the outcome."""
     ended: float | None = None
     mean: Mean | None = None
     leaders: set[str] = field(default_factory=set)
@@ -107,12 +109,14 @@ class SimPeer:
         self.in_flight: dict[int, tuple[Contribution, ExchangeHandle[Any]]] = {}
         """By fragment."""
         self.rounds: dict[int, asyncio.Task[None]] = {}
+        self.due: dict[int, asyncio.Event] = {}
+        """Set once training waits for the exchange of the fragment."""
         self.state: Literal["training", "leaving"] = "training"
         setting = self.swarm.setting
         way = PairExchange if setting.kind == "pair" else GroupExchange
         options = dict(setting.options)
         if setting.kind == "pair":
-            options |= {"departed": self.departed, "overlap": float(setting.fragments > 1)}
+            options |= {"departed": self.departed, "overlap": setting.fragments > 1}
         context = PeerContext(cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members)
         timeouts = ExchangeTimeouts(setting.wait, setting.chunk_timeout, setting.exchange_timeout)
         self.exchange: PairExchange | GroupExchange = way(context, timeouts, **options)
@@ -174,10 +178,15 @@ class SimPeer:
                 self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
             fragment = self.turn
             if fragment in self.rounds:  # it is in one exchange at a time
+                self.due[fragment].set()
                 await self.rounds[fragment]
+            self.due[fragment] = asyncio.Event()
             self.rounds[fragment] = self.host.start(self._round(fragment))
             if swarm.setting.fragments == 1:
+                self.due[fragment].set()
                 await self.rounds[fragment]
+        for due in self.due.values():
+            due.set()
         await asyncio.gather(*self.rounds.values())
         self.state = "leaving"
         self._send_record()
@@ -195,6 +204,10 @@ class SimPeer:
         self.in_flight[fragment] = mine, handle
         self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
         swarm.network.note(self.name, f"round {key.round} begins")
+        arrived, due = asyncio.wrap_future(handle._future), asyncio.ensure_future(self.due[fragment].wait())
+        await asyncio.wait({arrived, due}, return_when=asyncio.FIRST_COMPLETED)
+        due.cancel()
+        mine.needed, mine.slept = loop.time(), self.slept
         mean = await handle.settled()
         mine.ended, mine.mean = loop.time(), mean
         self.round = max(self.round, self.exchange.next_round)  # as `OuterSync` does

@@ -71,6 +71,8 @@ class CallAnswerer:
         if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
             return reply("refuse", f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}")
         late, taken = instead(), False
+        if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
+            return reply("busy", "this node is through with that round")
         if late is None and (pairing is None or pairing.key.round != offer.round):
             if self._held.full(offer.fragment):
                 return reply("busy", "too many wait for this node")

@@ -44,10 +44,17 @@ class Caller:
             nonce = fresh_nonce()
             offer = offers.make_offer(self._context, pairing.attempt.contribution, nonce)
             await stream.send(offer, max(until - loop.time(), 0.01))
-            answer = unpack(await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01)), Answer)
+            try:
+                answered = await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01))
+            except NetworkError as error:
+                if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training
+                    return None
+                raise
+            answer = unpack(answered, Answer)
             if answer.verdict != "accept":
                 self._note(pairing, peer, answer)
                 return None
+            pairing.accepted = True
             theirs = await offers.receive_offer(stream, self._state.timeouts.chunk)
             difference = pairing.attempt.contribution.differs(theirs)
             offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
@@ -59,6 +66,7 @@ class Caller:
             self._state.ended(pairing, peer, received)
             return received
         finally:
+            pairing.accepted = False
             stream.close()
 
     def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:

@@ -31,12 +31,12 @@ class PairExchange(ExchangeBase):
         context: the node and its swarm; its host serves the exchange protocol from now on.
         timeouts: how long a round, and the parts of it, may take.
         fragments: fragments that are sent in turn, each with the next round's number; each may be in a meeting of its own.
-        overlap: part of the time between two sendings of a fragment for which training goes on without its mean; 0: it waits.
+        overlap: training goes on without the mean. Then a meeting waits for its partner until training needs the outcome.
         departed: returns the members that left lately, by peer id (``Directory.departed``).
         screen: decides which contributions are refused and what the mean is.
 
     Raises:
-        ValueError: ``fragments`` or ``overlap`` out of range.
+        ValueError: ``fragments`` is not positive.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class PairExchange(ExchangeBase):
         timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
         *,
         fragments: int = 1,
-        overlap: float = 0.0,
+        overlap: bool = False,
         departed: Callable[[], Mapping[str, Member]] = dict,
         screen: UpdateScreen = TRUSTING,
     ) -> None:
-        if fragments < 1 or not 0 <= overlap <= 1:
-            raise ValueError(f"fragments must be positive, and overlap between 0 and 1: got {fragments}, {overlap}")
+        if fragments < 1:
+            raise ValueError(f"fragments must be positive, got {fragments}")
         self._context, self._screen = context, screen
-        patience, transfers = Patience(overlap), PairTransfer(context.host, timeouts)
-        self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience, fragments)
+        patience, transfers = Patience(), PairTransfer(context.host, timeouts)
+        self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience, fragments, overlap)
         super().__init__(context.host, self._matchmaker.rounds, timeouts, patience)
 
     def start(

@@ -30,7 +30,7 @@ class HeldCalls:
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self.calls[call] = (round, taken)
         # A caller says nothing more until it is answered.
-        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._state.patience.of(self._state.timeouts, fragment)))
+        gone: asyncio.Future[bool] = asyncio.ensure_future(stream.drained(self._state.patient(fragment)))
         try:
             either: set[asyncio.Future[Any]] = {taken, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -58,6 +58,7 @@ class HeldCalls:
             if fragment == key.fragment:
                 past = round < key.round or (round == key.round and peer != pairing.partner)
             else:
-                past = state.rounds.instead(round, fragment, state.at(fragment)) is not None
+                call = (round, fragment, state.at(fragment))
+                past = state.rounds.instead(*call) is not None or state.rounds.through(*call)
             if past and not taken.done():
                 taken.set_result(None)

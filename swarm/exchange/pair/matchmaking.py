@@ -16,6 +16,9 @@ then goes on without one. So of two free peers that called each other too early,
 again. If it knows beforehand that its partner is dead, it calls only peers that are free too, and goes on at once if there are
 none (`PairSelector`). If a transfer breaks off it goes on at once, because the time of the round is spent. A peer that gets
 "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that slept, meets the others again.
+Where training goes on meanwhile, nobody stands still for others, so peers of different speed do not keep in step by waiting. There
+a peer waits for its partner as long as it else would, then is free for all others of its round until training needs the outcome;
+and no peer moves to a round that nobody has begun (`PairRounds.through`). That somebody is late or taken is then no failure.
 Each fragment is met by itself: a meeting sees the calls with its own fragment only, so several are under way at once, two of them
 with the same peer if the pairs fall so. Of one fragment a node is in one round at a time.
 
@@ -36,7 +39,7 @@ from collections.abc import Callable, Mapping
 
 from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL, CallAnswerer
 from shoal.swarm.exchange.pair.calling import Caller
 from shoal.swarm.exchange.pair.held import HeldCalls
@@ -66,10 +69,11 @@ class PairMatchmaker:
         departed: Callable[[], Mapping[str, Member]] = dict,
         patience: Patience | None = None,
         fragments: int = 1,
+        overlap: bool = False,
     ) -> None:
-        self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments)
+        self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments, overlap)
         self._selector = PairSelector(context, departed, fragments)
-        self.state = PairState(context, timeouts, transfers, self._selector, self._patience, self.rounds)
+        self.state = PairState(context, timeouts, transfers, self._selector, self._patience, self.rounds, overlap)
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
@@ -81,15 +85,38 @@ class PairMatchmaker:
         """
         fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
         pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
-        self.rounds.begin(number)
+        self.rounds.begin(number, attempt.key.round, fragment)
         try:
-            return await self._meet(pairing), pairing.key
+            return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing)), pairing.key
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
             return attempt.commit.received, pairing.key
         finally:
             if self.state.under_way.get(fragment) is pairing:  # one that was called off may end only after the next one has begun
                 del self.state.under_way[fragment]
+
+    async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
+        """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does."""
+        loop = asyncio.get_running_loop()
+        usual = loop.time() + self._patience.of(self._timeouts, pairing.key.fragment)
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(pairing.needed.set)
+
+        pairing.attempt.commit.when_awaited(wake)
+        meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(pairing.needed.wait())
+        try:
+            await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({meeting}, timeout=max(usual - loop.time(), 0))
+            while not meeting.done() and (pairing.accepted or pairing.engaged is not None):  # within a transfer's own deadlines
+                await asyncio.wait({meeting}, timeout=self._timeouts.chunk)
+            return meeting.result() if meeting.done() else None
+        finally:
+            for task in (meeting, waiting):
+                task.cancel()
+            await asyncio.wait({meeting, waiting})
+            if not meeting.cancelled():
+                meeting.exception()  # retrieved, also where this was called off
 
     async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
@@ -104,7 +131,8 @@ class PairMatchmaker:
             self.held.release(pairing)
             if partner is None and order:
                 pairing.attempt.stats.odd += 1  # the odd one out
-                return await self._listen(pairing, linger) if self._selector.wary(pairing.key.round) else None
+                wary = self._selector.wary(pairing.key.round)
+                return await self._listen(pairing, linger if wary else 0.0) if wary or self.state.overlap else None
             if not order:
                 return None  # the last one here, or a peer whose partner is dead while nobody is free
             moved = False
@@ -114,7 +142,8 @@ class PairMatchmaker:
                     called_back += 1
                 peer = queue.popleft() if queue else pairing.turned_away.popleft()
                 if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
-                    until = min(deadline, loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH))
+                    until = loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH)
+                    until = until if self.state.overlap else min(until, deadline)
                 left = until - loop.time()
                 if left <= 0:
                     break
@@ -122,13 +151,15 @@ class PairMatchmaker:
                 if received is not None or pairing.broken:
                     return received
                 if pairing.swarm_round <= pairing.key.round:
-                    self._selector.tried(peer, pairing.key.round)
+                    if pairing.failing or not self.state.overlap:
+                        self._selector.tried(peer, pairing.key.round)
                 else:
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
-                    self.rounds.move(pairing.number, pairing.swarm_round)
+                    self.rounds.move(pairing.number, pairing.swarm_round, fragment)
                     moved = True
+                    deadline = loop.time() + wait if self.state.overlap else deadline
                     break
-                if loop.time() >= deadline:
+                if loop.time() >= deadline and not self.state.overlap:
                     return None
             if moved:
                 continue
@@ -139,11 +170,12 @@ class PairMatchmaker:
         until = asyncio.get_running_loop().time() + seconds
         if self.held.take(pairing, peer):
             return await pairing.outcome(self._timeouts)
-        pairing.dialing = peer
+        pairing.dialing, pairing.failing = peer, False
         try:
             received = await self.caller.call(pairing, peer, seconds)
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", pairing.key.round, error)
+            pairing.failing = True
             if peer == pairing.partner:
                 pairing.attempt.failed(peer, error)
             received = None
@@ -155,8 +187,15 @@ class PairMatchmaker:
         return received or await pairing.outcome(self._timeouts)
 
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
-        """Let any other peer without a partner call for a while."""
+        """Let any other peer without a partner call, until training needs the outcome and for ``seconds`` more."""
         pairing.listening = True
+        if self.state.overlap:
+            either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
+            try:
+                await asyncio.wait(either, timeout=OVERLAPPED_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in either:
+                    task.cancel()
         await pairing.until_called(asyncio.get_running_loop().time() + seconds)
         pairing.listening = False
         return await pairing.outcome(self._timeouts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
@@ -36,8 +36,14 @@ class PairingAttempt:
     """Set as soon as a call was accepted; its result is the exchange's."""
     called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set together with ``engaged``."""
+    needed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once training waits for the outcome."""
     turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
     """Peers that called while this node was calling somebody else: it calls them back before it listens."""
+    failing: bool = False
+    """The newest call ended with an error."""
+    accepted: bool = False
+    """A call of this node was accepted, and its transfer is under way."""
     broken: bool = False
     """A transfer began and was not committed."""
     swarm_round: int = 0
@@ -83,6 +89,8 @@ class PairState:
     selector: PairSelector
     patience: Patience
     rounds: PairRounds
+    overlap: bool
+    """Training goes on while this node waits for a partner."""
     under_way: dict[int, PairingAttempt] = field(default_factory=dict)
     """By fragment."""
 
@@ -90,6 +98,10 @@ class PairState:
         """Note the end of a transfer."""
         pairing.broken = received is None
         self.selector.ended(peer, pairing.key.round, met=received is not None)
+
+    def patient(self, fragment: int) -> float:
+        """Return the seconds that a meeting of ``fragment`` waits for its partner at most."""
+        return OVERLAPPED_S if self.overlap else self.patience.of(self.timeouts, fragment)
 
     def at(self, fragment: int) -> int | None:
         """Return the round of the meeting of ``fragment`` that is under way, if one is."""

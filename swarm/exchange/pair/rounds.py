@@ -14,13 +14,15 @@ import threading
 class PairRounds:
     """The numbers of one node's rounds. Thread-safe: the training thread hands in, the host's loop begins and moves."""
 
-    def __init__(self, fragments: int) -> None:
-        self.fragments = fragments
+    def __init__(self, fragments: int, overlap: bool = False) -> None:
+        self.fragments, self.overlap = fragments, overlap
         self._lock = threading.Lock()
         self._handed_in = self._begun = -1
         """The own numbers of the newest contribution, as the training thread and as the loop sees it."""
         self._shift = self._known = 0
         """From own numbers to the swarm's rounds, and to those that the optimizer counts."""
+        self._been: dict[int, int] = {}
+        """The furthest round of each fragment that this node has been in."""
 
     @property
     def next_round(self) -> int:
@@ -41,23 +43,37 @@ class PairRounds:
             self._handed_in = max(self._handed_in, number)
             return number
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, round: int, fragment: int) -> None:
         """Note that the meeting of a contribution begins: from now on this node is in its round."""
         self._begun = max(self._begun, number)
+        self._been[fragment] = max(round, self._been.get(fragment, 0))
 
-    def move(self, number: int, round: int) -> None:
+    def move(self, number: int, round: int, fragment: int) -> None:
         """Note that a contribution moves to ``round``, and with it all that this node will send."""
         with self._lock:
             self._shift = max(self._shift, round - number)
+        self._been[fragment] = max(round, self._been.get(fragment, 0))
 
     def instead(self, round: int, fragment: int, at: int | None) -> int | None:
         """Return the round to which a caller with ``fragment`` should move, or None: it is met in ``round``, now or once this
-        node is there. ``at``: the round of the meeting of that fragment that is under way here.
+        node is there, or not at all (`through`). ``at``: the round of the meeting of that fragment that is under way here.
         """
-        if round == at:
-            return None
-        least = at if at is not None and at > round else self._begun + 1 + self._shift
-        return round + self._up(least - round, fragment) if round < least else None
+        been, soon = self._been.get(fragment), self._begun + 1 + self._shift
+        if at is not None and at > round:
+            soon = at
+        elif self.overlap and been is not None:
+            soon = been
+        return round + self._up(soon - round, fragment) if round != at and round < soon else None
+
+    def through(self, round: int, fragment: int, at: int | None) -> bool:
+        """Return whether this node had its meeting in ``round`` and has not begun the next, or moved beyond and will not be there.
+
+        Where training goes on meanwhile, a caller for that round must not be sent ahead to the next one: it would be there before
+        the others, who would find it gone when they come, and be sent ahead themselves, ever further. So no peer moves to a round
+        that nobody has begun, and the numbers grow as the quickest peer counts.
+        """
+        been, soon = self._been.get(fragment), self._begun + 1 + self._shift
+        return self.overlap and been is not None and round != at and been <= round < soon
 
     def within(self, wanted: int, fragment: int, mine: int, limit: int) -> int:
         """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``."""

@@ -26,10 +26,10 @@ LONG = 60.0  # a wait that no test sits out
 class Overlapping(Peer):
     """A peer that sends ``fragments`` in turn, without waiting for the last."""
 
-    def __init__(self, network, fragments=4, wait=20.0):
+    def __init__(self, network, fragments=4, wait=20.0, overlap=False):
         super().__init__(network, wait=wait)
         context = PeerContext(self.host, self.host.identity, SWARM, MODEL, SEED, self.members, self.look)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 0.5, 5.0), fragments=fragments)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 5.0, 5.0), fragments=fragments, overlap=overlap)
         self.fragments = fragments
 
     def send(self, round, value=0.0, fragment=None, shape=(4,)):
@@ -161,13 +161,12 @@ def test_a_move_keeps_every_later_contribution_in_its_step(fragments, sent, data
     rounds, counted = PairRounds(fragments), 0
     for number in range(sent):
         own = rounds.hand_in(counted)
-        counted += 1
-        rounds.begin(own)
+        counted, fragment = counted + 1, number % fragments
+        rounds.begin(own, counted - 1, fragment)
         assert own == number
-        fragment = number % fragments
         if data.draw(st.booleans()):
             now = rounds.next_round - 1
-            rounds.move(own, now + fragments * data.draw(st.integers(0, 3)))
+            rounds.move(own, now + fragments * data.draw(st.integers(0, 3)), fragment)
         assert (rounds.next_round - 1) % fragments == fragment
         if data.draw(st.booleans()):
             counted = max(counted, rounds.next_round)
@@ -188,6 +187,34 @@ def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(fragments
         assert instead > round
         assert (instead - round) % fragments == 0
         assert instead - fragments < (at if at is not None and at > round else next_round)
+
+
+def test_while_training_goes_on_nobody_is_sent_to_a_round_that_nobody_has_begun():
+    rounds = PairRounds(4, overlap=True)
+    for round in range(10):
+        rounds.begin(rounds.hand_in(round), round, round % 4)
+    assert [rounds.instead(round, 0, None) for round in (0, 4, 8, 12)] == [8, 8, None, None]
+    assert [rounds.through(round, 0, None) for round in (4, 8, 12)] == [False, True, False]
+    assert not rounds.through(8, 0, 8)
+    rounds.move(9, 17, 1)  # and with it all others, so that it will not be in 10, 11, 12
+    assert [rounds.instead(round, 0, None) for round in (4, 8, 12, 16, 20)] == [8, None, None, None, None]
+    assert [rounds.through(round, 0, None) for round in (8, 12, 16, 20)] == [True, True, True, False]
+
+
+def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(network):
+    """Until then the node listens; who comes late, but before, is met."""
+    peers = [Overlapping(network, wait=0.2, overlap=True) for _ in range(3)]
+    round = next(r for r in range(1000) if partner_of(SEED, r, peers[0].id, [peer.id for peer in peers]) is None)
+    handle = peers[0].send(round, 1.0)
+    until(lambda: getattr(peers[0].exchange._matchmaker.state.under_way.get(round % 4), "listening", False))
+    assert not handle.done()
+    peers[1].host.die()
+    late = peers[2].send(round, 3.0)
+    until(lambda: handle.done() and late.done())
+    assert [value(handle.result()) for handle in (handle, late)] == [2.0, 2.0]
+    alone = peers[0].send(round + 4, 1.0)
+    assert alone.result() is None
+    assert not alone._attempt.commit.closed  # it ended by itself
 
 
 @given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
