@@ -17,6 +17,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from tests.blocking import blocking
 from tests.node.data.tokenizers_made_here import train
 
 TINY = {"width": 8, "heads": 2, "layers": 1, "context": 8, "batch": 2, "warmup": 3}
@@ -32,7 +33,7 @@ def stream(tmp_path_factory):
 
 
 def trainer(task, shard=(1, 2)):
-    made = Trainer(task, OuterSettings(method="noloco", every=4), TrainSettings(steps=STEPS, seed=1))
+    made = Trainer(task, blocking(method="noloco", every=4), TrainSettings(steps=STEPS, seed=1))
     made.connect(Alone(), "run", Shard(*shard, 1))
     return made
 

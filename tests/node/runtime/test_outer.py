@@ -30,6 +30,7 @@ from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import KNOBS, OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import make_outer
 from shoal.swarm.wire.pair import Offer
+from tests.blocking import blocking
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]
@@ -186,7 +187,7 @@ def test_every_method_goes_on_from_a_checkpoint(name, saved_at, tmp_path):
     codec = "auto:2+ef" if method_named(name).sends == "displacement" else "int8"
 
     def trainer():
-        made = Trainer(Layers(), OuterSettings(method=name, every=EVERY, codec=codec), TrainSettings(steps=12, seed=1))
+        made = Trainer(Layers(), blocking(method=name, every=EVERY, codec=codec), TrainSettings(steps=12, seed=1))
         made.connect(Echo(), "run", Shard(0, 2, 1))
         return made
 

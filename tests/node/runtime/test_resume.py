@@ -18,6 +18,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest, swarm_id
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.state.snapshot import State
+from tests.blocking import blocking
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -48,7 +49,7 @@ class Small(Task):
 
 
 def trainer(method="noloco", shard=(0, 2), task=None, steps=0, **outer):
-    settings = OuterSettings(method=method, **{"every": 4, **outer})
+    settings = blocking(method=method, **{"every": 4, **outer})
     made = Trainer(task or Small(), settings, TrainSettings(steps=steps, seed=1))
     made.connect(Alone(), "run", Shard(*shard, 1))
     return made

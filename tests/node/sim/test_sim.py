@@ -48,16 +48,18 @@ def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
     assert report["loss_own"] == pytest.approx(report["loss_last"], rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_peers_meet_over_a_satellite(method):
-    """A round trip of a second: what is alive answers later than on the ground."""
-    report = small(net="480:2", minutes=2.0, overrides={"outer.every": 50, "outer.method": method}, uneven=0.0)
+@pytest.mark.parametrize(("method", "lag"), [("noloco", 0), ("noloco", "auto"), ("diloco", None)])
+def test_peers_meet_over_a_satellite(method, lag):
+    """A round trip of a second: what is alive answers later than on the ground. Who overlaps waits for none of it."""
+    settings = {"outer.every": 50, "outer.method": method, "outer.lag": lag}
+    report = small(net="480:2", minutes=2.0, overrides=settings, uneven=0.0)
     assert report["exchanges"] > 20
     assert report["alone"] < 0.1
+    assert (report["wait_median_s"] < 0.1) == (lag == "auto")
 
 
 def test_pairs_send_their_weights_and_little_else():
-    report = small(peers=6, uneven=0.0)
+    report = small(peers=6, uneven=0.0, overrides={"outer.every": 10, "outer.lag": 0})
     assert report["alone"] == 0
     payload = report["bytes_per_peer_round"] - report["control_bytes_per_peer_round"]
     assert payload == pytest.approx(64 * 4, rel=0.1)  # rounds that the end cut off have sent, and are not counted
@@ -67,7 +69,7 @@ def test_pairs_send_their_weights_and_little_else():
 
 def test_the_settings_file_is_obeyed(tmp_path):
     file = tmp_path / "swarm.toml"
-    file.write_text('[outer]\nmethod = "local"\nevery = 5\ncodec = "bfloat16"\n[train]\nsteps = 20\nseed = 3\n')
+    file.write_text('[outer]\nmethod = "local"\nevery = 5\nlag = 0\ncodec = "bfloat16"\n[train]\nsteps = 20\nseed = 3\n')
     report = run_sim(file, peers=3, minutes=1, parameters=64)
     assert (report["method"], report["every"], report["codec"], report["seed"]) == ("local", 5, "bfloat16", 3)
     assert report["rounds"] == 4

@@ -10,7 +10,8 @@ from shoal.node.task import Shard, Task
 from shoal.node.training.precision import check
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
+from tests.blocking import blocking
 
 STEPS, CPU = 9, torch.device("cpu")
 
@@ -47,7 +48,7 @@ class Overflows(Small):
 
 def trainer(task=None, train=None, *, method="none", exchange=None, device=CPU, offload=None, **own):
     settings = train or TrainSettings(steps=STEPS, seed=1)
-    outer = OuterSettings(method=method, every=3)
+    outer = blocking(method=method, every=3)
     made = Trainer(task or Small(), outer, settings, own=OwnTraining(**own), device=device, offload=offload)
     made.connect(exchange or Alone(), "run", Shard(0, 2, 1))
     return made

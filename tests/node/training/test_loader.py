@@ -23,7 +23,8 @@ from shoal.node.training.loader import Loader, LoadingError
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
+from tests.blocking import blocking
 
 SHARD = Shard(0, 1, 0)
 TOO_MANY = 12  # batches, more than are drawn ahead
@@ -249,7 +250,7 @@ class Learnt(Task):
 
 def learning(kind, workers, state=None):
     own = OwnTraining(workers=workers)
-    made = Trainer(Learnt(kind), OuterSettings(method="noloco", every=3), TrainSettings(steps=14, seed=1), own=own)
+    made = Trainer(Learnt(kind), blocking(method="noloco", every=3), TrainSettings(steps=14, seed=1), own=own)
     made.connect(Alone(), "run", SHARD)
     if state is not None:
         made.resume(state)

@@ -12,7 +12,8 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone, Simulation
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
+from tests.blocking import blocking
 
 STEPS = 12
 
@@ -48,7 +49,7 @@ class Noisy(Task):
 
 
 def trainer(task=None, exchange=None, index=0, *, method="noloco", steps=STEPS, of=2):
-    made = Trainer(task or Noisy(), OuterSettings(method=method, every=4), TrainSettings(steps=steps, seed=1))
+    made = Trainer(task or Noisy(), blocking(method=method, every=4), TrainSettings(steps=steps, seed=1))
     made.connect(exchange or Alone(), "run", Shard(index, of, 1))
     return made
 
@@ -184,7 +185,7 @@ class Explodes(Noisy):
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
-    made = Trainer(task(), OuterSettings(every=4), TrainSettings(steps=STEPS, seed=1), on_round=lambda info: made.round_loss())
+    made = Trainer(task(), blocking(every=4), TrainSettings(steps=STEPS, seed=1), on_round=lambda info: made.round_loss())
     made.connect(Alone(), "run", Shard(0, 2, 1))
     with pytest.raises(TrainingError) as caught:
         made.run()

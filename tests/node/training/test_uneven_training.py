@@ -12,6 +12,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from tests.blocking import blocking
 
 
 class Tiny(Task):
@@ -41,9 +42,7 @@ class Tiny(Task):
 
 def made(task=None, exchange=None, *, steps=40, index=0, clock=None, speeds=lambda: (), on_round=None, **outer):
     options = {"clock": clock} if clock else {}
-    result = Trainer(
-        task or Tiny(), OuterSettings(**outer), TrainSettings(steps=steps), speeds=speeds, on_round=on_round, **options
-    )
+    result = Trainer(task or Tiny(), blocking(**outer), TrainSettings(steps=steps), speeds=speeds, on_round=on_round, **options)
     result.connect(exchange or Alone(), "run", Shard(index, 2, 0))
     return result
 

@@ -19,10 +19,11 @@ from shoal.node.verify.training.checker import TrainingChecker
 from shoal.node.verify.training.material import Stretch, TrainingMaterial, TrainingTerms, projection_seed
 from shoal.node.verify.training.replica import MODEL, Replica
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.verification.calibration.calibration import Calibration, Pair
 from shoal.verification.fingerprints import WeightProjection
+from tests.blocking import blocking
 
 PLACE = {"run": "run", "round": 3, "peer": "anna", "slot": 0}
 CHEATS = (
@@ -242,7 +243,7 @@ class TestKeeping:
             assert unpack(two.material, TrainingMaterial).before == one.claim.output
 
     def test_no_stretch_goes_over_an_exchange(self, world):
-        outer = OuterSettings(method="noloco", every=12)
+        outer = blocking(method="noloco", every=12)
         kept = list(stretches(world.task(), world.terms, SHARD, outer))
         firsts = [one.stretch.first for one in kept]
         assert firsts[:5] == [0, 5, 15, 25, 30]
@@ -252,12 +253,12 @@ class TestKeeping:
     def test_rounds_without_room_are_said(self, world):
         for every in (1, 5):
             with pytest.raises(VerifyError, match="leave no room to audit 5 of them"):
-                next(stretches(world.task(), world.terms, SHARD, OuterSettings(method="local", every=every)))
+                next(stretches(world.task(), world.terms, SHARD, blocking(method="local", every=every)))
 
     def test_keeping_changes_no_bit_and_nothing_is_kept_unasked(self, world):
         ends = []
         for asked in (False, True):
-            trainer = Trainer(world.task(), OuterSettings(method="noloco", every=12), TrainSettings(steps=30, seed=1))
+            trainer = Trainer(world.task(), blocking(method="noloco", every=12), TrainSettings(steps=30, seed=1))
             trainer.connect(Alone(), "run", SHARD)
             audit = TrainingAudit(trainer, world.terms, since=7)
             for _ in range(30):

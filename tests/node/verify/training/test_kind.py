@@ -23,8 +23,8 @@ from shoal.node.verify.training.terms import check_stretch_terms, make_stretch_t
 from shoal.optim import Alone
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.wire.envelope import unpack
+from tests.blocking import blocking
 from tests.node.verify.board import ROUND_S, SWARM, TICKS, Board, Net
 
 SHARDS = 8
@@ -67,7 +67,7 @@ class Trainee:
         self.me, self.said = me, []
         mine = TextTask(**OPTIONS)
         manifest = manifest_of(settings, mine)
-        outer = OuterSettings(method="noloco", every=12)
+        outer = blocking(method="noloco", every=12)
         self.trainer = Trainer(task or mine, outer, settings.train)
         self.trainer.connect(Alone(), SWARM, trained or shard_of(me))
         self.network, salts = Net(board, me), itertools.count()
@@ -188,7 +188,7 @@ class Dropping(TextTask):
 
 def kind_of(task, settings=None, **changed):
     settings = settings or settings_of()
-    trainer = Trainer(task, OuterSettings(**{"method": "noloco", "every": 12, **changed}), settings.train)
+    trainer = Trainer(task, blocking(**{"method": "noloco", "every": 12, **changed}), settings.train)
     manifest = manifest_of(settings, TextTask(**OPTIONS))
     terms = training_terms(manifest.terms, manifest, SWARM)
     return StepClaims(settings, terms, trainer, task, Shard(0, SHARDS, 0), Net(Board(), "ann"), shard_of)
