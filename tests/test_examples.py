@@ -16,7 +16,8 @@ from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
+from tests.blocking import blocking
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"
@@ -93,7 +94,7 @@ def test_digits_are_learnt_better_together():
 
     def train(exchange):
         task = load_task(f"{ROOT}/examples/digits.py:Digits", {"width": 8})
-        trainer = Trainer(task, OuterSettings(every=20), TrainSettings(steps=120))
+        trainer = Trainer(task, blocking(every=20), TrainSettings(steps=120))
         trainer.connect(exchange, "run", Shard(int(exchange.peer), 16, 0))
         trainer.run()
         return trainer.evaluate()

@@ -6,20 +6,21 @@ from dataclasses import fields
 from typing import Any
 
 from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.schedule.schedule import Every, Schedule, Streaming
 
 
 def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
     """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20 and not 50"), or None.
 
-    Compares rule, present outer rate and momentum of each parameter, schedule, codec, weight, length of a round, number of buffers,
-    and fragments. Tensors are not read, so ``other`` may be on the device "meta".
+    Compares rule, present outer rate and momentum of each parameter, schedule but for the lag (each peer may have its own), codec,
+    weight, length of a round, number of buffers, and fragments. Tensors are not read, so ``other`` may be on the device "meta".
     """
     for index in range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ():
         present, expected = mine.outer.values(index), other.outer.values(index)
         for name in present.keys() & expected.keys():
             if present[name] != expected[name]:
                 return f"{name} is {present[name]} and not {expected[name]}"
-    for one, two in ((mine.rule, other.rule), (mine.schedule, other.schedule)):
+    for one, two in ((mine.rule, other.rule), (_sending(mine.schedule), _sending(other.schedule))):
         if type(one) is not type(two):
             return f"it is {_name(one)} and not {_name(two)}"
         for item in fields(one):  # type: ignore[arg-type]
@@ -37,6 +38,12 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
     shapes = [[tensor.shape for tensor in opt.slow] for opt in (mine, other)]
     cut = None if mine._parts == other._parts and shapes[0] == shapes[1] else "its fragments hold other parameters"
     return next(differing, cut)
+
+
+def _sending(schedule: Schedule) -> Schedule:
+    """Return when a schedule sends."""
+    known = isinstance(schedule, (Every, Streaming))
+    return Streaming(schedule.every, getattr(schedule, "fragments", 1)) if known else schedule
 
 
 def _differ(what: str, one: object, two: object) -> str | None:

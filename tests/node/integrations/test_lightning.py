@@ -57,6 +57,20 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_a_fit_overlaps_and_leaves_nothing_in_flight(tmp_path):
+    module, met = Regression(), []
+    with shoal.create(state=module, every=EVERY, lag="auto", network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback = SwarmCallback(s, on_round=met.append)
+        trainer = lightning.Trainer(
+            max_steps=STEPS, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
+        assert callback.opt.lag_auto
+        assert len(met) == callback.opt.round == STEPS // EVERY * callback.opt.fragments
+
+
 def test_a_trainer_with_several_processes_or_optimizers_is_refused():
     class Several:
         world_size, optimizers = 1, (1, 2)

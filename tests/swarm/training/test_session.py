@@ -100,6 +100,43 @@ def test_two_loops_compute_what_a_simulation_computes(method, make):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_two_loops_overlap_each_with_a_lag_of_its_own():
+    begin, met = model(0), {"anna": [], "bert": []}
+    first = shoal.create(state=begin, every=EVERY, lag="auto", start_when=2, network=HERE, node="anna", wait_s=60.0)
+    link = first.link
+    assert (first.settings.fragments, first.settings.lag) == (4, "auto")
+
+    def anna():
+        with first as s:
+            opt = s.optimizer(sgd(begin), on_round=met["anna"].append)
+            assert (opt.lag_auto, opt.fragments) == (True, 2)  # the model has two layers
+            loop(opt, begin, 1)
+            return opt
+
+    def bert():
+        other = model(7)
+        with shoal.join(link, state=other, network=HERE, node="bert") as s:
+            opt = NoLoCo(sgd(other), s.exchange(), every=EVERY, lag=2, model=other, on_round=met["bert"].append)
+            loop(opt, other, 2)
+            mine = next(member for member in s.status()["members"] if member["name"] == "bert")
+            assert (mine["lag"], mine["lag_auto"]) == (2, False)
+            return opt
+
+    one, two = together(anna, bert)
+    assert one.round == two.round == 2 * ROUNDS
+    for infos in met.values():
+        assert sorted(info.key.round for info in infos) == list(range(2 * ROUNDS))  # after the end nothing is in flight
+        assert all(len(info.members) == 2 for info in infos)
+        assert all(info.lag > 0 for info in infos if info.key.round < 2 * ROUNDS - 1)  # the last is sent after the last step
+
+
+def test_a_list_of_parameters_overlaps_as_one_fragment():
+    module = model(0)
+    with shoal.create(state=list(module.parameters()), every=EVERY, lag="auto", network=HERE, wait_s=1.0) as s:
+        opt = s.optimizer(sgd(module))
+        assert (s.settings.fragments, opt.fragments, opt.lag_auto) == (1, 1, True)
+
+
 def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
     one, other = model(0), model(7)
     kept = other[2].weight.detach().clone()
