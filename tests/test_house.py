@@ -73,7 +73,8 @@ PACKAGES = {
         "verify": {"config", "rl", "training", "verify.audit", "verify.completions", "verify.training"},
         "parallel": {"config", "training"},
         "runtime": {"checkpoint", "config", "data", "metrics", "parallel", "rl", "tasks", "training", "verify"},
-        "commands": {"checkpoint", "config", "data", "runtime", "tasks"},
+        "plan": set(),
+        "commands": {"checkpoint", "config", "data", "doctor", "plan", "runtime", "tasks"},
         "doctor": {"config", "data", "runtime", "tasks"},
         "demo": {"checkpoint", "config", "data", "metrics", "rl", "runtime", "tasks"},
         "sim": {"config"},
@@ -329,7 +330,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     assert "Exit codes:" in shown
     expected = {
         "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "chaos", "watch", "invite",
-        "doctor", "init", "sim", "link",
+        "doctor", "init", "sim", "link", "plan",
     }  # fmt: skip
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

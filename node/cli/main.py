@@ -15,10 +15,10 @@ from shoal.node.cli.demo import demo
 from shoal.node.cli.doctor import doctor
 from shoal.node.cli.identity import identity
 from shoal.node.cli.init import init
-from shoal.node.cli.invite import invite
-from shoal.node.cli.link import link
+from shoal.node.cli.invite import invite, link
 from shoal.node.cli.merge import merge
 from shoal.node.cli.peers import peers
+from shoal.node.cli.plan import plan
 from shoal.node.cli.pull import pull
 from shoal.node.cli.seed import seed
 from shoal.node.cli.sim import sim
@@ -54,7 +54,7 @@ cli.add_chapter("Train", demo, init, up, join)
 cli.add_chapter("Look", doctor, status, watch, peers)
 cli.add_chapter("Take the result", pull, merge)
 cli.add_chapter("Run a swarm for others", link, invite, seed, identity)
-cli.add_chapter("Measure and check", verify, sim, chaos)
+cli.add_chapter("Measure and check", plan, verify, sim, chaos)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
         assert found["steps"] == 8
         assert found["wait_s"] == pytest.approx(found["wall_s"] - 8 * 0.005, abs=0.011)
         assert found["utilisation"] == pytest.approx(8 * 0.005 / found["wall_s"], rel=0.3)  # wall_s is rounded
-    assert 8 <= rows["noloco"]["sent_mb"] < 10  # two whole models and what is around them
+    assert 8 <= rows["noloco-blocking"]["sent_mb"] < 10  # two whole models and what is around them
     assert "utilisation" in done.stderr
     assert psutil.wait_procs(descendants(), timeout=5)[1] == []
 

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
+from shoal.node.commands.plan import measured_line
 from shoal.node.config.settings import load
 from shoal.node.doctor import machine_checks as machine
 from shoal.node.doctor import swarm_checks as agreement
@@ -122,6 +123,15 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
     # One of the link's two peers is dead, which is named, and does not matter.
     assert found[f"peer {NOBODY}"].outcome == found["bootstrap"].outcome == "note"
     assert "refused the connection" in found[f"peer {NOBODY}"].said
+
+
+def test_a_plan_measures_the_way_to_a_member_and_joins_nothing(healthy):
+    before = set(healthy.directory.members())
+    found = measured_line(Link.parse(healthy.link(NOBODY)))
+    assert found.round_trip > 0
+    assert (found.rate or 1) > 0
+    assert (found.rate is None) == bool(found.why)
+    assert set(healthy.directory.members()) == before
 
 
 def test_in_a_swarm_of_own_loops_there_is_no_task_to_compare():

@@ -1,0 +1,160 @@
+"""What `shoal plan` does: the table of all settings that fit, over a link that was stated or measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.node.plan.advice import advise, amount
+from shoal.node.plan.table import MEMORY_SOURCE, rows
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.exchange.cost import GOOD, Line
+
+MBIT = 1e6 / 8  # bytes a second
+TRIES = 3  # round trips that are measured with a peer
+PEERS = 3  # peers that are asked
+RAMP = 10  # round trips that a transfer must take at least, or they are what is measured
+BOUNDS: dict[str, tuple[float, float, str]] = {
+    "params": (1, 1e13, "parameters"),
+    "mbit": (1e-3, 1e6, "megabits a second"),
+    "rtt": (0, 60, "seconds"),
+    "step": (1e-6, 86_400, "seconds"),
+    "peers": (2, 65_536, "peers"),
+    "every": (1, 1_000_000, "inner steps"),
+}
+
+
+class PlanError(ShoalError):
+    """A number that `shoal plan` was given cannot be used, or a link could not be measured."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A link as it was measured. ``rate``: bytes a second of the slower direction, or None, and ``why`` there is none."""
+
+    round_trip: float
+    rate: float | None
+    why: str = ""
+
+
+def plan(
+    *, params: float, step: float, peers: int, mbit: float | None, rtt: float | None, measure: str | None, every: int | None
+) -> dict[str, Any]:
+    """Return the report: link, rows and advice. Raises PlanError, LinkError, or NetworkError if nobody can be reached."""
+    given = {"params": params, "mbit": mbit, "rtt": rtt, "step": step, "peers": peers, "every": every}
+    for name, value in given.items():
+        low, high, unit = BOUNDS[name]
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
+            raise PlanError(f"--{name} {value:g} cannot be used: give between {low:g} and {high:g} {unit}.")
+    measured = None if measure is None else measured_line(Link.parse(measure))
+    if measured is not None:
+        rtt = measured.round_trip if rtt is None else rtt
+        if mbit is None and measured.rate is None:
+            raise PlanError(
+                f"The round trip takes {measured.round_trip:.3g} s, but the rate could not be measured ({measured.why}): give it "
+                "by --mbit."
+            )
+        mbit = measured.rate / MBIT if mbit is None and measured.rate is not None else mbit
+    if mbit is None or rtt is None:
+        raise PlanError("The link is not known: give --mbit and --rtt, or --measure LINK of a swarm.")
+    line = Line(mbit * MBIT, rtt)
+    found = rows(line, params=round(params), peers=peers, step_s=step, every=every)
+    chosen, advice = advise(found, line)
+    return {
+        "params": round(params),
+        "peers": peers,
+        "step_s": step,
+        "link": {"mbit": round(mbit, 3), "round_trip_s": round(rtt, 4), "measured": measured is not None},
+        "rows": [row.json() for row in found],
+        "memory_source": MEMORY_SOURCE,
+        "advised": chosen.json(),
+        "advice": advice,
+    }
+
+
+def measured_line(link: Link) -> Measured:
+    """Dial the members of a swarm, or its seeds, and measure; this node joins nothing. Raises NetworkError if nobody answers."""
+    from shoal.node.doctor import network_checks as network
+    from shoal.node.doctor.checkup import Note
+    from shoal.node.doctor.visit import FoundError, Visit
+    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ask
+    from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, measure
+
+    visit = Visit(link)
+    try:
+        network.daemon(visit, lambda finding: None)
+        try:
+            network.bootstrap(visit, lambda finding: None)
+        except (FoundError, Note):  # only seeds answer, or not all of the link's peers do
+            if not (visit.reached or visit.seeds):
+                raise
+        trips, why = list[float](), "no member of the swarm answers, and seeds do not measure it"
+        for address in [*visit.reached, *visit.seeds][:PEERS]:
+            try:
+                found = [visit.ask(address, DIAL_PROTOCOL, partial(ask, port=None), 15.0)[0] for _ in range(TRIES)]
+                trips.append(2 * min(seen.error for seen in found))
+            except (NetworkError, MessageError) as error:
+                why = str(error).removesuffix(".")
+        if not trips:
+            raise PlanError(f"No round trip could be measured ({why}): give --mbit and --rtt.")
+        round_trip = sorted(trips)[len(trips) // 2]
+        for address in visit.reached[:PEERS]:
+            for nbytes in (MAX_BYTES, MAX_BYTES // 16):  # the fewer for a link that does not carry the more in time
+                try:
+                    speed = visit.ask(address, SPEED_PROTOCOL, partial(measure, nbytes=nbytes), 30.0)
+                except (NetworkError, MessageError) as error:
+                    why = str(error).removesuffix(".")
+                    break
+                rate = min(speed.down, speed.up)
+                if not speed.whole:
+                    why = "the link carries too little for the test"
+                elif nbytes / rate >= RAMP * round_trip:
+                    return Measured(round_trip, rate)
+                else:
+                    why = f"at least {rate / MBIT:.3g} Mbit/s, but {nbytes / 1e6:.1f} MB are over before the link is full"
+                    break
+        return Measured(round_trip, None, why)
+    finally:
+        visit.close()
+
+
+def table(report: dict[str, Any]) -> str:
+    """Format a report for people: what computes nearly always first."""
+    link = report["link"]
+    grid = Table(
+        "method", "codec", "every", "lag", "computes", "sends a day", "memory",
+        title=f"{report['params']:,} parameters, {report['peers']} peers, {report['step_s']:g} s a step, {link['mbit']:g} Mbit/s, "
+        f"{link['round_trip_s']:g} s round trip{' (measured)' if link['measured'] else ''}",
+        title_justify="left",
+    )  # fmt: skip
+    for number, row in enumerate(report["rows"]):
+        good = row["utilisation"] >= GOOD
+        after = report["rows"][number + 1 :]
+        per = row["memory_bytes_a_parameter"]
+        lag = f"auto ({row['expected_lag']})" if row["lag"] == "auto" else str(row["lag"])
+        grid.add_row(
+            row["method"], row["codec"], str(row["every"]), lag, f"{100 * row['utilisation']:.1f} %", amount(row["bytes_a_day"]),
+            "-" if per is None else amount(per * report["params"]),
+            end_section=good and bool(after) and after[0]["utilisation"] < GOOD,
+        )  # fmt: skip
+    console = Console(width=132)
+    with console.capture() as capture:
+        console.print(grid)
+    return "\n".join(
+        [
+            capture.get().rstrip(),
+            "memory: beyond model, gradients and inner optimizer; -: not measured",
+            f"        measured by {report['memory_source']}",
+            "",
+            "Settings to copy into swarm.toml, for `shoal up swarm.toml`:",
+            "",
+            report["advised"]["settings"],
+            report["advice"],
+        ]
+    )

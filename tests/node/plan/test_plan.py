@@ -1,0 +1,278 @@
+"""`shoal plan`: what it weighs, what it advises, and settings that a node takes as they are."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shoal.node.cli.main import cli
+from shoal.node.commands import plan as command
+from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
+from shoal.node.config.settings import load
+from shoal.node.plan import table
+from shoal.node.plan.advice import advise, amount
+from shoal.node.plan.table import MEMORY, choices, rows, work_of
+from shoal.optim import METHODS, Alone
+from shoal.optim.schedule.schedule import Delayed
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange import cost
+from shoal.swarm.exchange.cost import GOOD, Line
+from shoal.swarm.exchange.group.allreduce import SMALLEST, fits
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView
+from shoal.swarm.p2p.throughput import MAX_BYTES, Throughput
+
+MEASURED = Path(__file__).resolve().parents[3] / "bench" / "results" / "memory.jsonl"
+LINE = Line(12.5e6, 0.1)
+ASKED = {"params": 135e6, "step": 0.5, "peers": 8, "mbit": 100.0, "rtt": 0.1, "measure": None, "every": None}
+LINK = str(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}",)))
+
+
+def found(line=LINE, **changed):
+    return rows(line, **{"params": 135_000_000, "peers": 8, "step_s": 0.5, **changed})
+
+
+def of(method, *, line=LINE, **changed):
+    return [row for row in found(line, **changed) if row.outer.method == method]
+
+
+def test_every_method_is_there_with_the_codecs_that_it_may_have_and_pairs_also_blocking():
+    shown = {(row.outer.method, row.outer.codec, row.blocks) for row in found()}
+    assert {method for method, _, _ in shown} == set(METHODS) - {"none"}
+    plain, all_of_them = {"float32", "bfloat16", "int8"}, {"float32", "bfloat16", "int8", "e3m0+ef"}
+    assert {codec for method, codec, _ in shown if method == "noloco"} == plain
+    assert {codec for method, codec, _ in shown if method == "streaming"} == all_of_them
+    assert {codec for method, codec, _ in shown if method == "sparseloco"} == {"topk2+ef:0.95"}
+    assert {blocks for method, _, blocks in shown if method == "noloco"} == {True, False}
+
+
+@pytest.mark.parametrize("every", [None, 1, 7, 500])
+def test_the_settings_to_copy_are_those_that_were_weighed(every, tmp_path):
+    for number, row in enumerate(found(every=every)):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(row.toml())
+        outer = load(file).outer
+        assert outer.resolved() == row.outer
+        assert work_of(outer, params=135_000_000, peers=8, step_s=0.5) == row.work
+        assert every in (None, row.work.every)
+
+
+def test_good_rows_come_first_by_bytes_and_then_the_others_by_how_much_they_compute():
+    shown = found()
+    good = [row for row in shown if row.forecast.utilisation >= GOOD]
+    rest = shown[len(good) :]
+    assert good
+    assert rest
+    assert good == shown[: len(good)]
+    assert [row.forecast.sent_a_day for row in good] == sorted(row.forecast.sent_a_day for row in good)
+    assert [row.forecast.utilisation for row in rest] == sorted((row.forecast.utilisation for row in rest), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nbytes"),
+    [
+        ({}, 4000),
+        ({"codec": "bfloat16"}, 2000),
+        ({"weights": "tokens"}, 8000),  # pseudo-gradients that are weighted, and weights that are not
+        ({"pull": 0.1}, 8000),
+        ({"method": "gasloc"}, 4000),
+        ({"method": "sparta"}, 20),
+        ({"method": "diloco", "weights": "tokens"}, 4000),
+    ],
+)
+def test_bytes_of_a_round(settings, nbytes):
+    assert work_of(OuterSettings(**settings), params=1000, peers=2, step_s=1.0).nbytes == nbytes
+
+
+def test_what_is_applied_a_round_late_is_what_the_methods_make_so():
+    def late(name):
+        return isinstance(METHODS[name].make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), Alone()).schedule, Delayed)
+
+    assert {name for name in METHODS if late(name)} == set(table.DELAYED)
+    for name in METHODS:
+        work = work_of(OuterSettings(method=name), params=1000, peers=2, step_s=1.0)
+        assert (work.lag == work.every) == late(name) or work.every == 1
+
+
+def test_groups_sum_what_the_exchange_sums():
+    assert cost.ALL_REDUCED == SMALLEST
+    for outer in choices():
+        work = work_of(outer, params=1000, peers=8, step_s=1.0)
+        assert work.sums == fits(outer.codec, SMALLEST)
+    assert not work_of(OuterSettings(method="diloco", robust="centered-clip"), params=1, peers=8, step_s=1.0).sums
+
+
+def test_memory_is_what_was_measured():
+    runs = [json.loads(text) for text in MEASURED.read_text().splitlines()]
+    known = {row["method"]: row["bytes_per_parameter"] for run in runs for row in run["rows"] if row["params"] > 1e8}
+    assert {name: round(value, 1) for name, value in known.items()} == MEMORY
+    assert {row.memory for row in of("noloco") if row.blocks} == {MEMORY["noloco"]}
+
+
+def test_a_good_link_gets_the_overlapped_default():
+    chosen, said = advise(found(Line(125e6, 0.02)), Line(125e6, 0.02))
+    assert (chosen.outer.method, chosen.outer.codec, chosen.work.lag) == ("noloco", "float32", "auto")
+    assert said.startswith("On this link choose noloco, float32, every 50, lag auto: a node computes 9")
+    assert said.count(". ") == 0
+
+
+def test_a_thinner_link_gets_fewer_bytes():
+    thin = Line(8e6, 0.05)
+    chosen, said = advise(found(thin), thin)
+    assert (chosen.outer.method, chosen.outer.codec) == ("noloco", "int8")
+    assert chosen.forecast.utilisation >= GOOD
+    assert "lag 0, which waits for each exchange" in said
+
+
+def test_where_nothing_is_enough_a_longer_round_is():
+    home = Line(1e5, 0.05)
+    few = [row for row in found(home) if row.outer.method == "noloco"]
+    chosen, said = advise(few, home)
+    assert chosen.work.every > 50
+    assert chosen.outer.every == chosen.work.every
+    assert chosen.forecast.utilisation >= GOOD
+    assert "in place of computing" in said
+
+
+def test_a_link_that_carries_nothing():
+    hopeless = Line(100.0, 1.0)
+    chosen, said = advise(found(hopeless), hopeless)
+    assert chosen.forecast.utilisation < GOOD
+    assert said.startswith("This link carries none of the settings")
+
+
+@pytest.mark.parametrize(("nbytes", "said"), [(1500, "1.5 kB"), (2.5e6, "2.5 MB"), (1e9, "1 GB"), (3.21e12, "3.21 TB")])
+def test_amounts(nbytes, said):
+    assert amount(nbytes) == said
+
+
+def invoke(*options):
+    return CliRunner().invoke(cli, ["plan", *options])
+
+
+def test_json_is_one_object_with_a_row_for_each_choice():
+    done = invoke("--params", "135e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.5", "--peers", "8", "--json")
+    assert done.exit_code == 0
+    report = json.loads(done.stdout)
+    assert report["link"] == {"mbit": 100.0, "round_trip_s": 0.1, "measured": False}
+    assert len(report["rows"]) == len(found())
+    row = report["rows"][0]
+    assert 0 < row["utilisation"] <= 1
+    assert math.isfinite(row["bytes_a_day"])
+    assert report["advised"]["settings"].startswith("[outer]\nmethod = ")
+    assert report["advice"].endswith(".")
+
+
+def test_people_get_a_table_the_settings_and_one_line_of_advice(tmp_path):
+    done = invoke("--params", "10e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.1", "--peers", "2")
+    assert done.exit_code == 0
+    assert done.stdout.rstrip().split("\n")[-1].startswith("On this link choose noloco")
+    (tmp_path / "swarm.toml").write_text(done.stdout[done.stdout.index("[outer]") : done.stdout.index("On this link")])
+    assert load(tmp_path / "swarm.toml").outer.method == "noloco"
+    assert "auto (" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("params", 0), ("params", -1.0), ("params", math.nan), ("params", 1e300), ("mbit", 0.0), ("mbit", math.inf),
+        ("rtt", -0.1), ("rtt", math.nan), ("step", 0.0), ("step", 1e9), ("peers", 1), ("peers", 10**9), ("every", 0),
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be_used_is_named(option, value):
+    with pytest.raises(PlanError, match=f"^--{option} [^:]*: give between [^.]*\\.?[^.]*\\.$") as refused:
+        plan(**{**ASKED, option: value})
+    assert getattr(refused.value, "exit_code", 2) == 2
+
+
+@pytest.mark.parametrize("missing", [{"mbit": None}, {"rtt": None}])
+def test_a_link_that_is_not_known_is_asked_for(missing):
+    with pytest.raises(PlanError, match="give --mbit and --rtt, or --measure LINK"):
+        plan(**{**ASKED, **missing})
+
+
+def test_an_unknown_link_is_refused_before_anything_is_dialled():
+    with pytest.raises(ShoalError, match="pass the link that `shoal up` printed"):
+        plan(**{**ASKED, "measure": "http://example.org"})
+
+
+class Peer:
+    """What a peer of the swarm answers, in place of the network."""
+
+    def __init__(self, speeds, trip=0.1, seeds=False):
+        self.speeds, self.trip, self.asked, self.closed = list(speeds), trip, [], 0
+        self.seeds = seeds
+
+    def daemon(self, visit, report):
+        visit.close = self.close
+
+    def bootstrap(self, visit, report):
+        (visit.seeds if self.seeds else visit.reached).append("/ip4/1.2.3.4/tcp/1/p2p/somebody")
+        visit.ask = self.ask
+        if self.seeds:
+            from shoal.node.doctor.visit import FoundError
+
+            raise FoundError("only seeds answer.")
+
+    def close(self):
+        self.closed += 1
+
+    def ask(self, address, protocol, work, seconds):
+        if protocol == DIAL_PROTOCOL:
+            return DialBackView("somebody", "1.2.3.4", 0.0, self.trip / 2), None
+        self.asked.append(work.keywords["nbytes"])
+        speed = self.speeds.pop(0)
+        if isinstance(speed, Exception):
+            raise speed
+        return speed
+
+
+def visited(monkeypatch, **peer):
+    made = Peer(**peer)
+    monkeypatch.setattr("shoal.node.doctor.network_checks.daemon", made.daemon)
+    monkeypatch.setattr("shoal.node.doctor.network_checks.bootstrap", made.bootstrap)
+    return made
+
+
+def test_a_measured_link_has_the_slower_direction_and_nothing_is_left_running(monkeypatch):
+    peer = visited(monkeypatch, speeds=[Throughput(2e6, 1e6, True)])
+    assert measured_line(Link.parse(LINK)) == Measured(pytest.approx(0.1), 1e6)
+    assert (peer.asked, peer.closed) == ([MAX_BYTES], 1)
+
+
+def test_a_slow_link_is_measured_with_fewer_bytes(monkeypatch):
+    peer = visited(monkeypatch, speeds=[Throughput(2e4, 2e5, False), Throughput(4e4, 3e4, True)])
+    assert measured_line(Link.parse(LINK)).rate == 3e4
+    assert peer.asked == [MAX_BYTES, MAX_BYTES // 16]
+
+
+@pytest.mark.parametrize(
+    ("peer", "why"),
+    [
+        ({"speeds": [Throughput(1e7, 9e6, True)]}, r"at least 72 Mbit/s, but 2\.1 MB are over before the link is full"),
+        ({"speeds": [NetworkError("it was asked too often.")]}, "it was asked too often"),
+        ({"speeds": [], "seeds": True}, "no member of the swarm answers, and seeds do not measure it"),
+    ],
+)
+def test_what_cannot_be_measured_honestly_is_asked_for(peer, why, monkeypatch):
+    visited(monkeypatch, **peer)
+    with pytest.raises(PlanError, match=rf"takes 0\.1 s, but the rate could not be measured \({why}\): give it by --mbit"):
+        plan(**{**ASKED, "mbit": None, "rtt": None, "measure": LINK})
+
+
+def test_what_is_given_counts_more_than_what_was_measured(monkeypatch):
+    visited(monkeypatch, speeds=[Throughput(1e7, 9e6, True)])
+    report = plan(**{**ASKED, "mbit": 50.0, "rtt": None, "measure": LINK})
+    assert report["link"] == {"mbit": 50.0, "round_trip_s": 0.1, "measured": True}
+    assert report["rows"] == plan(**{**ASKED, "mbit": 50.0})["rows"]
+
+
+def test_bounds_say_what_they_bound():
+    assert set(command.BOUNDS) == set(ASKED) - {"measure"}
+    assert replace(found()[0].work, every=3).every == 3
