@@ -26,7 +26,7 @@ FIRST, LEAST, MOST = 32 << 10, 16 << 10, 256 << 20  # bytes on their way: at fir
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
 PINGS = 16  # in a window of bytes, at most
-PONG_S, PONGS = 2.0, 8  # seconds, and empty links' delays, without an answer after which as few bytes go out as possible
+PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer after which only a few bytes go out
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
 GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
@@ -191,10 +191,16 @@ class Pace:
         self._bases: deque[float] = deque(maxlen=BASES)  # seconds that the quickest ping took, of each of the last minutes of bulk
         self._measured = float("-inf")  # the time at which the last of these began
         self._holding, self._starting, self._young, self._full, self._ending = False, True, True, False, False
-        self._moved, self._flying = asyncio.Event(), asyncio.Event()
+        self._moved, self._flying, self._turns = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
     async def room(self, most: int) -> int:
-        """Wait until bytes may be sent; return how many, at most ``most``, and count them as sent. Those before were written."""
+        """Wait until bytes may be sent; return how many, at most ``most``, and count them as sent. Those before were written.
+        Transfers to the same peer get room in turn.
+        """
+        async with self._turns:
+            return await self._room(most)
+
+    async def _room(self, most: int) -> int:
         grain = max(self.window / PINGS, min(self.window / 2, GRAIN))
         if self._sent - self._pinged >= grain and not self._holding:
             self._ping()
@@ -221,13 +227,14 @@ class Pace:
                     if self._fresh():
                         return
                     self._ping()
-                    continue
-                self._flying.clear()
-                await self._flying.wait()
+                else:
+                    self._flying.clear()
+                    await self._flying.wait()
                 continue
             data = b""
             with contextlib.suppress(asyncio.TimeoutError):
-                data = await asyncio.wait_for(echo.read(), PONG_S + PONGS * min(self._bases, default=0.0))
+                patience = min(PONG_S[0] + PONGS * min(self._bases, default=0.0), PONG_S[1])  # a silent stream is given up soon
+                data = await asyncio.wait_for(echo.read(), patience)
             if self._echo is not echo or (not data and self._ending):
                 return
             if not data:  # a few bytes go out all the same, because the peer may only be busy
