@@ -1,4 +1,4 @@
-"""What `bench/quality.py --plan` and `--plan overlap` run, the most important first, so that each may stop and go on later."""
+"""What `bench/quality.py --plan` runs, and `--plan NAME`, the most important first, so that each may stop and go on later."""
 
 from __future__ import annotations
 
@@ -85,20 +85,26 @@ def _gossip(peers: int, every: int, inner: str = "", *, steps: int = SHORT) -> l
     return [_cell(f"noloco{form}{inner}", every, peers=peers, steps=steps, like=50) for form in ("", "-overlap")]
 
 
+def _rate(inner: str = "") -> Cell:
+    return _gossip(4, 50, inner, steps=LONG)[0]
+
+
 def _long(peers: int, inner: str = "") -> list[Stage]:
     """Long runs, every 50 first; all at the rate that is better for the blocking form with 4 peers, every 50."""
-    rate = _gossip(4, 50, inner, steps=LONG)[0]
+    rate = _rate(inner)
     return [Stage(_gossip(peers, every, inner, steps=LONG), seeds, rate) for seeds in (ONE, ALL) for every in (50, 10)]
 
 
 MUON = "-muon"
-FEWER_BYTES = [_cell(f"noloco{inner}", codec=codec) for codec in ("int8", "bfloat16") for inner in ("", MUON)]
 OVERLAP = [
     *(Stage(_gossip(4, 50, inner), ALL) for inner in ("", MUON)),
+    Stage(_gossip(4, 10), ALL),
+    Stage(_gossip(8, 50), ALL),
+    Stage(_gossip(4, 50, steps=LONG), ONE, _rate()),
+    Stage(_gossip(4, 10, MUON), ALL),
+    Stage(_gossip(8, 50, MUON), ALL),
+    *(Stage(_gossip(8, 10, inner), ALL) for inner in ("", MUON)),
     Stage([_cell("ddp", 1), _cell("ddp-muon", 1)], ALL),
-    Stage(FEWER_BYTES, ALL),
-    *(Stage(_gossip(4, 10, inner), ALL) for inner in ("", MUON)),
-    *(Stage(_gossip(8, every, inner), ALL) for every in (50, 10) for inner in ("", MUON)),
     Stage([_cell("ddp-muon", 1, steps=LONG)], ONE, again=True),
     *_long(4, MUON),
     *_long(4),
@@ -106,5 +112,10 @@ OVERLAP = [
     *_long(8, MUON),
     *_long(8),
 ]
+# Gossip with fewer bytes: NoLoCo sends weights, so only codecs of 8 bits and more are for it.
+BYTES = [
+    Stage([_cell(f"noloco{form}{inner}", codec=codec, like=50) for inner in ("", MUON)], ALL)
+    for codec, form in (("int8", ""), ("int8", "-overlap"), ("bfloat16", ""))
+]
 
-PLANS = {"methods": METHODS, "overlap": OVERLAP}
+PLANS = {"methods": METHODS, "overlap": OVERLAP, "bytes": BYTES}
