@@ -114,8 +114,10 @@ OVERLAP = [
 ]
 # Gossip with fewer bytes: NoLoCo sends weights, so only codecs of 8 bits and more are for it.
 BYTES = [
-    Stage([_cell(f"noloco{form}{inner}", codec=codec, like=50) for inner in ("", MUON)], ALL)
-    for codec, form in (("int8", ""), ("int8", "-overlap"), ("bfloat16", ""))
+    *(Stage([_cell(f"noloco{form}{inner}", codec="int8") for inner in ("", MUON)], ALL) for form in ("", "-overlap")),
+    Stage([_rate()._replace(codec="int8")], ONE, _rate()),
+    Stage([_cell(f"noloco{inner}", codec="bfloat16") for inner in ("", MUON)], ALL),
+    *(Stage([_rate(inner)._replace(codec="int8")], ALL, _rate(inner)) for inner in (MUON, "")),
 ]
 
 PLANS = {"methods": METHODS, "overlap": OVERLAP, "bytes": BYTES}
