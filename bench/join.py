@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         home = Path(folder)
         table = home / "swarm.toml"
         table.write_text(table_of(arguments, 2))
-        up, helped = together([alone(home, arguments) for _ in range(arguments.ups)]), help_s()
+        up, helped = together([alone(home, arguments) for _ in range(arguments.ups)]) if arguments.ups else [], help_s()
         first = Node(home, "first", "up", str(table))
         nodes = [first]
         try:
@@ -176,7 +176,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "bench": "join", "method": arguments.method, "every": arguments.every, "layers": arguments.layers, "width": arguments.width,
         "joins": len(found), "help_s": round(helped[0], 3), "help_cpu_s": round(helped[1], 3),
-        "up_first_step_s": up[-1]["at_s"], "up_first_step_cpu_s": up[-1]["cpu_s"], "load_before": round(load, 2),
+        "up_first_step_s": up[-1]["at_s"] if up else None,
+        "up_first_step_cpu_s": up[-1]["cpu_s"] if up else None, "load_before": round(load, 2),
         "load_after": round(os.getloadavg()[0], 2), "processors": os.cpu_count(), **medians,
         "up_phases": up, "phases": together(phases),
         "all": [{name: round(value, 2) for name, value in one.items()} for one in found],
@@ -191,7 +192,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=5, help="5 of width 128: about 1 million parameters; 0: the built-in model")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--joins", type=int, default=3)
-    parser.add_argument("--ups", type=int, default=1, help="times that a node is started alone")
+    parser.add_argument(
+        "--ups",
+        type=int,
+        default=1,
+        help="times that a node is started alone; 0 for a large model, whose first evaluation takes long",
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     report = measure(arguments)
