@@ -16,9 +16,10 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.member import Member
+from tests.blocking import blocking
 
 PEERS = 4
 SEED = 3
@@ -66,11 +67,11 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     options = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2}
     rounds, every = 5, 4
     train = TrainSettings(steps=rounds * every, seed=SEED)
-    outer = OuterSettings(every=every, wait_s=60.0)
+    outer = blocking(every=every, wait_s=60.0)
     file = shoal.toml(
         options=options,
         swarm={"start_when": PEERS, "shards": PEERS},
-        outer={"every": every, "wait_s": 60.0},
+        outer={"every": every, "wait_s": 60.0, "lag": 0},
         train={"steps": train.steps, "seed": SEED},
     )
     nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]
@@ -102,11 +103,11 @@ def hosts():
 @pytest.mark.parametrize(
     "outer",
     [
-        OuterSettings(every=3, pull=0.4),  # two tensors travel
-        OuterSettings(every=3, codec="bfloat16"),
-        OuterSettings(every=3, method="local", codec="float16"),
-        OuterSettings(every=3, method="gasloc", codec="int8", finish="average"),
-        OuterSettings(every=3, weights="tokens", buffers="average"),  # two tensors and what no codec may touch
+        blocking(every=3, pull=0.4),  # two tensors travel
+        blocking(every=3, codec="bfloat16"),
+        blocking(every=3, method="local", codec="float16"),
+        blocking(every=3, method="gasloc", codec="int8", finish="average"),
+        blocking(every=3, weights="tokens", buffers="average"),  # two tensors and what no codec may touch
     ],
     ids=["pull", "bfloat16", "local", "gasloc", "buffers"],
 )

@@ -56,7 +56,7 @@ def reference(shoal, outer, steps, peers, total=0):
 
 
 def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
-    outer = {"every": 3, "wait_s": 60.0}
+    outer = {"every": 3, "wait_s": 60.0, "lag": 0}
     table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})
     one = shoal.node("up", table, "one", *HALVES, "--shard", "0/2", "--keep-rounds")
     two = shoal.node("join", one.line(), "two", *DDP, "--shard", "1/2", "--keep-rounds")
@@ -85,7 +85,7 @@ def rounds(shoal, name):
 
 @pytest.mark.slow(reason="several real peers of two processes, one after another")
 def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(shoal, eventually):
-    table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"steps": 0, "seed": SEED})
+    table = shoal.toml(options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 0, "seed": SEED})
     node = shoal.node("up", table, "one", *FSDP)
     node.line()
     eventually(lambda: len(rounds(shoal, "one")) >= 1, 60, "a round")
@@ -164,7 +164,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal
 
 @pytest.mark.slow(reason="a node by torchrun, beside another")
 def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
-    table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})
+    table = shoal.toml(
+        options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2}
+    )
     one = shoal.node("up", table, "one", *HALVES)
     two = shoal.node("join", one.line(), "two", "--device", "cpu", "--parallel", "fsdp", program=TORCHRUN)
     assert [node.wait(90) for node in (one, two)] == [0, 0], (one.said(), two.said())
@@ -177,7 +179,7 @@ def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
 @pytest.mark.slow(reason="five nodes one after another")
 def test_a_checkpoint_goes_on_in_every_layout(shoal):
     # The task's own schedule depends on the number of steps in all, which grows here.
-    table = shoal.toml(options=OPTIONS, outer={"every": 3}, train={"seed": SEED, "schedule": "constant"})
+    table = shoal.toml(options=OPTIONS, outer={"every": 3, "lag": 0}, train={"seed": SEED, "schedule": "constant"})
     for steps, flags in enumerate((HALVES, FSDP, DDP, HALVES), 1):
         more = () if steps == 1 else ("--resume",)
         node = shoal.node("up", table, "changing", *flags, "--steps", str(4 * steps), *more)
