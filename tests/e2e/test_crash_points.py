@@ -52,32 +52,40 @@ SELDOM = [
     (STOP, "callee", "chunk", ALONE),
     (STOP, "callee", "ready", PAIR),
 ]
+OVERLAPPED = [
+    (KILL, "caller", "offer", ALONE),
+    (KILL, "callee", "chunk", ALONE),
+    (STOP, "caller", "decided", ALONE),
+    (KILL, "callee", "heard", PAIR),
+]
+"""Where the mean is applied a step after the contribution was sent."""
 
 
 @pytest.mark.parametrize(
-    ("number", "role", "point", "expected"),
+    ("number", "role", "point", "expected", "lag"),
     [
-        *OFTEN,
+        *(pytest.param(*case, 0) for case in OFTEN),
         *(
-            pytest.param(*case, marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"))
-            for case in SELDOM
+            pytest.param(*case, lag, marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"))
+            for cases, lag in ((SELDOM, 0), (OVERLAPPED, 1))
+            for case in cases
         ),
     ],
     ids=lambda value: (
-        value.name if isinstance(value, signal.Signals) else value if isinstance(value, str) else "-or-".join(sorted(value))
+        value.name if isinstance(value, signal.Signals) else "-or-".join(sorted(value)) if isinstance(value, set) else str(value)
     ),
 )
-def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected):
-    pair = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT)
+def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected, lag):
+    pair = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT, overlap=lag > 0)
     victim, survivor = (0, 1) if role == "caller" else (1, 0)
     caller, callee = pair
     pair[victim].ask("arm", "armed", point=point, number=int(number))
-    caller.tell("train", number=0, floats=FLOATS)
+    caller.tell("train", number=0, floats=FLOATS, lag=lag)
     if (role, point) == ("caller", "offer"):
         caller.wait("point")
     else:
         callee.wait("held")  # only then it is sure who calls
-    callee.tell("train", number=1, floats=FLOATS)
+    callee.tell("train", number=1, floats=FLOATS, lag=lag)
 
     pair[victim].wait("point")
     next_step = pair[survivor].wait("step", LONG, step=3)

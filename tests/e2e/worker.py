@@ -54,10 +54,10 @@ def values(number, floats):
     return torch.empty(floats).uniform_(-1, 1, generator=torch.Generator().manual_seed(number))
 
 
-def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1):
+def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1, lag=0):
     """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step. Returns the slow weights."""
     weight = torch.nn.Parameter(torch.zeros(floats))
-    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM, lag=0)
+    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM, lag=lag)
     target = values(number, floats)
     for step in range(1, steps + 1):
         weight.grad = weight.detach() - target
@@ -107,7 +107,7 @@ class Worker:
         self.host = Host.start(self.identity)
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
-    def do_meet(self, other, screen=None, attack=None, **timeouts):
+    def do_meet(self, other, screen=None, attack=None, overlap=False, **timeouts):
         self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])
@@ -122,6 +122,7 @@ class Worker:
         self.exchange = PairExchange(
             PeerContext(self.host, self.identity, SWARM, MODEL, 0, lambda: members),
             ExchangeTimeouts(**timeouts),
+            overlap=overlap,
             screen=self.screen,
         )
         self.say("met")
@@ -151,8 +152,8 @@ class Worker:
         got = {} if mean is None else {"members": mean.members, "sha256": sha256(mean.tensors[0])}
         self.say("mean", round=round, **got)
 
-    def do_train(self, number, floats):
-        train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])))
+    def do_train(self, number, floats, lag=0):
+        train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])), lag=lag)
         self.say("trained")
 
     def do_measure(self, number, floats, round):
