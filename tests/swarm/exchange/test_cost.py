@@ -26,14 +26,16 @@ def recorded():
             done = work(row["method"], run["plan"])
             if done is not None:
                 name = f"{run['date']} {row['method']} {row['delay_ms']} ms"
-                yield pytest.param(done, line(run["plan"], row["delay_ms"]), row["utilisation"], id=name)
+                yield pytest.param(done, line(run["plan"], row["delay_ms"]), row["utilisation"], run.get("loaded", False), id=name)
 
 
-@pytest.mark.parametrize(("done", "over", "measured"), list(recorded()))
-def test_the_formula_agrees_with_what_was_measured(done, over, measured):
+@pytest.mark.parametrize(("done", "over", "measured", "loaded"), list(recorded()))
+def test_the_formula_agrees_with_what_was_measured(done, over, measured, loaded):
     # With a lag that is set too short the wait is a small difference of long times: nobody chooses that, and the bound is wider.
     short = done.lag != "auto" and 0 < done.lag * done.step_s < exchange_s(done, over)
-    assert forecast(done, over).utilisation == pytest.approx(measured, abs=0.15 if short else 0.03)
+    # What is waited for takes longer where other work keeps the processors busy, which delays the answers that pace it.
+    slower = loaded and done.lag == 0
+    assert forecast(done, over).utilisation == pytest.approx(measured, abs=0.15 if short or slower else 0.03)
 
 
 @pytest.mark.parametrize(("peers", "most", "count"), [(1, 32, 1), (2, 32, 2), (8, 32, 8), (33, 32, 17), (64, 32, 32)])
