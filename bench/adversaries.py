@@ -88,7 +88,8 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
             wire: Honest | Hostile = Hostile(exchange, board, attack)
         else:
             wire = Honest(exchange, board)
-        optimizer = chosen.make(inner, wire, every=options.every, **METHODS[method][1])
+        lag = {"lag": 0} if "lag" in chosen.knobs else {}
+        optimizer = chosen.make(inner, wire, every=options.every, **METHODS[method][1], **lag)
         if isinstance(wire, Hostile) and chosen.sends == "weights":
             wire.slow = optimizer.slow
         scheduler = task.lr_scheduler(optimizer, options.steps)

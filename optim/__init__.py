@@ -32,13 +32,13 @@ from shoal.optim.methods.optimizers import (
     StreamingDiLoCo,
 )
 from shoal.optim.methods.registry import METHODS, Method, method_named, methods_with
-from shoal.optim.outer.buffers import float_buffers
 from shoal.optim.outer.config_diff import config_diff
 from shoal.optim.outer.fragments import strided
 from shoal.optim.outer.in_flight import RoundInfo
 from shoal.optim.outer.inner import Stepped
 from shoal.optim.outer.migrate import migrate_state
 from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.parameters import float_buffers
 from shoal.optim.outer.weighting import by_rate, by_steps, by_tokens, equal
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.rules.base import RoundContext, Rule

@@ -30,8 +30,7 @@ from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.optim import method_named
 from shoal.optim.codecs.base import FLOAT32, all_finite
-from shoal.optim.outer.buffers import float_buffers
-from shoal.optim.outer.parameters import trained
+from shoal.optim.outer.parameters import float_buffers, trained
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest, parameters_digest, shapes_differ

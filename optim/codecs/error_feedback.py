@@ -46,6 +46,8 @@ class ErrorFeedback:
         self.error: list[Tensor] | None = None
         """e, of the shapes of the last ``encode``; None before the first."""
         self._payload: Tensor | None = None
+        self._again = False
+        """True if the next ``encode`` is of what was encoded before the state was saved: it was in flight."""
 
     @property
     def name(self) -> str:
@@ -58,7 +60,13 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Encode the tensors plus the residual. ValueError for NaN, infinity, or shapes other than before."""
+        """Encode the tensors plus the residual. ValueError for NaN, infinity, or shapes other than before.
+
+        After ``load_state_dict`` of a state with a payload the first call returns that payload, and nothing changes.
+        """
+        if self._again and self._payload is not None:
+            self._again = False
+            return self._payload.clone()
         total = [tensor.detach().float() for tensor in tensors]
         if self.error is not None:
             self._check_shapes(total)
@@ -88,9 +96,14 @@ class ErrorFeedback:
         """True between ``encode`` and ``accepted`` or ``rejected``."""
         return self._payload is not None
 
+    @property
+    def payload(self) -> Tensor | None:
+        """What awaits its outcome: with it under "payload", a loaded state goes on as if it had been encoded there."""
+        return self._payload
+
     def accepted(self) -> None:
         """Note that the last ``encode`` counted."""
-        self._payload = None
+        self._payload, self._again = None, False
 
     @torch.no_grad()
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
@@ -99,7 +112,7 @@ class ErrorFeedback:
         ValueError if there was no ``encode`` since the last outcome.
         """
         self.error = self._taken_back(applied)
-        self._payload = None
+        self._payload, self._again = None, False
 
     def _taken_back(self, applied: Sequence[Tensor]) -> list[Tensor]:
         sent, error = self.sent(), self.error or []
@@ -120,9 +133,13 @@ class ErrorFeedback:
             raise ValueError(f"the saved error feedback is of the codec {state_dict.get('codec')}, not of {self.name}")
         error: list[Tensor] | None = state_dict["error"]
         check_finite(error or [], "the saved error feedback")
+        payload: Tensor | None = state_dict.get("payload")
+        size = self.nbytes([tuple(tensor.shape) for tensor in error or []])
+        if payload is not None and (payload.dtype != torch.uint8 or payload.shape != (size,)):
+            raise ValueError(f"the saved payload of {self.name} has not the {size} bytes of its tensors")
         self.codec.load_state_dict(state_dict["inner"])
         self.error = None if error is None else [tensor.to(torch.float32, copy=True) for tensor in error]
-        self._payload = None
+        self._payload, self._again = (None if payload is None else payload.clone()), payload is not None
 
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         devices = {tensor.device for tensor in like}

@@ -17,6 +17,11 @@ class Rejectable(Protocol):
         """True between ``encode`` and ``accepted`` or ``rejected``."""
         ...
 
+    @property
+    def payload(self) -> Tensor | None:
+        """What was encoded then."""
+        ...
+
     def accepted(self) -> None:
         """Note that the contribution is in a mean."""
         ...

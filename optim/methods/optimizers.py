@@ -68,6 +68,8 @@ def _weighted(options: Options) -> bool:
     return options.get("weight", equal) is not equal
 
 
+GOSSIP_LAG: Lag = 0
+"""Lag of a gossip method by default, as that of nodes (`shoal.swarm.manifest.outer.DEFAULT_LAG`): change both at once."""
 OVERLAPPED = 4
 """Fragments of a gossip method with a lag, by default."""
 
@@ -87,8 +89,8 @@ class NoLoCo(OuterOptimizer):
 
     With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after another and each to a partner of its
     own, and a mean is applied ``lag`` inner steps after it was sent; the fast weights keep what was learnt since
-    (`shoal.optim.rules.gossip`). The default is the least lag with which nearly all exchanges are in time (``AutoLag``), which may
-    differ between peers. lag 0: the whole model (unless in ``fragments``), waited for.
+    (`shoal.optim.rules.gossip`). "auto": the least lag with which nearly all exchanges are in time (``AutoLag``), which may differ
+    between peers. lag 0: the whole model (unless in ``fragments``), waited for.
 
     The defaults are the paper's. ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent, unless peers have
     different weights (``weight`` given), which takes two: the pseudo-gradients are weighted, the pull is not.
@@ -104,7 +106,7 @@ class NoLoCo(OuterOptimizer):
         momentum: float = 0.5,
         pull: float | None = None,
         fragments: Fragments | None = None,
-        lag: Lag = 0,
+        lag: Lag = GOSSIP_LAG,
         **options: Unpack[Options],
     ) -> None:
         rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options))
@@ -129,7 +131,7 @@ class LocalSGD(OuterOptimizer):
         *,
         every: int = 50,
         fragments: Fragments | None = None,
-        lag: Lag = 0,
+        lag: Lag = GOSSIP_LAG,
         **options: Unpack[Options],
     ) -> None:
         weighted = _weighted(options)
@@ -154,7 +156,7 @@ class GASLoC(OuterOptimizer):
         momentum: float = 0.5,
         mix: float = 1.0,
         fragments: Fragments | None = None,
-        lag: Lag = 0,
+        lag: Lag = GOSSIP_LAG,
         **options: Unpack[Options],
     ) -> None:
         warn_if_unstable(lr, momentum, 0, nesterov=True)
@@ -203,7 +205,7 @@ class StreamingDiLoCo(OuterOptimizer):
         *,
         every: int = 100,
         fragments: Fragments = 4,
-        lag: Lag = 1,
+        lag: Lag = "auto",
         mix: float = 0.5,
         lr: float = 0.4,
         momentum: float = 0.9,
@@ -229,7 +231,7 @@ class DecoupledDiLoCo(OuterOptimizer):
         *,
         every: int = 24,
         fragments: Fragments = 24,
-        lag: Lag = 2,
+        lag: Lag = "auto",
         lr: float = 0.7,
         momentum: float = 0.9,
         plain: Sequence[Tensor] = (),

@@ -12,9 +12,12 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.state import Rejectable
 from shoal.optim.exchange.base import Handle, Mean, RoundKey
-from shoal.optim.outer.param_groups import Parts
+from shoal.optim.outer.param_groups import SETTINGS, Parts
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import RoundContext
+
+Record = dict[str, Any]
+"""A pending exchange as it is saved: "facts", which JSON can hold, and lists of "tensors" by name."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,33 @@ class PendingExchange:
             return codec.state_dict()
         unsent = self.weights.whole(self.part, self.sent.contribution)
         return codec.state_dict(unsent) if isinstance(codec, Rejectable) and self.weights.first else codec.state_dict()
+
+    def record(self, codec: Codec, start: Sequence[Tensor]) -> Record:
+        """Return what is needed to begin the exchange anew: with it nothing need be taken back. ``start``: the rule's START."""
+        awaited = self._awaited(codec) and self.weights.first
+        memory = codec.state_dict() if awaited else {}
+        payload = codec.payload if awaited and isinstance(codec, Rejectable) else None
+        tensors = {"sent": self.sent.contribution, "tail": self.sent.tail, "fast": self.fast, "start": start}
+        tensors |= {"error": memory.pop("error", None) or (), "payload": () if payload is None else [payload]}
+        facts = {
+            "round": self.context.key.round,
+            "fragment": self.fragment,
+            "weight": self.sent.weight,
+            "counts": self.context.weight,
+            "even": self.sent.even,
+            "state": list(self.sent.state),
+            "settings": [
+                [{name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)}, list(places)]
+                for rule, places in self.rules
+            ],
+            "step": self.step,
+            "position": self.position,
+            "lag": self.lag,
+            "absent": self.absent,
+            "arrived": self.arrived,
+            "codec": memory or None,
+        }
+        return {"facts": facts, "tensors": {name: [tensor.clone() for tensor in some] for name, some in tensors.items()}}
 
     def _awaited(self, codec: Codec) -> bool:
         """Return True if the codec awaits the outcome; an exchange without a partner in view need not have encoded."""

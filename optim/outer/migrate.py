@@ -37,7 +37,8 @@ def migrate_state(
 
     Slow weights, the inner optimizer's state (of the same kind of optimizer), steps, tokens and the number of the round are always
     taken over (restoring the model's own weights is up to the caller); the state of a rule or a codec if it means the same; the
-    position in the round if the schedule is the same, else a round begins.
+    position in the round if the schedule is the same, else a round begins. What was in flight is taken back, and sent again with
+    the next contribution: its mean would be that of other settings.
 
     Args:
         opt: a new optimizer, before any step.

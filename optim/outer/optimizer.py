@@ -21,11 +21,10 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Borrows, Exchange, Handle, HasShards, KnowsOptimizer, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
-from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
 from shoal.optim.outer.inner import as_one, initialises
-from shoal.optim.outer.parameters import Exclude, Inner, all_parameters, excluded, trained
+from shoal.optim.outer.parameters import AveragedBuffers, Exclude, Inner, all_parameters, excluded, trained
 from shoal.optim.outer.rounds import OuterRounds
 from shoal.optim.outer.weighting import Weight, equal
 from shoal.optim.outer.weights import ModelWeights, Processes
@@ -180,6 +179,7 @@ class OuterOptimizer(OuterRounds):
         """
         self._check_not_averaged("step")
         self.steps += 1
+        self._begin_anew()
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
             yield from self._act(self.schedule.at(position))

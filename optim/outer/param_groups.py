@@ -57,6 +57,10 @@ class OuterGroups(Stepped):
             self._latest = replace(self._rule, **wanted)  # type: ignore[type-var]
         return self._latest
 
+    def again(self, saved: Sequence[tuple[dict[str, float], list[int]]]) -> Parts:
+        """Return the rules of saved settings and places. KeyError or ValueError for settings that no rule takes."""
+        return [(self._with(tuple(float(values[name]) for name in self._made_with)), list(places)) for values, places in saved]
+
     def settings(self) -> list[dict[str, Any]]:
         """Return each group without its parameters, to be saved."""
         return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]

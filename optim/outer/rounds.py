@@ -14,39 +14,21 @@ from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import AnnouncesAbsence, Borrows, ComparesStates, Exchange, Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
-from shoal.optim.outer.buffers import AveragedBuffers
 from shoal.optim.outer.equalise import equalise, sources
 from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight
 from shoal.optim.rules.base import AveragesEvenly, KeepsFast, RoundContext, State, assign
-from shoal.optim.schedule.schedule import Apply, Delayed, Send
+from shoal.optim.schedule.schedule import Apply, Send
 
 
 class OuterRounds(OuterState):
     """Base of ``OuterOptimizer``: what a schedule asks for."""
 
     exchange: Exchange
-    run: str
     weight: float | Weight
     on_round: Callable[[RoundInfo], None] | None
-    _buffers: AveragedBuffers
     _listening: set[int]
-
-    @property
-    def lag(self) -> int:
-        """Positions between sending and applying the next exchange: 0 if it is waited for at once, ``every`` if a whole round."""
-        if self._auto is not None:
-            return self._auto.lag
-        if isinstance(self.schedule, Delayed):
-            return self.schedule.every
-        fixed = getattr(self.schedule, "lag", 0)
-        return fixed if isinstance(fixed, int) else 0
-
-    @property
-    def lag_auto(self) -> bool:
-        """True if this peer chooses its lag itself."""
-        return self._auto is not None
 
     def quiet(self, most: int) -> int:
         """Return the positions up to the next at which anything is sent, applied or asked for, from 1 to ``most``.
@@ -153,6 +135,15 @@ class OuterRounds(OuterState):
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
 
+    def _begin_anew(self) -> None:
+        """Begin the exchanges that were in flight when the state was saved."""
+        for pending in sorted((p for p in self._in_flight if p.handle is None), key=lambda pending: pending.context.key.round):
+            key = pending.context.key
+            pending.context = self._context(
+                RoundKey(self.run, key.round, key.fragment), weight=pending.context.weight, total=pending.context.total
+            )
+            self._start(pending)
+
     def _start(self, pending: PendingExchange) -> None:
         """Begin the exchange of what was sent."""
         key, sent = pending.context.key, pending.sent
@@ -235,5 +226,6 @@ class OuterRounds(OuterState):
             self.on_round(RoundInfo(key, () if mean is None else mean.members, self.steps, lag, late))
 
     def _apply_in_flight(self) -> None:
+        self._begin_anew()
         for pending in self._in_flight:
             self._apply(pending)

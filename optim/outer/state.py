@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
-from shoal.optim.exchange.base import RoundKey
-from shoal.optim.outer.in_flight import InFlight
-from shoal.optim.outer.inner import Wrapper
-from shoal.optim.outer.param_groups import SETTINGS, OuterGroups
+from shoal.optim.outer.flights_state import FlightsState
+from shoal.optim.outer.param_groups import SETTINGS
 from shoal.optim.outer.parameters import all_parameters
 from shoal.optim.outer.state_checks import (
     check_given,
@@ -26,24 +24,16 @@ from shoal.optim.outer.state_checks import (
     settings_of,
 )
 from shoal.optim.outer.torch_form import TorchForm
-from shoal.optim.outer.weights import ModelWeights
-from shoal.optim.rules.base import START, Anchored, RoundContext, Rule, State, assign, kind_of, same_memory
-from shoal.optim.schedule.auto_lag import AutoLag
+from shoal.optim.rules.base import START, Anchored, State, assign, kind_of, same_memory
 from shoal.optim.schedule.round_length import RoundLength
-from shoal.optim.schedule.schedule import Delayed, Schedule
 
 
-class OuterState(Wrapper):
+class OuterState(FlightsState):
     """Base of ``OuterOptimizer``: the state that outlives a step."""
 
     inner: torch.optim.Optimizer
-    outer: OuterGroups
-    rule: Rule
-    schedule: Schedule
     codec: Codec
     length: RoundLength
-    slow: list[Tensor]
-    rule_state: State
     steps: int
     position: int
     round: int
@@ -52,12 +42,7 @@ class OuterState(Wrapper):
     _params: list[Tensor]
     _frozen: list[Tensor]
     _count: int
-    _parts: list[list[int]]
-    _weights: ModelWeights
-    _codecs: list[Codec]
     _sent_at: list[tuple[int, int]]
-    _in_flight: InFlight
-    _auto: AutoLag | None
     _averaged: bool
 
     def _check_not_averaged(self, what: str) -> None:
@@ -88,8 +73,11 @@ class OuterState(Wrapper):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return everything needed to go on, in torch's form (`shoal.optim.outer.torch_form`).
 
-        Exchanges in flight are not saved: their contribution is sent again with the next one. A resumed run is bit-identical if
-        nothing was in flight (always so when means are applied at once). The outer tensors of sharded parameters are DTensors, so
+        Exchanges in flight are begun anew by a resumed run, with the same key, contribution and weight, so that it goes on bit by
+        bit as if it had not been interrupted, if the others do so too or had no part in them. Of sharded parameters, whose parts no
+        rank has together, they are taken back instead: what was sent is sent again with the next contribution. So it is where a
+        state is loaded without their entries (torch.distributed.checkpoint, which reads what a new optimizer has too). The outer
+        tensors of sharded parameters are DTensors, so
         torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them, also into another layout.
         ``copy=False``: slow weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at
         once.
@@ -110,6 +98,8 @@ class OuterState(Wrapper):
         """
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
+        # All else is as if what is in flight were taken back, for loaders that cannot begin it anew.
+        begun = self._records()
         for pending in self._in_flight if START in rule else ():
             for index, motion in zip(pending.part, pending.sent.contribution, strict=True):
                 rule[START][index].add_(motion)
@@ -131,6 +121,7 @@ class OuterState(Wrapper):
             "settings": settings_of(self.rule),
             "schedule": repr(self.schedule),
             "groups": self.outer.settings(),
+            "in_flight": begun,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -152,6 +143,7 @@ class OuterState(Wrapper):
         rule_state, codecs = self._weights.housed(self._checked_rule(state, self.slow)), self._loaded_codecs(state)
         counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
+        begun = self._loaded_in_flight(state, counts["steps"], position)
         arrivals = [int(positions) for positions in state.get("arrivals", ())]
         shallow(self.length).load_state_dict(length, counts["tokens"])
         self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
@@ -170,6 +162,11 @@ class OuterState(Wrapper):
         self._sent_at = [(int(steps), int(tokens)) for steps, tokens in state.get("sent_at", self._sent_at)]
         if self._auto is not None:
             self._auto.restore(arrivals)
+        for pending, record in begun:
+            if START in rule_state:
+                in_place(self._start_of(pending.part), record["tensors"]["start"])
+            self._load_memory(self._codecs[pending.fragment], record)
+            self._in_flight.add(pending)
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)
@@ -224,20 +221,6 @@ class OuterState(Wrapper):
             raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
         return codec
 
-    def _sent_shapes(self, fragment: int) -> list[torch.Size]:
-        """Return the shapes of the rule's contribution for a fragment, by a trial call, which needs memory if it reads values."""
-        try:
-            return self._trial(fragment, torch.device("meta"))
-        except RuntimeError:
-            return self._trial(fragment, self.slow[0].device)
-
-    @torch.no_grad()
-    def _trial(self, fragment: int, device: torch.device) -> list[torch.Size]:
-        shapes = [self._weights.shapes[index] for index in self._parts[fragment]]
-        slow, fast = ([torch.zeros(shape, dtype=self.slow[0].dtype, device=device) for shape in shapes] for _ in range(2))
-        sent = self.rule.contribution(slow, fast, self.rule.initial(slow), RoundContext(RoundKey("", 0, fragment)))
-        return [tensor.shape for tensor in sent]
-
     @property
     def fragments(self) -> int:
         """Number of fragments."""
@@ -263,16 +246,6 @@ class OuterState(Wrapper):
     def in_flight(self, fragment: int) -> list[int]:
         """Return the rounds in which a fragment was sent that are not applied yet."""
         return [pending.context.key.round for pending in self._in_flight.of(fragment)]
-
-    @property
-    def lag(self) -> int:
-        """Positions of the schedule between the next sending and the application of its mean; 0: it is waited for."""
-        return self.schedule.every if isinstance(self.schedule, Delayed) else int(getattr(self.schedule, "lag", 0))
-
-    @property
-    def lag_auto(self) -> bool:
-        """True if this optimizer chooses its ``lag`` itself."""
-        return False
 
     @property
     def anchored(self) -> bool:

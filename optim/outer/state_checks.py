@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -29,6 +30,20 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
     for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their.shape != own.shape:
             raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
+
+
+def check_record(record: Mapping[str, Any], parts: int, steps: int, position: int, every: int) -> None:
+    """Raise ValueError unless the numbers of a saved exchange in flight are possible. Its tensors are checked elsewhere."""
+    facts = record["facts"]
+    bounds = {"round": 2**63, "fragment": parts - 1, "step": steps, "position": position, "lag": every, "even": 2**31}
+    for name, most in bounds.items():
+        if not isinstance(facts[name], int) or not 0 <= facts[name] <= most:
+            raise ValueError(f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between 0 and {most}")
+    for name in ("weight", "counts"):
+        if not 0 <= float(facts[name]) < math.inf:
+            raise ValueError(f"the saved exchange in flight has {name} {facts[name]!r}: it must be finite and not negative")
+    if facts["arrived"] is not None and not 0 < int(facts["arrived"]) <= position:
+        raise ValueError(f"the saved exchange in flight has arrived {facts['arrived']!r}, before it was sent or after now")
 
 
 def check_given(

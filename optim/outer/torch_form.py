@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.outer.fsdp import local, sharded_like
+from shoal.optim.outer.in_flight import Record
 
 OUTER, PROGRESS = "outer", "progress"
 _PLAIN = ("steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule")
@@ -55,16 +56,42 @@ class TorchForm:
                 own = outer[self._place[parameter]]
                 spread = {name: sharded_like(parameter, tensor) for name, tensor in own.items()}
                 state[number] = {**state.get(number, {}), OUTER: spread}
+        sharded = any(hasattr(parameter, "to_local") for parameter in self._params)
+        begun = [] if sharded else [self._pack_record(record, state) for record in whole["in_flight"]]
         progress = {name: whole[name] for name in _PLAIN}
         progress |= {
             "rounded": sorted(whole["rounding"]),
             "rule": sorted(whole["rule"]),
             "parts": [list(part) for part in self._parts],
             "codecs": [_counted(memory) for memory in whole["codecs"]],
+            "in_flight": begun,
         }
         text = json.dumps(progress)
         pairs = zip(whole["inner"]["param_groups"], whole["groups"], strict=True)
         return {"state": state, "param_groups": [{**group, OUTER: {**settings, PROGRESS: text}} for group, settings in pairs]}
+
+    def _holder(self, fragment: int) -> int:
+        """Return the number of the parameter with which the tensors of a fragment's exchange in flight are kept."""
+        return next(at for at, parameter in enumerate(self._every) if parameter is self._params[self._parts[fragment][0]])
+
+    def _pack_record(self, record: Record, state: dict[Any, Any]) -> Record:
+        """Put the tensors of an exchange in flight into ``state``; return the record with their numbers in their place."""
+        fragment = record["facts"]["fragment"]
+        own = state[self._holder(fragment)][OUTER]
+        for name, tensors in record["tensors"].items():
+            own |= {_place(fragment, name, number): tensor for number, tensor in enumerate(tensors)}
+        return {"facts": record["facts"], "tensors": {name: len(tensors) for name, tensors in record["tensors"].items()}}
+
+    def _unpack_record(self, record: Record, entries: Sequence[Mapping[str, Any]]) -> Record | None:
+        """Return the record with its tensors; None if they are not all there."""
+        fragment = int(record["facts"]["fragment"])
+        if not 0 <= fragment < len(self._parts):
+            return None
+        own = entries[self._holder(fragment)].get(OUTER, {})
+        names = {name: [_place(fragment, name, number) for number in range(count)] for name, count in record["tensors"].items()}
+        if any(place not in own for places in names.values() for place in places):
+            return None
+        return {"facts": record["facts"], "tensors": {name: [own[place] for place in places] for name, places in names.items()}}
 
     def _tensors(self, whole: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Return the outer tensors of each averaged parameter by name."""
@@ -114,6 +141,7 @@ class TorchForm:
             self._codec(outer, number, part, memory)
             for number, (part, memory) in enumerate(zip(progress["parts"], progress["codecs"], strict=True))
         ]
+        begun = [self._unpack_record(record, entries) for record in progress.get("in_flight", ())]
         inner = [{name: value for name, value in entry.items() if name != OUTER} for entry in entries]
         sizes = [len(group["params"]) for group in groups]
         firsts = [sum(sizes[:at]) for at in range(len(sizes))]
@@ -129,6 +157,7 @@ class TorchForm:
             "rounding": {at: self._one(outer, at, "rounding", own[at]) for at in progress["rounded"] if at < len(own)},
             "rule": {name: row(name, shapes) for name, shapes in kept.items()},
             "codecs": codecs,
+            "in_flight": [record for record in begun if record is not None],
             "groups": [{n: v for n, v in group.get(OUTER, {}).items() if n != PROGRESS} for group in groups],
         }
 
@@ -158,6 +187,10 @@ class TorchForm:
 def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
     """Return for each of the ``count`` tensors of a contribution its parameter's position and its name."""
     return [(part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)]
+
+
+def _place(fragment: int, name: str, number: int) -> str:
+    return f"in_flight_{fragment}_{name}_{number}"
 
 
 def _counted(memory: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
+from shoal.optim.outer.in_flight import Record
 from shoal.optim.outer.state import OuterState
-from shoal.optim.outer.state_checks import check_given, check_keys, groups_of
+from shoal.optim.outer.state_checks import check_given, check_keys, check_record, groups_of
 from shoal.optim.ranks.group import RankGroup
 from shoal.optim.ranks.weights import RankWeights, cut_like
 from shoal.optim.rules.base import State
 
-PARTS = ("inner", "slow", "rule", "rounding", "codecs")
+PARTS = ("inner", "slow", "rule", "rounding", "codecs", "in_flight")
 """What in saved state is not the same on all ranks."""
+DEALT = ("sent", "fast", "start")
+"""Tensors of an exchange in flight that are dealt as the parameters are."""
 
 
 def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -94,6 +97,10 @@ def whole_state(opt: OuterState) -> dict[str, Any]:
     state["slow"] = weights.whole(every, state["slow"])
     state["rule"] = {name: weights.whole(every, tensors) for name, tensors in state["rule"].items()}
     state["rounding"] = _whole_rounding(weights, state["rounding"])
+    for record in state["in_flight"]:
+        part, tensors = opt.positions(record["facts"]["fragment"]), record["tensors"]
+        tensors |= {name: list(weights.whole(part, tensors[name])) for name in DEALT}
+        tensors["tail"] = [weights.group.sum(tensor / weights.group.size) for tensor in tensors["tail"]]
     return state if weights.first else {}
 
 
@@ -121,6 +128,7 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
         (error,) = _cut(weights, [roundings[index]] if weights.first else (), [weights.slow[index]], [index])
         if weights.owns(index):
             plan["rounding"][index] = error
+    plan["in_flight"] = _given_in_flight(opt, weights, found.get("in_flight", ()))
     plan["codecs"] = found.get("codecs", []) if weights.first else []
     weights.group.barrier()  # all have all of it
     opt.load_state_dict(plan)
@@ -132,11 +140,32 @@ def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
     groups_of(state, len(opt.outer.param_groups))
     opt._checked_rule(state, _outlines(opt, opt.shapes))
     opt._loaded_codecs(state)
+    for record in state.get("in_flight", ()):
+        check_record(record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"])), opt.schedule.every)
+        opt._check_record_tensors(record, opt.shapes)
     groups = (opt.inner.state_dict()["param_groups"], state["inner"]["param_groups"])
     mine, theirs = ([len(group["params"]) for group in some] for some in groups)
     if mine != theirs:
         raise ValueError(f"the saved inner optimizer has groups of {theirs} parameters, this one of {mine}")
     return {**state, "rounding": {int(index): error for index, error in state.get("rounding", {}).items()}}
+
+
+def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Record]) -> list[Record]:
+    """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays with rank 0."""
+    plan = [(r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()}) for r in records]
+    found: list[Record] = []
+    for number, (facts, shapes) in enumerate(weights.agreed(plan)):
+        part = opt.positions(facts["fragment"])
+        given = records[number]["tensors"] if weights.first else dict.fromkeys(shapes, ())
+        tensors: dict[str, list[Tensor]] = {}
+        for name in DEALT:
+            own = [torch.empty(()) if shape == () else weights.slow[part[at % len(part)]] for at, shape in enumerate(shapes[name])]
+            tensors[name] = _cut(weights, given[name], own, part)
+        tail = given["tail"] if weights.first else [torch.empty(shape) for shape in shapes["tail"]]
+        tensors["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
+        tensors |= {name: list(given[name]) for name in ("error", "payload")}
+        found.append({"facts": facts, "tensors": tensors})
+    return found
 
 
 def _outlines(opt: OuterState, shapes: Sequence[Shape]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from shoal.optim import Alone, Distributed, Mean, codec_named, method_named
 EVERY = 4
 METHODS = {
     "diloco": {},
-    "noloco": {},
+    "noloco": {"lag": 0},
     "co2": {},
     "sparseloco": {"codec": "topk2+ef:0.95"},
     "decoupled": {"codec": "topk2+ef:0.95", "fragments": 2, "lag": 1},
@@ -142,7 +142,11 @@ def peers(folder):
         fully_shard(model, mesh=mesh["shard"])
         exchange = Distributed.for_shards(mesh, wait=20.0)
         inner = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return model, method_named("noloco").make(inner, exchange, every=EVERY, momentum=0.3, pull=0.2, model=model), exchange
+        return (
+            model,
+            method_named("noloco").make(inner, exchange, every=EVERY, momentum=0.3, pull=0.2, lag=0, model=model),
+            exchange,
+        )
 
     model, opt, exchange = one(peer)
     for step in range(9):

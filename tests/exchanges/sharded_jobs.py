@@ -1,5 +1,7 @@
 """Programs of the ranks in the tests of peers that are several processes."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +13,7 @@ from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey
 from shoal.optim.exchange.gloo_groups import GlooGroups
 
 EVERY, STEPS, BATCH = 3, 15, 8
-METHODS = {"DiLoCo": DiLoCo, "NoLoCo": NoLoCo}
+METHODS = {"DiLoCo": DiLoCo, "NoLoCo": partial(NoLoCo, lag=0)}
 
 
 def make_model():

@@ -28,6 +28,7 @@ from shoal.optim import (
     SparseLoCo,
     StreamingDiLoCo,
     by_tokens,
+    codec_named,
     float_buffers,
 )
 from shoal.optim.codecs.tail import BufferTailCodec
@@ -35,9 +36,9 @@ from shoal.optim.codecs.tail import BufferTailCodec
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 
 AT_ONCE = {
-    "local": LocalSGD,
-    "noloco": partial(NoLoCo, pull=0.3),
-    "gasloc": GASLoC,
+    "local": partial(LocalSGD, lag=0),
+    "noloco": partial(NoLoCo, pull=0.3, lag=0),
+    "gasloc": partial(GASLoC, lag=0),
     "diloco": partial(DiLoCo, weight=by_tokens),
     "heavy ball": partial(DiLoCo, nesterov=False, buffers="average"),
     "sparseloco": partial(SparseLoCo, codec=FLOAT16),
@@ -49,10 +50,17 @@ AT_ONCE = {
 }
 LATE = {
     "streaming": partial(StreamingDiLoCo, fragments=2, lag=3),
-    "decoupled": partial(DecoupledDiLoCo, fragments=3),
+    "decoupled": partial(DecoupledDiLoCo, fragments=3, lag=2),
     "eager": partial(Eager, lr=0.3, momentum=0.5),
     "co2": CO2,
     "co2 keep": partial(CO2, keep=True),
+    "noloco": partial(NoLoCo, fragments=2, lag=3, buffers="average"),
+    "noloco weighted": partial(NoLoCo, fragments=3, lag=1, pull=0.3, weight=by_tokens),
+    "local": partial(LocalSGD, fragments=1, lag=2),
+    "gasloc": partial(GASLoC, fragments=2, lag=3),
+    "a lag of its own": partial(NoLoCo, fragments=2, lag="auto"),
+    "with a memory": lambda *args, **o: StreamingDiLoCo(*args, fragments=2, lag=3, codec=codec_named("topk2+ef:0.95"), **o),
+    "with two": lambda *args, **o: CO2(*args, codec=codec_named("auto:2+ef"), **o),
 }
 
 
@@ -150,29 +158,6 @@ def test_saved_at_any_inner_step_it_goes_on_to_the_same_bits(name):
             assert equal(found, first[peer][1])
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_methods_with_something_in_flight_are_saved_and_resumed_at_any_step_too(name):
-    def once(exchange):
-        run, saved = Run(exchange, LATE[name]), []
-        for step in range(STEPS):
-            saved.append(run.save())
-            run.train(step, step + 1)
-        return saved
-
-    first = Simulation(PEERS, size=3).run(once)
-    for at in (3, 5, 8, 10):
-
-        def onwards(exchange, at=at):
-            run = Run(exchange, LATE[name]).load(first[exchange.peer][at])
-            assert not list(run.opt._in_flight)
-            run.train(at, 20)
-            run.opt.finish()
-            return run.opt.slow
-
-        for slow in Simulation(PEERS, size=3).run(onwards).values():
-            assert all(tensor.isfinite().all() for tensor in slow)
-
-
 @pytest.mark.parametrize("name", AT_ONCE | LATE)
 def test_every_method_learns_drops_included(name):
     losses = {}
@@ -239,8 +224,16 @@ def test_finish_with_a_last_mean_without_a_partner_leaves_the_slow_weights_in_th
     assert opt.round == 3
 
 
+AVERAGED = [
+    DiLoCo,
+    partial(StreamingDiLoCo, fragments=2, lag=1),
+    partial(LocalSGD, lag=0),
+    partial(NoLoCo, pull=0.2, lag=0),
+]
+
+
 @pytest.mark.parametrize("choice", ["ignore", "average"])
-@pytest.mark.parametrize("method", [DiLoCo, partial(StreamingDiLoCo, fragments=2, lag=1), LocalSGD, partial(NoLoCo, pull=0.2)])
+@pytest.mark.parametrize("method", AVERAGED)
 def test_batchnorm_buffers_are_averaged_by_choice_only_whatever_the_codec(choice, method):
     def peer(exchange):
         torch.manual_seed(0)

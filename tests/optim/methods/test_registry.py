@@ -7,6 +7,7 @@ import torch
 
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, OuterOptimizer, Simulation, codec_named, method_named, methods_with
 from shoal.optim.methods import optimizers as methods
+from shoal.optim.methods.optimizers import GOSSIP_LAG
 
 SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
 
@@ -84,7 +85,7 @@ def test_its_own_codec_is_the_one_it_uses(name):
 
 def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
-        "every": 50, "lr": 0.7, "momentum": 0.5, "pull": None, "fragments": None, "lag": 0,
+        "every": 50, "lr": 0.7, "momentum": 0.5, "pull": None, "fragments": None, "lag": GOSSIP_LAG,
     }  # fmt: skip
     assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.9, "nesterov": True}
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}

@@ -25,6 +25,7 @@ def make(name="diloco", seed=0, dtype=torch.float32, inner=torch.optim.AdamW, **
     net[2].weight.requires_grad_(False)
     if "fragments" in METHODS[name].knobs:
         options.setdefault("fragments", 2)
+        options.setdefault("lag", {"streaming": 1, "decoupled": 2}.get(name, 0))
     every = 4 if METHODS[name].knobs["every"] > 4 else 1
     opt = method_named(name).make(inner(net.parameters(), lr=0.05), Alone(), every=every, model=net, exclude=["3.bias"], **options)
     return net, opt

@@ -7,9 +7,9 @@ from torch import nn
 from shoal.optim import METHODS, Alone, DiLoCo, Simulation
 
 KEEPS = {  # knobs with which a round without a partner changes no weight, or keeps exactly what was learnt
-    "noloco": {"lr": 1.0, "momentum": 0.0},
-    "local": {},
-    "gasloc": {"lr": 1.0, "momentum": 0.0},
+    "noloco": {"lr": 1.0, "momentum": 0.0, "lag": 0},
+    "local": {"lag": 0},
+    "gasloc": {"lr": 1.0, "momentum": 0.0, "lag": 0},
     "diloco": {"lr": 1.0, "momentum": 0.0},
     "streaming": {"lr": 1.0, "momentum": 0.0, "fragments": 2, "lag": 0, "mix": 0.0},
     "decoupled": {"lr": 1.0, "momentum": 0.0, "fragments": 2, "lag": 0},

@@ -1,5 +1,7 @@
 """What an outer optimizer holds: nothing of the model's size but slow weights and the rule's state where it can be avoided."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def train(method, exchange, steps, dtype=torch.float32, **options):
 
 
 def test_a_float32_parameter_is_its_own_staging():
-    opt, weights = train(NoLoCo, Lender(), 2)
+    opt, weights = train(partial(NoLoCo, lag=0), Lender(), 2)
     assert [fast.data_ptr() for fast in opt._weights.fast] == [weight.data_ptr() for weight in weights]
     moved = [weight.data_ptr() for weight in weights]
     assert all(slow.data_ptr() not in moved for slow in opt.slow)
@@ -43,7 +45,7 @@ def test_a_float32_parameter_is_its_own_staging():
 
 @pytest.mark.parametrize("change", [lambda w: w.bfloat16(), lambda w: w.t().contiguous().t()], ids=["dtype", "strides"])
 def test_a_parameter_that_is_replaced_gets_staging_of_its_own(change):
-    opt, weights = train(NoLoCo, Lender(), 1)
+    opt, weights = train(partial(NoLoCo, lag=0), Lender(), 1)
     with torch.no_grad():
         weights[0].data = change(weights[0].data)
     weights[0].grad = torch.ones_like(weights[0])
@@ -53,7 +55,7 @@ def test_a_parameter_that_is_replaced_gets_staging_of_its_own(change):
     assert torch.equal(opt.slow[0].to(weights[0].dtype), weights[0])
 
 
-@pytest.mark.parametrize("method", [NoLoCo, DiLoCo])
+@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), DiLoCo])
 def test_what_waits_for_its_mean_is_lent_and_not_copied(method):
     exchange = Lender()
     opt, weights = train(method, exchange, 2)
@@ -63,7 +65,10 @@ def test_what_waits_for_its_mean_is_lent_and_not_copied(method):
             assert {tensor.data_ptr() for tensor in ([item] if isinstance(item, torch.Tensor) else item)} <= ours
 
 
-@pytest.mark.parametrize(("method", "options"), [(CO2, {}), (StreamingDiLoCo, {"fragments": 1, "lag": 1}), (NoLoCo, {})])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [(CO2, {}), (StreamingDiLoCo, {"fragments": 1, "lag": 1}), (NoLoCo, {"lag": 0}), (NoLoCo, {"lag": 1, "fragments": 1})],
+)
 def test_what_is_lent_stays_as_it_is_while_it_is_in_flight(method, options):
     class Slow(Lender):
         """Its rounds are checked when their outcome is asked for."""
@@ -85,7 +90,7 @@ def test_what_is_lent_stays_as_it_is_while_it_is_in_flight(method, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", [NoLoCo, DiLoCo, CO2])
+@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), DiLoCo, CO2])
 def test_lending_changes_no_bit(method, dtype):
     lent, _ = train(method, Lender(), 8, dtype)
     copied, _ = train(method, type("Copies", (), {"start": lambda *_args, **_kwargs: NoPartner()})(), 8, dtype)

@@ -1,5 +1,7 @@
 """Peers of different speed and weight: the mean is conserved, nobody waits long, and all reach the right optimum."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -101,7 +103,7 @@ def test_without_a_partner_the_weighted_form_is_the_unweighted_one_bit_by_bit(la
     assert np.array_equal(path(), path(weight=lambda peer, _: 3.0))
 
 
-@pytest.mark.parametrize("method", [NoLoCo, LocalSGD])
+@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), partial(LocalSGD, lag=0)])
 def test_equal_weights_in_other_units_change_nothing(lab, method):
     plain = lab.run(method, 40, size=2, begin=lab.own_start, every=5)
     thrice = lab.run(method, 40, size=2, begin=lab.own_start, every=5, weight=lambda peer, _: 3.0)
@@ -119,7 +121,7 @@ def test_local_sgd_weighs_what_was_learnt_and_not_where_a_peer_began(lab):
             lab.close(found[peer].slow[-1], (first[a] + first[b]) / 2 + learnt)
 
 
-@pytest.mark.parametrize("method", [NoLoCo, LocalSGD, GASLoC])
+@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), partial(LocalSGD, lag=0), partial(GASLoC, lag=0)])
 def test_what_is_sent_holds_no_weight_so_that_float16_can_hold_it(lab, method):
     """Model weights divided by tokens would be 0 in float16."""
     options = {"size": 2, "begin": lab.own_start, "every": 5, "codec": codec_named("float16")}
@@ -171,7 +173,7 @@ def uneven(method, seconds, rounds, *, size=3, late=None, **options):
 @pytest.mark.parametrize("seconds", [75.0, 80.0, 101.3])
 @pytest.mark.parametrize("late", [{}, {"bert": 33.0}, {"cleo": 1.7, "anna": 12.0}])
 def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligned(size, seconds, late):
-    found = uneven(NoLoCo, seconds, 12, size=size, late=late, weight=by_tokens, every=25)
+    found = uneven(partial(NoLoCo, lag=0), seconds, 12, size=size, late=late, weight=by_tokens, every=25)
     for peer, (infos, waits, made, _) in found.items():
         assert [info.key.round for info in infos] == list(range(12))
         # A joiner's first round may begin in the middle of the others'.
@@ -205,7 +207,7 @@ def test_rounds_of_steps_wait_for_the_slowest_instead():
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [(NoLoCo, {"every": 20}), (DiLoCo, {"every": 20, "momentum": 0.5}), (LocalSGD, {"every": 20})],
+    [(partial(NoLoCo, lag=0), {"every": 20}), (DiLoCo, {"every": 20, "momentum": 0.5}), (partial(LocalSGD, lag=0), {"every": 20})],
 )
 def test_they_reach_the_optimum_of_the_weighted_objective(method, options):
     """Quadratics with one optimum each; the displacement of a round counts by its tokens."""

@@ -25,6 +25,14 @@ from shoal.optim.ranks.whole import adopt, load_whole, whole_shared, whole_slow,
 
 STEPS, BATCH = 12, 8
 KNOBS = {
+    "noloco": {"every": 3, "lag": 0},
+    "local": {"every": 3, "lag": 0},
+    "gasloc": {"every": 3, "lag": 0},
+    "noloco, overlapped": {"every": 4, "fragments": 2, "lag": 3},
+    "noloco, two tensors": {"every": 4, "fragments": 3, "lag": 1, "pull": 0.3},
+    "local, overlapped": {"every": 4, "fragments": 2, "lag": 2},
+    "gasloc, overlapped": {"every": 4, "fragments": 2, "lag": 3},
+    "noloco, auto": {"every": 6, "fragments": 2, "lag": "auto"},
     "streaming": {"every": 4, "fragments": 2, "lag": 1},
     "decoupled": {"every": 4, "fragments": 2, "lag": 1},
     "sparta": {"every": 2, "part": 0.2},
@@ -79,7 +87,7 @@ def groups():
 def make(method, model, exchange, **options):
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     knobs = KNOBS.get(method, {"every": 3})
-    return method_named(method).make(inner, exchange, model=model, **knobs, **options)
+    return method_named(method.partition(",")[0]).make(inner, exchange, model=model, **knobs, **options)
 
 
 def numbers(tensors):

@@ -8,6 +8,7 @@ import rank_jobs as jobs
 from shoal.optim import METHODS, Simulation
 
 JOBS = Path(jobs.__file__)
+FLIGHTS = JOBS.with_name("flight_jobs.py")
 
 
 def expected(method, **options):
@@ -25,7 +26,7 @@ def compare(found, wanted):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind):
-    methods = [name for name in METHODS if name != "none"]
+    methods = [*(name for name in METHODS if name != "none"), *(name for name in jobs.KNOBS if "," in name and "auto" not in name)]
     first, second, other = trio.call(JOBS, "matrix", kind=kind, methods=methods)
     for method in methods:
         wanted = expected(method)
@@ -54,3 +55,23 @@ def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds
             for own, twin, theirs, now in zip(one["own"], two["own"], three["own"], one["now"], strict=True):
                 mean = [((a + b) / 2 + c) / 2 for a, b, c in zip(own, twin, theirs, strict=True)]
                 assert now == pytest.approx(mean, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_ranks_apply_when_rank_0_sees_that_it_is_there(trio, kind):
+    first, second, alone = trio.call(FLIGHTS, "agreeing", kind=kind)
+    assert first == alone
+    assert {name: second[name] for name in ("lags", "lag", "fast")} == {name: alone[name] for name in ("lags", "lag", "fast")}
+    assert any(late for *_, late in alone["lags"])
+    assert len({lag for _, _, lag, _ in alone["lags"]}) > 2
+
+
+@pytest.mark.parametrize("method", ["gasloc, overlapped", "noloco, two tensors", "decoupled", "co2", "eager"])
+def test_what_is_in_flight_is_begun_anew_by_all_ranks(trio, method):
+    for kind in ("ddp", "fsdp"):
+        first, second, alone = trio.call(
+            FLIGHTS, "interrupted", kind=kind, method=method, at=13 if method in ("co2", "eager") else 20
+        )
+        assert first.pop("in flight") == second.pop("in flight") != [0]
+        assert first == alone
+        assert second["fast"] == alone["fast"]

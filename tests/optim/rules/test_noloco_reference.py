@@ -52,7 +52,7 @@ def check(lab, method, peers, size, expected, *, lost=(), weights=None, **option
     def peer(exchange):
         parameter = torch.nn.Parameter(torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32))
         more = options if weights is None else options | {"weight": lambda tokens, steps: weights[exchange.peer]}
-        opt = method(torch.optim.SGD([parameter], lr=lab.RATE), exchange, every=EVERY, **more)
+        opt = method(torch.optim.SGD([parameter], lr=lab.RATE), exchange, every=EVERY, lag=0, **more)
         path = []
         for round in range(ROUNDS):
             exchange.sleep(100.0 * (round + 1) - exchange.simulation.now)
@@ -95,7 +95,7 @@ def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
 @pytest.mark.parametrize("listens", [("bert",), ("anna", "cleo"), ("anna", "bert", "cleo", "dora")])
 def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him(lab, listens, size, pull, weights):
     def listening(inner, exchange, **options):
-        opt = NoLoCo(inner, exchange, **options, lag=0)
+        opt = NoLoCo(inner, exchange, **options)
         if exchange.peer in listens:
             opt.listen()
         return opt

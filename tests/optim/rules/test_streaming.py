@@ -261,7 +261,7 @@ def test_a_mix_that_bfloat16_cannot_hold_is_remembered_saved_and_restored():
     def make():
         weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         options = {"every": 2, "fragments": 1, "lag": 1, "mix": 0.5, "lr": 0.3, "momentum": 0.0}
-        return weight, StreamingDiLoCo(torch.optim.SGD([weight], lr=1.0), Alone(), **options, lag=1)
+        return weight, StreamingDiLoCo(torch.optim.SGD([weight], lr=1.0), Alone(), **options)
 
     def step(weight, opt, count):
         for _ in range(count):

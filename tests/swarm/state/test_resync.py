@@ -2,6 +2,7 @@
 
 import itertools
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer
 from shoal.swarm.state.snapshot import State
 
 EVERY, MODEL = 4, "0" * 64
-METHODS = {"diloco": DiLoCo, "co2": CO2, "noloco": NoLoCo}
+METHODS = {"diloco": DiLoCo, "co2": CO2, "noloco": partial(NoLoCo, lag=0)}
 
 
 class Nobody:
