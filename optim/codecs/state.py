@@ -17,11 +17,6 @@ class Rejectable(Protocol):
         """True between ``encode`` and ``accepted`` or ``rejected``."""
         ...
 
-    @property
-    def payload(self) -> Tensor | None:
-        """What was encoded then."""
-        ...
-
     def accepted(self) -> None:
         """Note that the contribution is in a mean."""
         ...
@@ -32,4 +27,14 @@ class Rejectable(Protocol):
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """Return the state; with ``unsent`` as ``rejected(unsent)`` would leave it."""
+        ...
+
+
+@runtime_checkable
+class Resendable(Rejectable, Protocol):
+    """Codec with error feedback whose contribution in flight can be saved, and sent again as it was."""
+
+    @property
+    def payload(self) -> Tensor | None:
+        """What was encoded and awaits its outcome."""
         ...

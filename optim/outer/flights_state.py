@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
+from shoal.optim.codecs.state import Rejectable, Resendable
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.outer.in_flight import InFlight, PendingExchange, Record, Sent
 from shoal.optim.outer.inner import Wrapper
@@ -50,7 +51,9 @@ class FlightsState(Wrapper):
         return self._auto is not None
 
     def _records(self) -> list[Record]:
-        """Return the exchanges in flight to be saved."""
+        """Return the exchanges in flight to be saved; those that a codec could not send again as they were are taken back."""
+        if isinstance(self._codecs[0], Rejectable) and not isinstance(self._codecs[0], Resendable):
+            return []
         return [pending.record(self._codecs[pending.fragment], self._start_of(pending.part)) for pending in self._in_flight]
 
     def _loaded_in_flight(self, state: Mapping[str, Any], steps: int, position: int) -> list[tuple[PendingExchange, Record]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
-from shoal.optim.codecs.state import Rejectable
+from shoal.optim.codecs.state import Rejectable, Resendable
 from shoal.optim.exchange.base import Handle, Mean, RoundKey
 from shoal.optim.outer.param_groups import SETTINGS, Parts
 from shoal.optim.outer.weights import ModelWeights
@@ -99,7 +99,7 @@ class PendingExchange:
         """Return what is needed to begin the exchange anew: with it nothing need be taken back. ``start``: the rule's START."""
         awaited = self._awaited(codec) and self.weights.first
         memory = codec.state_dict() if awaited else {}
-        payload = codec.payload if awaited and isinstance(codec, Rejectable) else None
+        payload = codec.payload if awaited and isinstance(codec, Resendable) else None
         tensors = {"sent": self.sent.contribution, "tail": self.sent.tail, "fast": self.fast, "start": start}
         tensors |= {"error": memory.pop("error", None) or (), "payload": () if payload is None else [payload]}
         facts = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.optim import Alone, GASLoC, LocalSGD, NoLoCo, Simulation
+from shoal.optim import Alone, GASLoC, LocalSGD, NoLoCo, Simulation, StreamingDiLoCo, codec_named
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_methods import LATE, PEERS, STEPS, Run, equal, everything
@@ -111,3 +111,34 @@ def test_another_lag_takes_back_what_its_schedule_would_not_apply():
         other.train(4, STEPS)
         other.opt.finish()
         assert not list(other.opt._in_flight)
+
+
+def test_a_codec_that_does_not_show_what_it_encoded_has_it_taken_back():
+    """As one of the user's own, written before exchanges in flight were saved: its contribution is sent again with the next one."""
+
+    class Own:
+        name, displacement = "own", True
+
+        def __init__(self):
+            self.wrapped = codec_named("topk2+ef")
+            for name in ("nbytes", "encode", "decode", "accepted", "rejected", "state_dict", "load_state_dict"):
+                setattr(self, name, getattr(self.wrapped, name))
+
+        def fresh(self):
+            return Own()
+
+        @property
+        def pending(self):
+            return self.wrapped.pending
+
+    saved = []
+
+    def two(exchange):
+        run = Run(exchange, partial(StreamingDiLoCo, every=4, fragments=2, lag=1, codec=Own()))
+        run.train(0, 4)
+        assert list(run.opt._in_flight)
+        saved.append(run.opt.whole_state()["in_flight"])
+        run.opt.finish()
+
+    Simulation(PEERS[:2], seed=1).run(two)
+    assert saved == [[], []]
