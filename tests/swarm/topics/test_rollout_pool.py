@@ -316,10 +316,9 @@ def test_replayed_records_have_their_counter(pair):
 def test_a_flood_has_its_counter(pair):
     attacker, victim = pair
     before = victim.pool.counts
-    for _ in range(200):
+    for _ in range(200):  # GossipSub drops some of so many at once, on a busy machine
         publish(attacker, os.urandom(8))
-    until(lambda: victim.pool.counts["received"] == before["received"] + 200 and settled(victim.pool))
-    assert rejected_since(victim.pool, before["rejected"])["quota"] > 0
+    until(lambda: rejected_since(victim.pool, before["rejected"]).get("quota", 0) > 0 and settled(victim.pool))
     assert victim.pool.drain() == []
 
 

@@ -69,7 +69,7 @@ def swarm(network, count):
     hosts = [network.host() for _ in range(count)]
     members = {host.peer_id: network.member(host.peer_id) for host in hosts}
     return [
-        PairExchange(PeerContext(host, host.identity, SWARM, MODEL, SEED, lambda: members), ExchangeTimeouts(1.0, 1.0, 5.0))
+        PairExchange(PeerContext(host, host.identity, SWARM, MODEL, SEED, lambda: members), ExchangeTimeouts(2.5, 5.0, 20.0))
         for host in hosts
     ]
 
@@ -90,6 +90,8 @@ def trained(exchanges, rounds, values):
 def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, monkeypatch, attack):
     """By turns they would meet in a third of the rounds."""
     monkeypatch.setattr(matchmaking, "WORTH", 1e9)  # these rounds are too short to be worth a wait
+    monkeypatch.setattr(matchmaking, "LINGER", 0.04)  # of a wait that leaves a busy machine its time
+    monkeypatch.setattr(matchmaking, "SEARCH", 0.06)
     exchanges = swarm(network, 3)
     attack(monkeypatch, exchanges[2])
     met = trained(exchanges, ROUNDS, [1.0, 3.0, float("nan") if attack is not_a_number else 1.0])
