@@ -92,6 +92,11 @@ class Net:
 def loop():
     made = VirtualLoop(busy=100_000)
     yield made
+    left = asyncio.all_tasks(made)
+    for task in left:
+        task.cancel()
+    if left:
+        made.run_until_complete(asyncio.wait(left, timeout=60))
     made.close()
 
 
