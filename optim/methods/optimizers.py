@@ -81,7 +81,7 @@ def _gossip(
     if fragments is None:
         fragments = min(OVERLAPPED, max(every, 1)) if lag else 1
     parts = _cut(fragments, inner, options)
-    return (Streaming(every, len(parts), lag) if parts else Streaming(every, 1, lag) if lag else Every(every)), parts
+    return (Streaming(every, len(parts) if parts else 1, lag) if parts or lag else Every(every)), parts
 
 
 class NoLoCo(OuterOptimizer):

@@ -123,14 +123,14 @@ class OuterRounds(OuterState):
         even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
         shown = self.sketch_of(fragment) if self.anchored and isinstance(self.exchange, ComparesStates) else ()
         sent = Sent(contribution, tail, 0.0 if listening else weight, even, shown)
-        kept: list[Tensor] = []
         pending = PendingExchange(
             self._weights, self._parts[fragment], context, sent, rules, self.steps, self.position, lag, absent=weight == 0
         )
         self._start(pending)
         if not at_once:
-            kept = [tensor.clone() for tensor in fast] if isinstance(self.rule, KeepsFast) else []
-            pending.fast, pending.sent = kept, replace(sent, tail=[tensor.clone() for tensor in tail])
+            pending.sent = replace(sent, tail=[tensor.clone() for tensor in tail])
+            if isinstance(self.rule, KeepsFast):
+                pending.fast = [tensor.clone() for tensor in fast]
         self._in_flight.add(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1

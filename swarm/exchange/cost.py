@@ -107,11 +107,6 @@ def sent(work: Work) -> int:
     return math.ceil(WIRE * payloads)
 
 
-def needed_rate(work: Work) -> float:
-    """Return the bytes a second that a link must carry so that training waits for none: a round's in its computing time."""
-    return sent(work) / work.computing_s
-
-
 def exchange_s(work: Work, line: Line) -> float:
     """Return the seconds from sending one fragment to its mean."""
     each = sent(work) / work.fragments

@@ -10,7 +10,7 @@ import pytest
 
 from bench._overlap_report import line, records, work
 from shoal.swarm.exchange import cost
-from shoal.swarm.exchange.cost import Line, Work, exchange_s, expected_lag, forecast, least_every, members, needed_rate, sent
+from shoal.swarm.exchange.cost import Line, Work, exchange_s, expected_lag, forecast, least_every, members, sent
 
 RECORD = Path(__file__).resolve().parents[3] / "bench" / "results" / "overlap.jsonl"
 PARAMS = 10_000_000
@@ -57,7 +57,7 @@ def test_members_of_a_group(peers, most, count):
 )
 def test_bytes_of_a_round(task, payloads):
     assert sent(task) == math.ceil(cost.WIRE * payloads * 4 * PARAMS)
-    assert needed_rate(task) == pytest.approx(cost.WIRE * payloads * 4 * PARAMS / 10)
+    assert sent(task) / task.computing_s == pytest.approx(cost.WIRE * payloads * 4 * PARAMS / 10)
 
 
 def test_an_all_reduce_of_narrow_floats_returns_averages_in_float32():
