@@ -131,7 +131,7 @@ def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
     a.send(5)
     until(lambda: b.held)
     b.send(4)
-    until(lambda: a.exchange.next_round == 10)
+    until(lambda: a.exchange.next_round >= 10)  # 14 where b, odd in round 8, asks a next, who is in its round 9 by then
 
 
 def test_the_last_average_keeps_no_step(network):
