@@ -4,7 +4,7 @@ Four peers each hold eight noisy points of one line in 16 dimensions: too few fo
 are simulated in this process. To train over the internet, start one process per peer, each with two more lines:
 
     with shoal.create(state=model, every=10) as s:              # everywhere else: shoal.join(link, state=model)
-        opt = NoLoCo(inner, s.exchange(), every=10, lag=0)
+        opt = NoLoCo(inner, s.exchange(), every=10)
 
 The loop itself stays as it is (docs/python-api.md).
 """
@@ -32,11 +32,11 @@ def train(peer: str, exchange: Exchange) -> float:
     torch.manual_seed(0)  # all peers start from the same weights
     model = nn.Linear(16, 1)
     inner = torch.optim.AdamW(model.parameters(), lr=0.02)
-    opt = NoLoCo(inner, exchange, every=10, lag=0)
+    opt = NoLoCo(inner, exchange, every=10)
     for _ in range(400):
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        opt.step()  # every 10th step also averages with a random peer
+        opt.step()  # in 10 steps each part of the model is also averaged, with a random peer
         opt.zero_grad()
     with opt.averaged(), torch.no_grad():
         return float(nn.functional.mse_loss(model(held_out[0]), held_out[1]))

@@ -68,19 +68,20 @@ def _weighted(options: Options) -> bool:
     return options.get("weight", equal) is not equal
 
 
-GOSSIP_LAG: Lag = 0
+GOSSIP_LAG: Lag = "auto"
 """Lag of a gossip method by default, as that of nodes (`shoal.swarm.manifest.outer.DEFAULT_LAG`): change both at once."""
 OVERLAPPED = 4
 """Fragments of a gossip method with a lag, by default."""
 
 
 def _gossip(
-    fragments: Fragments | None, lag: Lag, every: int, inner: Inner, options: Options
+    fragments: Fragments | None, lag: Lag, every: int, inner: Inner, exchange: Exchange, options: Options
 ) -> tuple[Schedule, Sequence[Sequence[Tensor]] | None]:
-    """Return the schedule of a gossip method, and its fragments: by default one if means are applied at once."""
+    """Return the schedule of a gossip method, and its fragments: by default the exchange's, or one if means are applied at once."""
     if fragments is None:
-        fragments = min(OVERLAPPED, max(every, 1)) if lag else 1
-    parts = _cut(fragments, inner, options)
+        known = getattr(exchange, "fragments", None)
+        fragments = len(known) if known else min(OVERLAPPED, max(every, 1)) if lag else 1
+    parts = _cut(fragments, inner, exchange, options)
     return (Streaming(every, len(parts) if parts else 1, lag) if parts or lag else Every(every)), parts
 
 
@@ -111,7 +112,7 @@ class NoLoCo(OuterOptimizer):
     ) -> None:
         rule = NoLoCoRule(lr, momentum, pull, weighted=_weighted(options))
         warn_if_unstable(lr, momentum, 0, nesterov=False)
-        schedule, parts = _gossip(fragments, lag, every, inner, options)
+        schedule, parts = _gossip(fragments, lag, every, inner, exchange, options)
         super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **_weights(options, "NoLoCo"))
 
 
@@ -136,7 +137,7 @@ class LocalSGD(OuterOptimizer):
     ) -> None:
         weighted = _weighted(options)
         rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
-        schedule, parts = _gossip(fragments, lag, every, inner, options)
+        schedule, parts = _gossip(fragments, lag, every, inner, exchange, options)
         super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **_weights(options, "LocalSGD"))
 
 
@@ -161,7 +162,7 @@ class GASLoC(OuterOptimizer):
     ) -> None:
         warn_if_unstable(lr, momentum, 0, nesterov=True)
         rule = GASLoCRule(lr, momentum, mix)
-        schedule, parts = _gossip(fragments, lag, every, inner, options)
+        schedule, parts = _gossip(fragments, lag, every, inner, exchange, options)
         super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **_weights(options, "GASLoC"))
 
 
@@ -211,7 +212,7 @@ class StreamingDiLoCo(OuterOptimizer):
         momentum: float = 0.9,
         **options: Unpack[Options],
     ) -> None:
-        parts = _cut(fragments, inner, options)
+        parts = _cut(fragments, inner, exchange, options)
         warn_if_unstable(lr, momentum, 0, nesterov=True)
         schedule = Streaming(every, len(parts) if parts else 1, lag)
         super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, mix=mix), schedule=schedule, fragments=parts, **options)
@@ -237,7 +238,7 @@ class DecoupledDiLoCo(OuterOptimizer):
         plain: Sequence[Tensor] = (),
         **options: Unpack[Options],
     ) -> None:
-        parts = _cut(fragments, inner, options)
+        parts = _cut(fragments, inner, exchange, options)
         parameters = _averaged(inner, options)
         marked = {id(parameter) for parameter in plain}
         places = frozenset(
@@ -336,11 +337,15 @@ class SPARTA(OuterOptimizer):
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **_weights(options, "SPARTA"))
 
 
-def _cut(fragments: Fragments, inner: Inner, options: Options) -> Sequence[Sequence[Tensor]] | None:
+def _cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Options) -> Sequence[Sequence[Tensor]] | None:
+    """Return the parameters of each fragment, None for one: as the exchange has them, if it states that number of them."""
     if not isinstance(fragments, int):
         return fragments
     if fragments == 1:
         return None
+    known: Sequence[Sequence[Tensor]] | None = getattr(exchange, "fragments", None)
+    if known and len(known) == fragments:
+        return known
     model, parameters = options.get("model"), _averaged(inner, options)
     if model is None:
         return even(parameters, min(fragments, len(parameters)))

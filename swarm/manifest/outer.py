@@ -26,8 +26,8 @@ KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty"
 """Settings that are arguments of the methods' factories."""
 LATER = ("optimizer", "lr", "weight_decay", "schedule", "warmup", "clip")
 """Settings of training that the first manifests did not have."""
-DEFAULT_LAG: int | Literal["auto"] = 0
-"""Lag of a method with a partner in a new swarm whose creator gives none: 0 waits for each exchange, "auto" overlaps them."""
+DEFAULT_LAG: int | Literal["auto"] = "auto"
+"""Lag in a new swarm whose creator gives none, of a method that has one."""
 MAX_STEPS = 1_000_000
 
 Unit = Literal["steps", "tokens", "seconds"]
@@ -79,7 +79,7 @@ class OuterSettings(BaseModel):
     """Settings of the outer optimizer: when peers exchange, and what they do with the mean.
 
     A knob that is None has the method's own default (`shoal.optim.METHODS`), which `resolved` writes out; a knob that the method
-    does not have is refused. A ``lag`` of None is "auto", but ``DEFAULT_LAG`` for a method with a partner and no fragments.
+    does not have is refused. A ``lag`` of None is ``DEFAULT_LAG``.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -243,9 +243,7 @@ class OuterSettings(BaseModel):
         method = method_named(self.method)
         if "lag" not in method.knobs:
             return {}
-        pair, lag = method.group == "pair", self.lag
-        if lag is None:
-            lag = DEFAULT_LAG if pair and self.fragments in (None, 1) else "auto"
+        pair, lag = method.group == "pair", DEFAULT_LAG if self.lag is None else self.lag
         usual = OVERLAPPED if pair else method.knobs["fragments"]
         fragments = 1 if pair and lag == 0 else min(usual, self._every)  # each has a step of its own
         return {"fragments": self.fragments or fragments, "lag": lag}

@@ -94,7 +94,9 @@ class Session:
                 self._membership, self.settings, self._screen, seed=self.seed, model=self._digest, fragments=opt.fragments,
                 overlap=opt.lag > 0,
             )  # fmt: skip
-            self._exchange = SessionExchange(inner, self._attach)
+            params = opt.parameters
+            parts = [[params[index] for index in opt.positions(number)] for number in range(opt.fragments)]
+            self._exchange = SessionExchange(inner, self._attach, parts)
         return self._exchange
 
     def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:

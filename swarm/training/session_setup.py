@@ -185,10 +185,18 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
 
 
 class SessionExchange:
-    """An ``optim.Exchange`` in front of ``inner`` that calls ``attached`` with the optimizer that it is given to."""
+    """An ``optim.Exchange`` in front of ``inner`` that calls ``attached`` with the optimizer that it is given to.
 
-    def __init__(self, inner: PairExchange | GroupExchange, attached: Callable[[OuterOptimizer], None]) -> None:
-        self.inner, self._attached = inner, attached
+    ``fragments``: the parameters of each of the swarm's fragments, as which an optimizer with that number of them takes its own.
+    """
+
+    def __init__(
+        self,
+        inner: PairExchange | GroupExchange,
+        attached: Callable[[OuterOptimizer], None],
+        fragments: Sequence[Sequence[Tensor]] = (),
+    ) -> None:
+        self.inner, self._attached, self.fragments = inner, attached, fragments
         self._closed = False
 
     def attach(self, optimizer: OuterOptimizer) -> None:

@@ -35,7 +35,7 @@ BATCHES = torch.randn(2 * STEPS, 5, 4, generator=torch.Generator().manual_seed(0
 
 def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
     module = Regression()
-    with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
+    with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         callback = SwarmCallback(s)
         trainer = lightning.Trainer(
@@ -59,7 +59,7 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
 
 def test_a_fit_overlaps_and_leaves_nothing_in_flight(tmp_path):
     module, met = Regression(), []
-    with shoal.create(state=module, every=EVERY, lag="auto", network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
+    with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         callback = SwarmCallback(s, on_round=met.append)
         trainer = lightning.Trainer(

@@ -63,7 +63,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
     begin = adapters(models[0])
     assert sum(p.numel() for p in begin) < sum(p.numel() for p in models[0].parameters()) / 10
     assert not all(torch.equal(a, b) for a, b in zip(begin, adapters(models[1]), strict=True))
-    first = shoal.create(state=models[0], every=EVERY, start_when=2, network=HERE)
+    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE)
     link, callbacks = first.link, {}
 
     def train(name, session):
@@ -88,7 +88,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
 def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
     """Alone in its swarm a trainer ends with the bits of a loop that wraps the same optimizer."""
     model = tiny(0, lora=False)
-    with shoal.create(state=model, every=EVERY, network=HERE, wait_s=0.5) as s:
+    with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         callback = SwarmCallback(s)
         made = trainer(model, rows(1), tmp_path, callbacks=[callback])
         made.train()

@@ -229,7 +229,8 @@ def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity
     ],
 )
 def test_the_swarms_weights_are_taken_if_they_are_newer_or_the_own_have_drifted(method, round, applied, away, newer):
-    opt = method(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), Alone(), every=5)
+    lag = {"lag": 0} if method is NoLoCo else {}  # one fragment
+    opt = method(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), Alone(), every=5, **lag)
     opt.adopt([tensor.clone() for tensor in opt.slow], round=6, applied=[5])
     state = State(round, [tensor + away for tensor in opt.slow], {}, [applied])
     assert is_newer(state, opt) is newer
