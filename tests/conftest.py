@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 TIMED = (
@@ -17,7 +17,12 @@ TIMED = (
 """Tests with real processes or with deadlines on the real clock."""
 
 torch.set_num_threads(1)
-settings.register_profile("shoal", deadline=None)  # how long an example takes says more of the machine than of the code
+settings.register_profile(
+    "shoal",
+    deadline=None,  # how long an example takes says more of the machine than of the code
+    suppress_health_check=[HealthCheck.too_slow],  # so does how long it takes to make one
+    derandomize=True,  # the same examples in every run
+)
 settings.load_profile("shoal")
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from shoal.optim.exchange.pairing import rank
 
-STARTUP_S = 60.0
+STARTUP_S = 120.0
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
 
 
@@ -77,7 +77,7 @@ class Process:
     def wait(self, seconds=STARTUP_S):
         """The exit code."""
         code = self.popen.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
     def signal(self, number):
@@ -161,10 +161,10 @@ class Shoal:
         for process in self.processes:
             if process.popen.poll() is None:
                 process.popen.kill()
-            process.popen.wait(10)
-            process._reader.join(5)
+            process.popen.wait(60)
+            process._reader.join(60)
             process.popen.stdout.close()
-        until(lambda: not self.left(), 10, "the end of all daemons and guards")
+        until(lambda: not self.left(), 60, "the end of all daemons and guards")
 
 
 def _make():
@@ -217,7 +217,7 @@ class Peer:
     def signal(self, number):
         os.kill(self.pid, number)
 
-    def wait(self, event, seconds=30.0, **fields):
+    def wait(self, event, seconds=120.0, **fields):
         """The first event of that name with these fields, as soon as it is there."""
 
         def found():
@@ -227,7 +227,7 @@ class Peer:
             assert self._news.wait_for(found, seconds), f"no {event} {fields} within {seconds:g} s but {self.events}"
             return found()[0]
 
-    def ask(self, do, event, seconds=30.0, **fields):
+    def ask(self, do, event, seconds=120.0, **fields):
         self.tell(do, **fields)
         return self.wait(event, seconds)
 
@@ -240,7 +240,7 @@ class Nursery:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(self.home / "s"))
         self.listener.listen()
-        self.listener.settimeout(30)
+        self.listener.settimeout(120)
         self.process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("worker.py")],
             env={**os.environ, "TMPDIR": str(self.home), "OMP_NUM_THREADS": "1"},
@@ -292,13 +292,13 @@ class Nursery:
             if psutil.pid_exists(peer.pid):
                 os.kill(peer.pid, signal.SIGKILL)
             peer.socket.close()
-            until(lambda pid=peer.pid: not self.left(pid), 10, "the end of a worker's daemon")
+            until(lambda pid=peer.pid: not self.left(pid), 60, "the end of a worker's daemon")
         self.peers.clear()
 
     def close(self):
         self.end_workers()
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
         self.process.stdout.close()
         self.listener.close()
         shutil.rmtree(self.home)

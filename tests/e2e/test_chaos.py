@@ -34,4 +34,4 @@ def test_nothing_is_left_when_it_is_ended_in_the_middle(shoal, eventually, numbe
     eventually(lambda: "sleeps" in run.said(), 180, "a node that sleeps")
     run.signal(number)
     assert run.wait() == (130 if number == signal.SIGINT else -number)
-    eventually(lambda: not shoal.left(), 10, "the end of all nodes and daemons")
+    eventually(lambda: not shoal.left(), 60, "the end of all nodes and daemons")

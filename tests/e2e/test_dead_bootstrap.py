@@ -28,7 +28,7 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
 
     for name in ("anna", "bert", "carl"):
         eventually(lambda name=name: met(name), 60, f"an exchange of {name}")
-    eventually(lambda: known.exists() and peer("bert") in json.loads(known.read_text())["peers"], 30, "bert being remembered")
+    eventually(lambda: known.exists() and peer("bert") in json.loads(known.read_text())["peers"], 60, "bert being remembered")
     third.signal(signal.SIGINT)
     assert third.wait() == 130
     creator.signal(signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, even
     eventually(lambda: met("bert"), 60, "an exchange")
     known = shoal.home / "anna" / "peers.json"
     me = Link.parse(bert.line()).bootstrap[0].rpartition("/p2p/")[2]
-    eventually(lambda: known.exists() and me in json.loads(known.read_text())["peers"], 30, "bert being remembered")
+    eventually(lambda: known.exists() and me in json.loads(known.read_text())["peers"], 60, "bert being remembered")
     creator.signal(signal.SIGKILL)
     creator.wait()
 

@@ -25,8 +25,8 @@ def test_a_node_is_scraped_while_it_trains(shoal, eventually):
         found = values()
         return found if found.get("shoal_rounds_total", 0) >= 2 and "shoal_loss" in found else None
 
-    first = eventually(trained, 30, "two rounds")
-    second = eventually(lambda: found if (found := values())["shoal_rounds_total"] > first["shoal_rounds_total"] else None, 30)
+    first = eventually(trained, 60, "two rounds")
+    second = eventually(lambda: found if (found := values())["shoal_rounds_total"] > first["shoal_rounds_total"] else None, 60)
     assert second["shoal_inner_steps_total"] >= first["shoal_inner_steps_total"] >= 10
     assert (second["shoal_members"], second["shoal_info"]) == (1.0, 1.0)
     assert second["shoal_evaluation_loss"] > 0

@@ -90,12 +90,12 @@ def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(
     node.line()
     eventually(lambda: len(rounds(shoal, "one")) >= 1, 60, "a round")
     node.signal(signal.SIGTERM)
-    assert node.wait(60) == 130, node.said()
+    assert node.wait(120) == 130, node.said()
     assert shoal.result("one")["interrupted"]
     again = shoal.node("up", table, "one", *DDP, "--resume", "--steps", str(shoal.result("one")["steps"] + 1))
-    assert again.wait(60) == 0, again.said()
+    assert again.wait(120) == 0, again.said()
     uneven = shoal.node("up", table, "other", "--option", "batch=3", *DDP)
-    assert uneven.wait(60) == 2
+    assert uneven.wait(120) == 2
     assert [line for line in uneven.said().splitlines() if line.startswith("Error: ")] == [uneven.said().splitlines()[-1]]
     assert "3 rows" in uneven.said()
 

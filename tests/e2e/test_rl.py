@@ -118,7 +118,7 @@ def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
     for name in lived:
         nodes[name].signal(signal.SIGINT)
     for name in lived:
-        assert nodes[name].wait(60) == 130, nodes[name].said()
+        assert nodes[name].wait(120) == 130, nodes[name].said()
     stalls = {}
     for name in lived:
         seen = rounds(shoal, name)

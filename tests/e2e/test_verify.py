@@ -48,7 +48,7 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     for name in nodes:
         nodes[name].signal(signal.SIGINT)
     for name in nodes:
-        assert nodes[name].wait(60) == 130, nodes[name].said()
+        assert nodes[name].wait(120) == 130, nodes[name].said()
     results = {name: shoal.result(name)["verify"] for name in HONEST}
     names = {peer: name for name, peer in peers.items()}
     stalls = {

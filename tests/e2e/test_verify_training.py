@@ -43,7 +43,7 @@ def test_who_does_not_do_the_steps_that_it_claims_is_banned_and_nobody_else(shoa
     for name in nodes:
         nodes[name].signal(signal.SIGINT)
     for name in nodes:
-        assert nodes[name].wait(60) == 130, nodes[name].said()
+        assert nodes[name].wait(120) == 130, nodes[name].said()
     results = {name: shoal.result(name) for name in HONEST}
     for name in HONEST:
         found = results[name]["verify"]

@@ -75,7 +75,7 @@ class FakeHost:
             for stream in self.streams:
                 stream.abort()
 
-        self.call(cut(), 5)
+        self.call(cut(), 60)
 
 
 class Network:
@@ -106,9 +106,9 @@ class Network:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()
 
 
@@ -167,7 +167,7 @@ class School:
         assert all(mean is None or len(mean.tensors[0].unique()) == 1 for mean in means)
         return [None if mean is None else mean.tensors[0].flatten()[0].item() for mean in means]
 
-    def until(self, condition, seconds=30.0):
+    def until(self, condition, seconds=120.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "it did not happen in time"

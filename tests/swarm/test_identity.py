@@ -141,14 +141,14 @@ def test_nodes_started_together_agree_on_one_key(tmp_path):
     start, found = threading.Barrier(8), []
 
     def node():
-        start.wait(10)
+        start.wait(60)
         found.append(Identity.load_or_create(tmp_path / "key").peer_id)
 
     threads = [threading.Thread(target=node) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(found) == 8
     assert len(set(found)) == 1
     assert os.listdir(tmp_path) == ["key"]

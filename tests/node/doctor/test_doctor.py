@@ -185,10 +185,10 @@ def seed():
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    asyncio.run_coroutine_threadsafe(end(), loop).result(20)
+    asyncio.run_coroutine_threadsafe(end(), loop).result(60)
     assert running.cancelled()
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 
@@ -204,7 +204,7 @@ def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
         finally:
             stream.close()
 
-    healthy.host.call(report(), 20.0)
+    healthy.host.call(report(), 60)
     found, code = examined(str(Link(healthy.swarm, (seed,))))
     assert {name for name, finding in found.items() if finding.outcome != "ok"} == set()
     assert found["bootstrap"].said == "1 member and 1 seed answer"

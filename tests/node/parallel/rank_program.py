@@ -28,7 +28,7 @@ def work():
         if job.leads:
             worker.begin_leading(job)
             print("ready", flush=True)
-            asked.wait(30)
+            asked.wait(60)
             print("asked", flush=True)
             return 130
         worker.begin_following()

@@ -32,7 +32,7 @@ ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "
          "state": "training", "version": "0"}  # fmt: skip
 
 
-def until(self_report, seconds=15.0):
+def until(self_report, seconds=120.0):
     end = time.monotonic() + seconds
     while not self_report():
         assert time.monotonic() < end, "it did not happen in time"
@@ -83,14 +83,14 @@ def stranger(club, monkeypatch):
 
 def asks(host, peer, protocol, message, addresses):
     async def ask():
-        stream = await host.open(peer, protocol, addresses=addresses, timeout=5)
+        stream = await host.open(peer, protocol, addresses=addresses, timeout=30)
         try:
             await stream.send(pack(message), 5)
             return unpack(await stream.receive(4096, 5), Answer)
         finally:
             stream.close()
 
-    return host.call(ask(), 15)
+    return host.call(ask(), 60)
 
 
 def test_a_members_link_has_the_others_addresses_and_no_invitation(club):
@@ -231,7 +231,7 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
         assert other.host.peer_id not in one.directory.everyone()
         assert one.directory.is_barred(other.host.peer_id)
     with pytest.raises(NetworkError, match="is on this node's deny list"):
-        first.host.call(first.host.open(bert.peer_id, STATE_PROTOCOL, timeout=5), 10)
+        first.host.call(first.host.open(bert.peer_id, STATE_PROTOCOL, timeout=30), 60)
     second.host.introduce = None
     with pytest.raises(NetworkError, match="ended early"):
         asks(second.host, anna.peer_id, "/shoal/manifest/1", StateRequest(swarm=first.swarm, model=MODEL), first.host.addresses())

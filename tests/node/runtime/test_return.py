@@ -77,7 +77,7 @@ def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_o
         try:
             assert again.link().bootstrap == link.bootstrap
             again.directory.announce(**ABOUT)
-            back.host.call(back.host.meet(link.bootstrap), 15)  # as it does every 10 s while it is alone
+            back.host.call(back.host.meet(link.bootstrap), 60)  # as it does every 10 s while it is alone
             assert back.directory.wait_for(2, 30.0)
         finally:
             again.close()

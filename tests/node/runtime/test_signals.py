@@ -20,10 +20,10 @@ if sys.argv[1] in ("orderly", "terminal"):
 try:
     print("ready", flush=True)  # within: the signal may come as soon as this is read
     if sys.argv[1] == "terminal":
-        asked.wait(20)
+        asked.wait(60)
         print("the end", file=sys.stderr, flush=True)
         print("written", flush=True)
-    threading.Event().wait(20)
+    threading.Event().wait(60)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
     sys.exit(7)
@@ -46,7 +46,7 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(number):
     assert process.stdout.readline() == "asked\n"
     assert process.poll() is None
     process.send_signal(number)
-    assert process.wait(20) == 130  # by the signal: the child's own end is 0
+    assert process.wait(60) == 130  # by the signal: the child's own end is 0
     process.stdout.close()
 
 
@@ -57,7 +57,7 @@ def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
+    assert process.wait(60) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
     assert process.stdout.read() == ""
     process.stdout.close()
 
@@ -66,7 +66,7 @@ def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
     spared.send_signal(signal.SIGTERM)
     assert spared.stdout.readline() == "asked\n"
     spared.send_signal(signal.SIGTERM)
-    assert spared.wait(20) == 130
+    assert spared.wait(60) == 130
     spared.stdout.close()
 
 
@@ -86,7 +86,7 @@ def test_after_a_hang_up_nothing_is_written_to_the_terminal():
 def test_before_there_is_anything_to_drain_the_first_signal_interrupts():
     process = child("early")
     process.send_signal(signal.SIGTERM)
-    assert (process.wait(20), process.stdout.read()) == (7, "interrupted\n")
+    assert (process.wait(60), process.stdout.read()) == (7, "interrupted\n")
     process.stdout.close()
 
 
@@ -101,6 +101,6 @@ def test_a_node_ends_with_the_process_that_started_it():
     lines = {parent.stdout.readline(), parent.stdout.readline()}
     assert "ready\n" in lines
     parent.kill()
-    parent.wait(20)
+    parent.wait(60)
     assert parent.stdout.read() == ""  # ends when nobody holds the pipe any more: the child is gone
     parent.stdout.close()

@@ -46,7 +46,7 @@ def two(network):
 
         def run(caller, callee, round=0):
             first = exchanges[0].start(RoundKey(SWARM, round), [torch.full((4,), caller)])
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while not exchanges[1]._matchmaker.held.calls:
                 assert time.monotonic() < end
                 threading.Event().wait(0.005)

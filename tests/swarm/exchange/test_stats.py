@@ -128,5 +128,5 @@ def test_a_real_peer_that_is_not_there_is_unreachable():
     nobody = Identity.ephemeral().peer_id
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{nobody}"
     with Host.start(Identity.ephemeral()) as host, pytest.raises(NetworkError) as caught:
-        host.call(host.open(nobody, "/shoal/exchange/1", addresses=(address,), timeout=10), 12)
+        host.call(host.open(nobody, "/shoal/exchange/1", addresses=(address,), timeout=30), 60)
     assert kind_of(caught.value) == "unreachable"

@@ -23,7 +23,7 @@ from shoal.swarm.wire.envelope import pack
 SWARM = swarm_id(b"")
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -35,7 +35,7 @@ class Node:
 
     def __init__(self, bootstrap=(), quota=None, handler=None):
         self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
         self.got = []
         self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
         self.topic = self.gossip.join(Rollout, handler or (lambda author, record: self.got.append((author, record))), quota)
@@ -53,7 +53,7 @@ class Node:
         return self.record(completions=tuple(os.urandom(16_000).hex() for _ in range(64)), finish=("length",) * 64)
 
     def publish_raw(self, data):
-        self.host.call(self.host.pubsub.publish(self.topic.name, data), 5)
+        self.host.call(self.host.pubsub.publish(self.topic.name, data), 60)
 
     @property
     def rejected(self):
@@ -244,7 +244,7 @@ def test_a_body_whose_author_is_gone_costs_one_record(four):
     _, data = make_announcement(SWARM, body, gone.identity)
     gone.close()
     publisher.publish_raw(data)  # passed on by one who does not hold the body
-    until(lambda: reader.rejected.get("unavailable") == 1, 30)
+    until(lambda: reader.rejected.get("unavailable") == 1)
     good = publisher.record()
     publisher.topic.publish(good)
     until(lambda: reader.got == [(publisher.identity.peer_id, good)])
@@ -272,7 +272,7 @@ def test_a_message_above_the_limit_is_refused(two):
     data = bytes(MAX_MESSAGE + 1)
     with pytest.raises(ValueError, match="at most 262144"):
         first.publish_raw(data)
-    _, writer, _ = first.host.call(first.host.pubsub._ask("PUBLISH", first.topic.name, data=data), 5)
+    _, writer, _ = first.host.call(first.host.pubsub._ask("PUBLISH", first.topic.name, data=data), 60)
     until(lambda: second.rejected.get("oversized") == 1)
     writer.close()
 

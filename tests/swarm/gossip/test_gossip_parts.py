@@ -117,7 +117,7 @@ def test_a_body_store_hands_out_whole_bodies_of_its_swarm_only(network):
     (digest,) = body_store._bodies
 
     def fetch(body_store, size):
-        return taker.call(body_store.fetch(source.peer_id, digest, size, 5), 10)
+        return taker.call(body_store.fetch(source.peer_id, digest, size, 5), 60)
 
     assert fetch(other, len(body)) == body
     with pytest.raises(MessageError, match="does not hold"):

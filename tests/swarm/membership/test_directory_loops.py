@@ -53,9 +53,9 @@ class Board:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        self.call(end(), 10)
+        self.call(end(), 60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()
 
 
@@ -73,7 +73,7 @@ def start():
         board.close()
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

@@ -23,20 +23,20 @@ MB = 1 << 20
 
 async def echo(stream):
     while True:
-        await stream.send(await stream.receive(MB, 5), 5)
+        await stream.send(await stream.receive(MB, 30), 5)
 
 
 async def ask(host, peer_id, data=b"hello", addresses=()):
-    stream = await host.open(peer_id, ECHO, addresses=addresses, timeout=5)
+    stream = await host.open(peer_id, ECHO, addresses=addresses, timeout=30)
     try:
-        await stream.send(data, 5)
-        return await stream.receive(MB, 5)
+        await stream.send(data, 30)
+        return await stream.receive(MB, 30)
     finally:
         stream.close()
 
 
 def start(**options):
-    return Host.start(Identity.ephemeral(), timeout=15, **options)
+    return Host.start(Identity.ephemeral(), timeout=60, **options)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def two():
         yield a, b
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -62,22 +62,22 @@ def kill_daemon(host):
 
 def test_a_message_both_ways_and_8_mb(two):
     a, b = two
-    assert b.call(ask(b, a.peer_id), 5) == b"hello"
-    assert a.call(ask(a, b.peer_id), 5) == b"hello"
+    assert b.call(ask(b, a.peer_id), 60) == b"hello"
+    assert a.call(ask(a, b.peer_id), 60) == b"hello"
     size = 8 * MB
     theirs, ours = os.urandom(size), os.urandom(size)
     got = bytearray(size)
 
     async def give(stream):
-        await stream.send(b"go", 5)
+        await stream.send(b"go", 30)
         await swap(stream, theirs, got)
 
     async def swap(stream, out, into):
         await stream.swap(memoryview(out), memoryview(into), chunk_timeout=5, deadline=time.monotonic() + 20)
 
     async def take():
-        stream = await b.open(a.peer_id, "/test/bulk/1", timeout=5)
-        assert await stream.receive(2, 5) == b"go"
+        stream = await b.open(a.peer_id, "/test/bulk/1", timeout=30)
+        assert await stream.receive(2, 30) == b"go"
         into = bytearray(size)
         await swap(stream, ours, into)
         stream.close()
@@ -85,7 +85,7 @@ def test_a_message_both_ways_and_8_mb(two):
 
     a.serve("/test/bulk/1", give)
     before = b.traffic.sent, b.traffic.received
-    assert b.call(take(), 20) == theirs
+    assert b.call(take(), 60) == theirs
     until(lambda: got == ours)
     assert (b.traffic.sent - before[0], b.traffic.received - before[1]) == (size, size + 6)
 
@@ -93,33 +93,33 @@ def test_a_message_both_ways_and_8_mb(two):
 def test_peers_are_found_by_id_through_a_common_bootstrap_peer(two):
     a, b = two
     with start(bootstrap=a.addresses()) as c:
-        assert c.call(ask(c, b.peer_id), 10) == b"hello"
+        assert c.call(ask(c, b.peer_id), 60) == b"hello"
 
 
 def test_peers_are_found_by_address():
     with start() as a, start() as b:
         a.serve(ECHO, echo)
         with pytest.raises(NetworkError):
-            b.call(ask(b, a.peer_id), 10)
-        assert b.call(ask(b, a.peer_id, addresses=["junk", *a.addresses()]), 10) == b"hello"
+            b.call(ask(b, a.peer_id), 60)
+        assert b.call(ask(b, a.peer_id, addresses=["junk", *a.addresses()]), 60) == b"hello"
 
 
 def test_open_says_why_it_failed(two):
     a, b = two
     with pytest.raises(NetworkError, match="does not offer /nothing/1: it is not ready, or its shoal is of another version"):
-        b.call(b.open(a.peer_id, "/nothing/1", timeout=5), 10)
+        b.call(b.open(a.peer_id, "/nothing/1", timeout=30), 60)
     nobody = Identity.ephemeral().peer_id
     with pytest.raises(NetworkError, match=f"{nobody[-8:]} refused the connection"):
-        b.call(b.open(nobody, ECHO, addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"], timeout=5), 10)
+        b.call(b.open(nobody, ECHO, addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"], timeout=30), 60)
     with pytest.raises(NetworkError):
-        b.call(b.open("not a peer id", ECHO, timeout=5), 10)
+        b.call(b.open("not a peer id", ECHO, timeout=30), 60)
 
 
 def test_a_failing_handler_ends_its_stream_and_nothing_else(two, caplog):
     a, b = two
 
     async def fail(stream):
-        await stream.receive(10, 5)
+        await stream.receive(10, 30)
         raise ZeroDivisionError("a bug")
 
     async def refuse(stream):
@@ -129,53 +129,53 @@ def test_a_failing_handler_ends_its_stream_and_nothing_else(two, caplog):
     a.serve("/test/refuse/1", refuse)
 
     async def call(protocol):
-        stream = await b.open(a.peer_id, protocol, timeout=5)
-        await stream.send(b"x", 5)
-        await stream.receive(10, 5)
+        stream = await b.open(a.peer_id, protocol, timeout=30)
+        await stream.send(b"x", 30)
+        await stream.receive(10, 30)
 
     for protocol in ("/test/fail/1", "/test/refuse/1"):
         with pytest.raises(NetworkError, match="ended early"):
-            b.call(call(protocol), 10)
+            b.call(call(protocol), 60)
     assert [r.levelname for r in caplog.records if "answering /test/fail/1 of peer" in r.getMessage()] == ["WARNING"]
-    assert b.call(ask(b, a.peer_id), 5) == b"hello"
+    assert b.call(ask(b, a.peer_id), 60) == b"hello"
 
 
 def test_one_peer_cannot_take_all_handlers(two):
     a, b = two
 
     async def flood():
-        streams = [await b.open(a.peer_id, ECHO, timeout=5) for _ in range(MAX_HANDLERS_PER_PEER)]
+        streams = [await b.open(a.peer_id, ECHO, timeout=30) for _ in range(MAX_HANDLERS_PER_PEER)]
         for stream in streams:
-            await stream.send(b"x", 5)
-            assert await stream.receive(1, 5) == b"x"
+            await stream.send(b"x", 30)
+            assert await stream.receive(1, 30) == b"x"
         with pytest.raises(NetworkError):
             await ask(b, a.peer_id)
         for stream in streams:
             stream.close()
 
-    b.call(flood(), 20)
+    b.call(flood(), 60)
     until(lambda: not a.resource_manager._busy)
-    assert b.call(ask(b, a.peer_id), 5) == b"hello"
+    assert b.call(ask(b, a.peer_id), 60) == b"hello"
 
 
 def test_records(two):
     a, b = two
-    assert a.call(a.store("key", "one", b"1", 20), 5)
-    assert b.call(b.store("key", "two", b"2" * host_module.MAX_VALUE, 20), 5)
+    assert a.call(a.store("key", "one", b"1", 20), 60)
+    assert b.call(b.store("key", "two", b"2" * host_module.MAX_VALUE, 20), 60)
     for host in two:
-        assert host.call(host.get("key"), 5) == {"one": b"1", "two": b"2" * host_module.MAX_VALUE}
-        assert host.call(host.get("nothing"), 5) == {}
+        assert host.call(host.get("key"), 60) == {"one": b"1", "two": b"2" * host_module.MAX_VALUE}
+        assert host.call(host.get("nothing"), 60) == {}
     with pytest.raises(ValueError, match="at most 65536"):
-        a.call(a.store("key", "big", bytes(host_module.MAX_VALUE + 1), 20), 5)
-    assert a.call(a.store("key", "brief", b"3", 0.2), 5)
-    until(lambda: "brief" not in b.call(b.get("key"), 5))
+        a.call(a.store("key", "big", bytes(host_module.MAX_VALUE + 1), 20), 60)
+    assert a.call(a.store("key", "brief", b"3", 0.2), 60)
+    until(lambda: "brief" not in b.call(b.get("key"), 60))
 
 
 def test_a_light_host_reads_but_stores_nothing_for_others(two):
     a, b = two
-    a.call(a.store("key", "one", b"1", 20), 5)
+    a.call(a.store("key", "one", b"1", 20), 60)
     with start(bootstrap=b.addresses(), light=True) as light:
-        assert light.call(light.get("key"), 5) == {"one": b"1"}
+        assert light.call(light.get("key"), 60) == {"one": b"1"}
         table = a._supervisor.dht.protocol.routing_table
         assert light.peer_id not in {peer.to_base58() for peer in table.peer_id_to_uid}
 
@@ -192,19 +192,19 @@ def test_a_call_has_a_deadline_and_ends_its_coroutine(two):
 
     with pytest.raises(NetworkError, match=r"longer than 0.1 s"):
         a.call(forever(), 0.1)
-    assert ended.wait(30)
+    assert ended.wait(60)
 
     async def inside():
         return a.submit(asyncio.sleep(0))
 
     with pytest.raises(RuntimeError, match="await the coroutine there"):
-        a.call(inside(), 5)
+        a.call(inside(), 60)
 
 
 @pytest.mark.parametrize("victim", ["daemon", "guard"])
 def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     a, b = two
-    assert a.call(a.store("key", "one", b"1", 60), 5)
+    assert a.call(a.store("key", "one", b"1", 60), 60)
     before = a.addresses()
     until(lambda: b.peer_id in a._supervisor.known)
     hanging, dht = a.submit(hang(a, b.peer_id)), a._supervisor.dht
@@ -219,15 +219,15 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     assert a.alive
     assert not dht.is_alive  # what hivemind runs for it in the background ends
     assert a.addresses() == before
-    assert b.call(ask(b, a.peer_id), 10) == b"hello"
-    assert a.call(ask(a, b.peer_id), 10) == b"hello"
-    assert a.call(a.get("key"), 10) == {"one": b"1"}
-    assert b.call(b.store("key", "two", b"2", 60), 5)
-    assert set(a.call(a.get("key"), 10)) == {"one", "two"}
+    assert b.call(ask(b, a.peer_id), 60) == b"hello"
+    assert a.call(ask(a, b.peer_id), 60) == b"hello"
+    assert a.call(a.get("key"), 60) == {"one": b"1"}
+    assert b.call(b.store("key", "two", b"2", 60), 60)
+    assert set(a.call(a.get("key"), 60)) == {"one", "two"}
 
 
 async def hang(host, peer_id):
-    stream = await host.open(peer_id, ECHO, timeout=5)
+    stream = await host.open(peer_id, ECHO, timeout=30)
     await stream.receive(10, 60)
 
 
@@ -254,18 +254,18 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
     until(lambda: a.restarts == 1)
 
     async def new():
-        return await (await b.open(a.peer_id, "/test/new/1", timeout=5)).send(b"x", 5)
+        return await (await b.open(a.peer_id, "/test/new/1", timeout=30)).send(b"x", 30)
 
     def reached():
         try:
-            b.call(new(), 10)
+            b.call(new(), 60)
         except NetworkError as error:  # b's daemon may have dialled while there was nobody, and then does not for five seconds
             if "dial backoff" not in str(error):
                 raise
             return False
         return True
 
-    until(reached, 15)
+    until(reached)
 
 
 def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
@@ -286,7 +286,7 @@ def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
 
     def answers():
         try:
-            return b.call(ask(b, a.peer_id), 10) == b"hello"
+            return b.call(ask(b, a.peer_id), 60) == b"hello"
         except NetworkError:  # it tried while the daemon was down, and libp2p does not try again for 5 s
             return False
 
@@ -301,9 +301,9 @@ def test_the_swarm_is_found_again_through_remembered_peers():
         first.close()
         kill_daemon(c)
         until(lambda: c.restarts == 1)
-        b.call(b.store("key", "one", b"1", 60), 10)
-        assert c.call(c.get("key"), 10) == {"one": b"1"}
-        assert c.call(ask(c, b.peer_id), 10) == b"hello"
+        b.call(b.store("key", "one", b"1", 60), 60)
+        assert c.call(c.get("key"), 60) == {"one": b"1"}
+        assert c.call(ask(c, b.peer_id), 60) == b"hello"
 
 
 def test_what_is_remembered_is_bounded(two):
@@ -346,7 +346,7 @@ def test_announced_addresses_replace_the_own():
         (listen,) = a._supervisor._listen
         with start() as b:
             a.serve(ECHO, echo)
-            assert b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 10) == b"hello"
+            assert b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 60) == b"hello"
 
 
 def test_close_needs_no_force_and_is_final_and_repeatable(two, caplog):
@@ -362,7 +362,7 @@ def test_close_needs_no_force_and_is_final_and_repeatable(two, caplog):
     assert not a.alive
     assert not a._thread.is_alive()
     with pytest.raises(NetworkError, match="closed"):
-        a.call(a.get("k"), 5)
+        a.call(a.get("k"), 60)
 
 
 def test_close_does_not_wait_for_a_stuck_loop(two):
@@ -372,7 +372,7 @@ def test_close_does_not_wait_for_a_stuck_loop(two):
     a._loop.call_soon_threadsafe(release.wait, 300)
     a.close(timeout=1)
     assert a._thread.is_alive()  # the loop is stuck to this moment
-    guard.wait(20)  # the daemon went although the loop could not end it
+    guard.wait(60)  # the daemon went although the loop could not end it
     release.set()
-    a._thread.join(30)
+    a._thread.join(60)
     assert a._loop.is_closed()

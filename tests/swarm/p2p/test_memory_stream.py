@@ -22,9 +22,9 @@ def test_messages_in_order_both_ways():
         one, two = streams()
         for number in range(20):
             await one.send(bytes([number]) * number, 5)
-        await two.send(b"back", 5)
-        assert [await two.receive(100, 5) for _ in range(20)] == [bytes([n]) * n for n in range(20)]
-        assert await one.receive(100, 5) == b"back"
+        await two.send(b"back", 30)
+        assert [await two.receive(100, 30) for _ in range(20)] == [bytes([n]) * n for n in range(20)]
+        assert await one.receive(100, 30) == b"back"
 
     run(work())
 
@@ -33,13 +33,13 @@ def test_messages_in_order_both_ways():
 def test_a_swap_and_messages_around_it(sizes):
     async def swap(stream, outgoing, size):
         incoming = bytearray(size)
-        await stream.send(b"before", 5)
-        assert await stream.receive(10, 5) == b"before"
+        await stream.send(b"before", 30)
+        assert await stream.receive(10, 30) == b"before"
         await stream.swap(
             memoryview(outgoing), memoryview(incoming), chunk_timeout=5, deadline=asyncio.get_running_loop().time() + 20
         )
-        await stream.send(b"after", 5)
-        assert await stream.receive(10, 5) == b"after"
+        await stream.send(b"after", 30)
+        assert await stream.receive(10, 30) == b"after"
         return bytes(incoming)
 
     async def work():
@@ -74,7 +74,7 @@ def test_a_close_sends_what_is_buffered_and_then_the_end():
         one, two = streams()
         await one.send(bytes(1000), 5)
         one.close()
-        assert await two.receive(1000, 5) == bytes(1000)
+        assert await two.receive(1000, 30) == bytes(1000)
         assert await two.drained(5)
         two.close()
 
@@ -115,8 +115,8 @@ def test_a_severed_end_loses_its_stream():
         one, two = streams()
         two._writer.transport.sever(ConnectionResetError("reset"))
         with pytest.raises(NetworkError, match="ended early"):
-            await two.receive(10, 5)
+            await two.receive(10, 30)
         with pytest.raises(NetworkError, match="ended early"):
-            await one.receive(10, 5)
+            await one.receive(10, 30)
 
     run(work())

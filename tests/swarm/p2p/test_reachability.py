@@ -37,7 +37,7 @@ def pair():
 
 
 async def opened(host, peer, protocol, work):
-    stream = await host.open(peer, protocol, timeout=10)
+    stream = await host.open(peer, protocol, timeout=30)
     try:
         return await work(stream)
     finally:
@@ -69,7 +69,7 @@ def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
         closed = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
         return right, wrong, closed
 
-    right, wrong, closed = caller.call(work(), 30)
+    right, wrong, closed = caller.call(work(), 60)
     assert [outcome for _, outcome in (right, wrong, closed)] == ["reached", "unreached", "unreached"]
     assert {seen.address for seen, _ in (right, wrong, closed)} == {"127.0.0.1"}
 
@@ -77,7 +77,7 @@ def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
 def test_the_clock_is_read_with_its_bound(pair, monkeypatch):
     caller, peer = pair
     monkeypatch.setattr("shoal.swarm.p2p.reachability.time.time", lambda: 1060.0)
-    seen, outcome = caller.call(opened(caller, peer, DIAL_PROTOCOL, ask), 10)
+    seen, outcome = caller.call(opened(caller, peer, DIAL_PROTOCOL, ask), 60)
     assert outcome is None
     assert seen.error < 5
     assert seen.skew == pytest.approx(-60 - seen.error, abs=1e-6)
@@ -85,7 +85,7 @@ def test_the_clock_is_read_with_its_bound(pair, monkeypatch):
 
 def test_bytes_are_timed_both_ways(pair):
     caller, peer = pair
-    speed = caller.call(opened(caller, peer, SPEED_PROTOCOL, measure), 30)
+    speed = caller.call(opened(caller, peer, SPEED_PROTOCOL, measure), 60)
     assert speed.whole
     assert min(speed.down, speed.up) > 0
 

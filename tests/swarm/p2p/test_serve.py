@@ -11,14 +11,14 @@ from shoal.swarm.p2p.host import Host
 
 
 async def echo(stream):
-    await stream.send(await stream.receive(100, 5), 5)
+    await stream.send(await stream.receive(100, 30), 5)
 
 
 @pytest.fixture
 def two():
     with (
-        Host.start(Identity.ephemeral(), timeout=15) as a,
-        Host.start(Identity.ephemeral(), bootstrap=a.addresses(), timeout=15) as b,
+        Host.start(Identity.ephemeral(), timeout=60) as a,
+        Host.start(Identity.ephemeral(), bootstrap=a.addresses(), timeout=60) as b,
     ):
         yield a, b
 
@@ -42,9 +42,9 @@ def test_a_protocol_is_registered_however_often_the_daemon_was_too_slow(two, mon
     assert len(refused) == 4
 
     async def late():
-        return await (await b.open(a.peer_id, "/test/late/1", timeout=5)).send(b"x", 5)
+        return await (await b.open(a.peer_id, "/test/late/1", timeout=30)).send(b"x", 30)
 
-    b.call(late(), 10)
+    b.call(late(), 60)
 
 
 def test_a_protocol_that_the_daemon_never_takes_is_an_error(two, monkeypatch):

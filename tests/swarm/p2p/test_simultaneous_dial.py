@@ -23,13 +23,13 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.identity import Identity
 
 async def echo(stream):
-    await stream.send(await stream.receive(100, 5), 5)
+    await stream.send(await stream.receive(100, 30), 5)
 
 async def ask(host, peer, addresses):
-    stream = await host.open(peer, "/test/echo/1", addresses=addresses, timeout=8)
+    stream = await host.open(peer, "/test/echo/1", addresses=addresses, timeout=30)
     try:
-        await stream.send(b"x", 5)
-        return (await stream.receive(10, 5)).decode()
+        await stream.send(b"x", 30)
+        return (await stream.receive(10, 30)).decode()
     finally:
         stream.close()
 
@@ -75,5 +75,5 @@ def test_a_peer_does_not_dial_from_the_port_it_listens_on_and_is_remembered_by_t
         used = [c.laddr.port for c in p2pd.net_connections("tcp") if c.raddr and c.raddr.port == theirs]
         assert used
         assert ours not in used
-        assert a.call(a._supervisor.daemon.where(b.peer_id), 10) == b.addresses()
-        assert a.call(a._supervisor.daemon.peers(), 10) == (b.peer_id,)
+        assert a.call(a._supervisor.daemon.where(b.peer_id), 60) == b.addresses()
+        assert a.call(a._supervisor.daemon.peers(), 60) == (b.peer_id,)

@@ -45,8 +45,8 @@ async def swap(stream, out, into, **options):
 def test_messages_keep_their_order_and_bounds():
     async def body(a, b):
         for data in (b"", b"x", os.urandom(300_000)):
-            sending = asyncio.ensure_future(a.send(data, 5))
-            assert await b.receive(300_000, 5) == data
+            sending = asyncio.ensure_future(a.send(data, 30))
+            assert await b.receive(300_000, 30) == data
             await sending
 
     run(body)
@@ -60,7 +60,7 @@ def test_a_timeout_loses_nothing():
         with pytest.raises(NetworkError):
             await b.receive(10, 0.05)
         a._writer.write(b"llo")
-        assert await b.receive(10, 5) == b"hello"
+        assert await b.receive(10, 30) == b"hello"
 
     run(body)
 
@@ -69,7 +69,7 @@ def test_an_announced_size_over_the_limit_is_refused_unread():
     async def body(a, b):
         a._writer.write((1 << 31).to_bytes(4, "big"))
         with pytest.raises(MessageError, match="2147483648 bytes where at most 100"):
-            await b.receive(100, 5)
+            await b.receive(100, 30)
 
     run(body)
 
@@ -82,11 +82,11 @@ def test_swap_both_ways_then_messages_again(left, right):
         seen = []
 
         async def one(stream, data, into, last):
-            await stream.send(b"begin", 5)
-            assert await stream.receive(5, 5) == b"begin"
+            await stream.send(b"begin", 30)
+            assert await stream.receive(5, 30) == b"begin"
             await swap(stream, data, into, on_progress=seen.append if stream is a else None)
-            await stream.send(last, 5)  # right behind the bulk, where the peer may still be busy with it
-            return await stream.receive(1 << 20, 5)
+            await stream.send(last, 30)  # right behind the bulk, where the peer may still be busy with it
+            return await stream.receive(1 << 20, 30)
 
         got = await asyncio.gather(one(a, out, into_a, b"from a" * 30_000), one(b, back, into_b, b"from b"))
         assert got == [b"from b", b"from a" * 30_000]

@@ -84,7 +84,7 @@ def reason_of(work, *arguments):
 
 
 def until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         threading.Event().wait(0.005)
@@ -212,7 +212,7 @@ def called(network, host, protocol, sender, data):
         await stream.send(data, 2)
         return stream
 
-    return host.call(call(), 5)
+    return host.call(call(), 60)
 
 
 class Answers(Pairs):
@@ -244,7 +244,7 @@ class Answers(Pairs):
         level = logger.level
         logger.setLevel(logging.INFO)
         try:
-            received, _ = self.host.call(repeating(), 15)
+            received, _ = self.host.call(repeating(), 60)
         finally:
             logger.removeHandler(hearing)
             logger.setLevel(level)

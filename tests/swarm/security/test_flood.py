@@ -39,8 +39,8 @@ class Members:
     def __init__(self):
         self.rounds = itertools.count()
         identities = [Identity.ephemeral() for _ in range(2)]
-        self.hosts = [Host.start(identities[0], timeout=20)]
-        self.hosts.append(Host.start(identities[1], timeout=20, bootstrap=self.hosts[0].addresses()))
+        self.hosts = [Host.start(identities[0], timeout=60)]
+        self.hosts.append(Host.start(identities[1], timeout=60, bootstrap=self.hosts[0].addresses()))
         records = {host.peer_id: member(peer=host.peer_id, addresses=host.addresses()) for host in self.hosts}
         self.exchanges = [
             PairExchange(PeerContext(host, identity, SWARM, MODEL, 0, lambda: records), ExchangeTimeouts(30.0, 15.0, 60.0))

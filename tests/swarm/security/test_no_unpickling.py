@@ -75,7 +75,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def until(condition, seconds=60.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -92,7 +92,7 @@ def in_torch(bomb):
 def victim():
     """Yield a node's host with all handlers that a node has, whatever its method."""
     identity = Identity.ephemeral()
-    with Host.start(identity, timeout=20, validator=MemberValidator(SWARM)) as host:
+    with Host.start(identity, timeout=60, validator=MemberValidator(SWARM)) as host:
         directory = Directory(host, identity, SWARM)
         AdmissionHandshake(host, AccessPolicy())
         serve_manifest(host, SWARM, b"manifest")
@@ -158,7 +158,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     monkeypatch.setattr("shoal.swarm.state.selection.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor._handlers)
     assert len(served) >= 10
-    with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=20) as attacker:
+    with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=60) as attacker:
 
         async def at_streams():
             for protocol in served:
@@ -183,14 +183,14 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
 
         attacker.call(at_the_dht(), 60)
 
-        until(lambda: all(host.peer_id in attacker.call(attacker.pubsub.listeners(topic.name), 5) for topic in topics))
+        until(lambda: all(host.peer_id in attacker.call(attacker.pubsub.listeners(topic.name), 60) for topic in topics))
         for topic in topics:
             for bomb in kinds:
                 body = zlib.compress(bomb)
                 envelopes = [GossipEnvelope(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
                 envelopes += [GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
                 for data in (bomb, *map(pack, envelopes)):
-                    attacker.call(attacker.pubsub.publish(topic.name, data), 5)
+                    attacker.call(attacker.pubsub.publish(topic.name, data), 60)
             until(lambda topic=topic: sum(topic.counters.rejected().values()) == 3 * len(kinds))
     assert heard == []
     assert not folder.exists()

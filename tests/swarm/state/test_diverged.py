@@ -22,17 +22,17 @@ def ask(network, asking, asked, *, astray):
     """A question, answered with "wait"; returns what hears the next answer."""
 
     async def begin():
-        stream = await asking.open(asked.peer_id, STATE_PROTOCOL, timeout=5)
+        stream = await asking.open(asked.peer_id, STATE_PROTOCOL, timeout=30)
         await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5)), 5)
         assert unpack(await stream.receive(Answer.LIMIT, 5), Answer).verdict == "wait"
         return stream
 
-    stream = asking.call(begin(), 10)
+    stream = asking.call(begin(), 60)
 
     async def hear(seconds):
         return unpack(await stream.receive(Answer.LIMIT, seconds), Answer).verdict
 
-    return lambda: asking.call(hear(5), 10)
+    return lambda: asking.call(hear(5), 60)
 
 
 def never():

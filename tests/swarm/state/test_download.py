@@ -95,7 +95,7 @@ def take(network, wanted, sources, sink, chunks=None):
         every = range(chunks_in(wanted.header.nbytes)) if chunks is None else chunks
         return await download(me, SWARM, wanted.header, digests, to, sink, every)
 
-    return asyncio.run_coroutine_threadsafe(work(), network.loop).result(30)
+    return asyncio.run_coroutine_threadsafe(work(), network.loop).result(60)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def give(network):
     yield make
     ended.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
 
 
 def query(**options):

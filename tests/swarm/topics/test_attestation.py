@@ -67,7 +67,7 @@ def test_bounds():
 # -- over the network ----------------------------------------------------------------------------------------------------
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -77,7 +77,7 @@ def until(condition, seconds=20.0):
 class Node:
     def __init__(self, bootstrap=(), **options):
         self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
         self.gossip = Gossip(self.host, self.identity, SWARM)
         self.got = []
         self.attestations = Attestations(self.gossip, self.take, **options)
@@ -93,7 +93,7 @@ class Node:
 
     def publish_raw(self, message):
         data = make_envelope(SWARM, make_body(message, self.identity))
-        self.host.call(self.host.pubsub.publish(self.attestations.topic.name, data), 5)
+        self.host.call(self.host.pubsub.publish(self.attestations.topic.name, data), 60)
 
     def close(self):
         self.attestations.close()

@@ -24,7 +24,7 @@ def sha(body):
 @pytest.fixture(scope="module")
 def pair():
     author, reader = Identity.ephemeral(), Identity.ephemeral()
-    with Host.start(author, timeout=15) as one, Host.start(reader, bootstrap=one.addresses(), timeout=15) as other:
+    with Host.start(author, timeout=60) as one, Host.start(reader, bootstrap=one.addresses(), timeout=60) as other:
         known = {one.peer_id: one.addresses(), other.peer_id: other.addresses()}
         yield tuple(EvidenceStore(host, SWARM, lambda peer: known.get(peer, ())) for host in (one, other))
 
@@ -126,7 +126,7 @@ def liar(network, nbytes, body):
     host = network.host()
 
     async def answer(stream):
-        unpack(await stream.receive(BodyRequest.LIMIT, 5), BodyRequest)
+        unpack(await stream.receive(BodyRequest.LIMIT, 30), BodyRequest)
         await stream.send(pack(BodyReply(nbytes=nbytes)), 5)
         await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=5, deadline=stream_end())
 

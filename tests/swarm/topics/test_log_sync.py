@@ -29,7 +29,7 @@ class Log:
         self.asked.append(since)
         self.running += 1
         self.most = max(self.most, self.running)
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.running -= 1
         return self.body or b"since %d" % since
 
@@ -68,7 +68,7 @@ def refused(reader, host, says, **options):
 def test_a_log_goes_between_real_hosts():
     log = Log(os.urandom(MAX_LOG))
     me, you = Identity.ephemeral(), Identity.ephemeral()
-    with Host.start(me, timeout=15) as one, Host.start(you, bootstrap=one.addresses(), timeout=15) as other:
+    with Host.start(me, timeout=60) as one, Host.start(you, bootstrap=one.addresses(), timeout=60) as other:
         server = LogServer(one, SWARM, log)
         assert fetch_log(other, one.peer_id, one.addresses(), SWARM, 2**53, 20) == log.body
         server.close()
@@ -119,7 +119,7 @@ def test_never_two_at_once(network, serve):
         threading.Event().wait(0.01)
     log.gate.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert found == {since: b"since %d" % since for since in range(4)}
     assert log.most == 1
 
@@ -153,8 +153,8 @@ def test_what_a_liar_announces_is_refused_or_given_up(network):
         host = network.host()
 
         async def answer(stream):
-            unpack(await stream.receive(LogRequest.LIMIT, 5), LogRequest)
-            await stream.send(reply, 5)
+            unpack(await stream.receive(LogRequest.LIMIT, 30), LogRequest)
+            await stream.send(reply, 30)
             if body:
                 await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=5, deadline=network.loop.time() + 5)
 
@@ -175,11 +175,11 @@ def test_a_peer_that_says_nothing_is_waited_for_so_long(network):
     over = threading.Event()
 
     async def silent(stream):
-        await stream.receive(LogRequest.LIMIT, 5)
+        await stream.receive(LogRequest.LIMIT, 30)
         await stream.drained(10)
         over.set()
 
     host.serve(LOG_PROTOCOL, silent)
     with pytest.raises(NetworkError, match="within"):
         fetch(network.host(), host, timeout=0.2)
-    assert over.wait(30)  # and nothing is left open
+    assert over.wait(60)  # and nothing is left open

@@ -194,7 +194,7 @@ def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
 # -- over the network ----------------------------------------------------------------------------------------------------
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -204,7 +204,7 @@ def until(condition, seconds=20.0):
 class Node:
     def __init__(self, bootstrap=(), **limits):
         self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
         self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
         self.pool = RolloutPool(self.gossip, lambda *env: env == KNOWN, limits=PoolLimits(**limits))
         self.pool.advance(10)
@@ -273,7 +273,7 @@ HOSTILE = {
 
 
 def publish(node, data):
-    _, writer, _ = node.host.call(node.host.pubsub._ask("PUBLISH", node.pool.topic.name, data=data), 5)
+    _, writer, _ = node.host.call(node.host.pubsub._ask("PUBLISH", node.pool.topic.name, data=data), 60)
     writer.close()
 
 

@@ -18,7 +18,7 @@ SWARM = swarm_id(b"")
 class Node:
     def __init__(self, bootstrap=()):
         self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=15)
+        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
         self.gossip = Gossip(self.host, self.identity, SWARM)
         self.made = 0
 
@@ -75,7 +75,7 @@ def test_a_status_that_cannot_be_made_costs_that_one():
     gossip = StatusPublisher(node.gossip, make, lambda: 1)
     try:
         for _ in range(2):
-            assert made.acquire(timeout=20)
+            assert made.acquire(timeout=60)
     finally:
         gossip.close()
         node.close()

@@ -171,7 +171,7 @@ def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(scho
 
     monkeypatch.setattr(GroupCommit, "_reports", dying)
     handles = start(peers, codec)
-    assert [handle.result(20.0) for handle in handles[1:]] == [None] * 3
+    assert [handle.result(60) for handle in handles[1:]] == [None] * 3
     assert all(handle._future.done() and not handle._future.cancelled() for handle in handles[1:])
     assert all(peer.exchange.next_round == 1 for peer in others)
 
@@ -187,7 +187,7 @@ def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school,
 
     monkeypatch.setattr(GroupCommit, "_reports", stopping)
     handles = start(peers, FLOAT32)
-    assert [handle.result(20.0) for handle in handles[1:]] == [None] * 3
+    assert [handle.result(60) for handle in handles[1:]] == [None] * 3
     assert all(handle._future.done() and not handle._future.cancelled() for handle in handles[1:])
 
 
@@ -331,7 +331,7 @@ def test_a_ready_message_that_another_peer_signed_is_refused(school, network):
         await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 1)
         return unpack(await stream.receive(GroupReceipt.LIMIT, 1), GroupReceipt)
 
-    receipt = liar.host.call(lie(), 5)
+    receipt = liar.host.call(lie(), 60)
     assert receipt.verdict == "refuse"
     assert "another peer" in receipt.reason
 

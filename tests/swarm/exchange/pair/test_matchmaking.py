@@ -28,7 +28,7 @@ LONG = 60.0  # a wait that no test sits out: what ends in half of it did not wai
 class Peer:
     """An exchange on a fake host, with a membership of its own."""
 
-    def __init__(self, network, sees=None, model=MODEL, swarm=SWARM, wait=WAIT):
+    def __init__(self, network, sees=None, model=MODEL, swarm=SWARM, wait=LONG):
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
         self.sees = sees
@@ -37,7 +37,7 @@ class Peer:
         self.rounds = {}
         self.model = model
         context = PeerContext(self.host, self.host.identity, swarm, model, SEED, self.members, self.look)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 0.5, 5.0), departed=lambda: self.gone)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 5.0, 20.0), departed=lambda: self.gone)
 
     def look(self):
         self.looked += 1
@@ -54,7 +54,7 @@ def value(mean):
     return None if mean is None else mean.tensors[0][0].item()
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -114,7 +114,7 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
 
     stuck.host.open = nowhere
     first = stuck.start(0, 1.0)
-    assert dialing.wait(10)
+    assert dialing.wait(60)
     second = other.start(0, 3.0)
     assert [value(handle.result(LONG / 2)) for handle in (first, second)] == [2.0, 2.0]
 
@@ -139,7 +139,7 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
     second = a.start(5, 1.0)
     until(lambda: a.exchange._matchmaker.state.at(0) == 5)
     network.loop.call_soon_threadsafe(end.set)
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert a.exchange.next_round == 6
     assert [value(handle.result()) for handle in (b.start(5, 3.0), second)] == [2.0, 2.0]
 
@@ -168,7 +168,7 @@ def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
 
 
 def test_nobody_answers_within_the_wait(network):
-    a, b = Peer(network), Peer(network)
+    a, b = Peer(network, wait=WAIT), Peer(network)
     began = time.monotonic()
     handle = a.start()
     assert handle.result() is None
