@@ -39,7 +39,9 @@ def two(network):
     def make(*screens):
         exchanges = [
             PairExchange(
-                PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(3.0, 2.0, 5.0), screen=screen
+                PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members),
+                ExchangeTimeouts(30.0, 10.0, 30.0),
+                screen=screen,
             )
             for host, screen in zip(hosts, screens, strict=True)
         ]

@@ -84,7 +84,7 @@ class Peer:
         self.host = network.host()
         members = lambda: {peer: network.member(peer) for peer in network.hosts}  # noqa: E731
         context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, members)
-        self.exchange = PairExchange(context, ExchangeTimeouts(1.5, 0.5, 5.0), **options)
+        self.exchange = PairExchange(context, ExchangeTimeouts(20.0, 5.0, 20.0), **options)
 
     def start(self, round, shape=(4,), value=1.0):
         return self.exchange.start(key(round), [torch.full(shape, value)], 1.0, FLOAT32)

@@ -201,7 +201,7 @@ def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(sch
             await tell(commit, member, message)
         elif member.channel.peer == heard.id:
             await tell(commit, member, message)
-            await asyncio.wait_for(heard_it(), 5)
+            await asyncio.wait_for(heard_it(), 60)
             kill(leader)
             told.set()
         else:
@@ -326,10 +326,10 @@ def test_a_ready_message_that_another_peer_signed_is_refused(school, network):
     liar, victim = school.peers(2)
 
     async def lie():
-        stream = await liar.host.open(victim.id, LEADER_PROTOCOL, timeout=1)
+        stream = await liar.host.open(victim.id, LEADER_PROTOCOL, timeout=30)
         mine = encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32)
-        await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 1)
-        return unpack(await stream.receive(GroupReceipt.LIMIT, 1), GroupReceipt)
+        await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 30)
+        return unpack(await stream.receive(GroupReceipt.LIMIT, 30), GroupReceipt)
 
     receipt = liar.host.call(lie(), 60)
     assert receipt.verdict == "refuse"

@@ -266,7 +266,7 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
 
 
 def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):
-    three = school.peers(3, wait=0.7)
+    three = school.peers(3, wait=2.0)
     third = school.ranked(three)[-1]
     others = [peer for peer in three if peer is not third]
     assert school.values([peer.start(0, 2.0) for peer in others]) == [2.0, 2.0]

@@ -24,13 +24,12 @@ from shoal.swarm.wire.pair import Commit, OutcomeReply, OutcomeRequest, Ready
 SWARM, MODEL = "a" * 52, "0" * 64
 CHUNK_TIMEOUT = 0.5
 LONG = 60.0  # a deadline that no test sits out: what ends in half of it did not wait for it, however busy the machine
-TIMEOUTS = ExchangeTimeouts(3.0, CHUNK_TIMEOUT, 5.0)
 
 
 class Pair:
     """A caller and a callee: the callee begins when it holds the caller's call."""
 
-    def __init__(self, network, timeouts=TIMEOUTS):
+    def __init__(self, network, timeouts):
         self.network = network
         self.hosts = [network.host(), network.host()]
         members = {host.peer_id: network.member(host.peer_id) for host in self.hosts}
@@ -61,7 +60,13 @@ def means(mean):
 
 @pytest.fixture
 def pair(network):
-    return Pair(network)
+    return Pair(network, ExchangeTimeouts(LONG, LONG, LONG))
+
+
+@pytest.fixture
+def brisk(network):
+    """A pair whose deadlines are sat out: nothing depends on being within them."""
+    return Pair(network, ExchangeTimeouts(LONG, CHUNK_TIMEOUT, LONG))
 
 
 def lose(monkeypatch, kind):
@@ -105,9 +110,9 @@ def test_large_weights_whose_sum_overflows_are_no_reason_to_refuse(pair):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits(pair, monkeypatch, who):
+def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits(brisk, monkeypatch, who):
     swap = Stream.swap
-    liar = pair.hosts[who]
+    liar = brisk.hosts[who]
 
     async def damaging(stream, outgoing, incoming, **options):
         if stream in liar.streams:
@@ -115,7 +120,7 @@ def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits
         await swap(stream, outgoing, incoming, **options)
 
     monkeypatch.setattr(Stream, "swap", damaging)
-    assert pair.run() == [None, None]
+    assert brisk.run() == [None, None]
 
 
 def test_a_callee_whose_confirm_was_lost_asks_and_commits_too(pair, monkeypatch, network):
@@ -142,7 +147,7 @@ def test_a_callee_that_cannot_ask_keeps_its_own_contribution(pair, monkeypatch):
     assert pair.run() == [(2.0, -2.0), None]
 
 
-def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair, monkeypatch):
+def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(brisk, monkeypatch):
     """READY is on its way for longer than the callee waits: the answer to its question decides."""
     hear, asked = transfer.PairTransfer._receive, threading.Event()
     answer = transfer.PairTransfer._answer_outcome
@@ -159,10 +164,10 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(pair
         transfers.test_asked.set()
 
     monkeypatch.setattr(transfer.PairTransfer, "_receive", late)
-    transfers = pair.exchanges[0]._matchmaker.state.transfers
+    transfers = brisk.exchanges[0]._matchmaker.state.transfers
     transfers.test_asked = asyncio.Event()
-    pair.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
-    assert pair.run() == [None, None]
+    brisk.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
+    assert brisk.run() == [None, None]
     assert asked.is_set()
 
 
@@ -264,17 +269,17 @@ def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(pair, monkeypatch, slow):
+def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(brisk, monkeypatch, slow):
     problem = ExchangeAttempt.problem
     monkeypatch.setattr(transfer, "VERIFIED", 30_000.0)  # 10 s for these
 
     def slowly(attempt, peer, payload):
-        if peer == pair.hosts[1 - slow].peer_id:
+        if peer == brisk.hosts[1 - slow].peer_id:
             threading.Event().wait(3 * CHUNK_TIMEOUT)
         return problem(attempt, peer, payload)
 
     monkeypatch.setattr(ExchangeAttempt, "problem", slowly)
-    assert pair.run() == [(2.0, -2.0)] * 2
+    assert brisk.run() == [(2.0, -2.0)] * 2
 
 
 # -- the promises of optim.Exchange, for the simulation and for the swarm -------------------------------------------------
@@ -286,10 +291,10 @@ class OnSimulation:
     def __init__(self, network):
         pass
 
-    def together(self, *peers):
+    def together(self, *peers, wait=LONG):
         """What ``peers`` (functions of an exchange and a run) return when they run at the same time."""
         names = [str(number) for number in range(len(peers))]
-        results = Simulation(names, wait=2.0).run(lambda exchange: peers[int(exchange.peer)](exchange, self.run))
+        results = Simulation(names, wait=wait).run(lambda exchange: peers[int(exchange.peer)](exchange, self.run))
         return [results[name] for name in names]
 
 
@@ -299,14 +304,14 @@ class OnSwarm:
     def __init__(self, network):
         self.network = network
 
-    def together(self, *peers):
+    def together(self, *peers, wait=LONG):
         hosts = [self.network.host() for _ in peers]
         members = {host.peer_id: self.network.member(host.peer_id) for host in hosts}
         results = [None] * len(peers)
 
         def work(number):
             context = PeerContext(hosts[number], hosts[number].identity, SWARM, MODEL, 0, lambda: members)
-            exchange = PairExchange(context, ExchangeTimeouts(2.0))
+            exchange = PairExchange(context, ExchangeTimeouts(wait))
             ready.wait()
             results[number] = peers[number](exchange, self.run)
 
@@ -364,7 +369,7 @@ def test_alone_there_is_no_mean(promised):
 
 
 def test_one_who_never_comes_leaves_no_mean(promised):
-    assert promised.together(contribute([1.0]), lambda exchange, run: "gone")[0] is None
+    assert promised.together(contribute([1.0]), lambda exchange, run: "gone", wait=1.0)[0] is None
 
 
 def test_peers_of_different_runs_never_meet(promised):
@@ -372,4 +377,4 @@ def test_peers_of_different_runs_never_meet(promised):
         with contextlib.suppress(ValueError):  # a swarm's exchange knows its run
             return exchange.start(RoundKey("another", 0), [torch.tensor([1.0])]).result()
 
-    assert promised.together(other, contribute([1.0])) == [None, None]
+    assert promised.together(other, contribute([1.0]), wait=1.0) == [None, None]
