@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from shoal.optim.inner.split import hidden_matrices
 from shoal.swarm.errors import OuterError
 from shoal.swarm.training.shard import Shard as Shard
 
@@ -199,6 +200,14 @@ class Task:
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""
         return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.99))
+
+    def hidden_matrices(self, model: torch.nn.Module) -> Iterable[str]:
+        """Return the names of the parameters that Muon trains where the swarm has ``train.optimizer = "muon"``.
+
+        Each is a trained parameter of two dimensions, by its name in ``model.named_parameters()``; AdamW trains all others.
+        Default: ``shoal.hidden_matrices``.
+        """
+        return hidden_matrices(model)
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end). Default: none."""

@@ -18,6 +18,8 @@ from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, w
 from shoal.optim.exchange.distributed import Distributed
 from shoal.optim.exchange.pairing import candidates, groups, order, partner_of
 from shoal.optim.exchange.simulation import Faults, Simulation
+from shoal.optim.inner.muon import muon
+from shoal.optim.inner.split import hidden_matrices
 from shoal.optim.methods.optimizers import (
     CO2,
     SPARTA,
@@ -114,9 +116,11 @@ __all__ = [
     "equal",
     "float_buffers",
     "groups",
+    "hidden_matrices",
     "method_named",
     "methods_with",
     "migrate_state",
+    "muon",
     "order",
     "partner_of",
     "rda",

@@ -32,6 +32,7 @@ PACKAGES = {
         "rules": {"exchange"},
         "outer": {"codecs", "exchange", "rules", "schedule"},
         "ranks": {"codecs", "exchange", "outer", "rules", "schedule"},
+        "inner": {"outer", "ranks"},
         "methods": {"codecs", "exchange", "outer", "rules", "schedule"},
     },
     "verification": {

@@ -151,8 +151,10 @@ def _model(settings: Settings) -> BuiltModel:
     task = load_task(settings.task.hooks, settings.task.options)
     torch.manual_seed(settings.train.seed)
     model = task.model()
-    inner = task.inner_optimizer(_trained(model))
-    return BuiltModel(model, trained(inner), getattr(task, "tokenizer", None))
+    own = _trained(model)
+    # The task's optimizer may have them in another order; those that the swarm names have the model's.
+    params: list[Tensor] = [*own] if settings.train.optimizer != "task" else trained(task.inner_optimizer(own))
+    return BuiltModel(model, params, getattr(task, "tokenizer", None))
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.node.parallel.channel import Channel
-from shoal.node.training.blocks import repeated_blocks
 from shoal.node.training.layout import Layout
 from shoal.optim import OuterOptimizer
+from shoal.optim.inner.blocks import repeated_blocks
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.ranks.whole import load_whole, whole_state
 

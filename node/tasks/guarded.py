@@ -133,6 +133,15 @@ class Guarded(Task):
             raise self._wrong("inner_optimizer()", found, "a torch.optim.Optimizer")
         return found
 
+    def hidden_matrices(self, model: nn.Module) -> list[str]:
+        """Return the user's names of the parameters that Muon trains."""
+        with calling(self, "hidden_matrices()"):
+            found = self._task.hidden_matrices(model)
+            names = None if isinstance(found, str) else list(found)
+        if names is None or not all(isinstance(name, str) for name in names):
+            raise self._wrong("hidden_matrices()", found, "a list of names of parameters")
+        return names
+
     def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return the user's scheduler, or None."""
         with calling(self, "lr_scheduler()"):

@@ -3,29 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.node.task import Task
 from shoal.node.training.errors import TrainingError
+from shoal.optim.inner.muon import muon
+from shoal.optim.inner.split import Split, split
 from shoal.swarm.manifest.outer import TrainSettings
 
 LR, WEIGHT_DECAY, BETAS = 3e-4, 0.01, (0.9, 0.99)
+MUON_KNOBS = ("lr", "adamw_lr", "momentum", "weight_decay")
 LAST = 0.1  # of the peak: where a cosine ends
 DECAY = 0.2  # of the steps: the end of warm-up-stable-decay
 
 
-def make_inner(task: Task, train: TrainSettings, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of the inner steps over ``params``."""
+def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the inner steps of ``model``, over the parameters that require a gradient.
+
+    TrainingError if Muon finds no matrix in it, or torch has no Muon.
+    """
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if train.optimizer == "task":
         return task.inner_optimizer(params)
-    params = list(params)
+    if train.optimizer == "muon":
+        given = {name: getattr(train, name) for name in MUON_KNOBS if getattr(train, name) is not None}
+        with _explained():
+            return muon(model, matrices=task.hidden_matrices(model), **given)
     # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
     fused = True if all(p.device.type == "cpu" for p in params) else None
     lr, decay = LR if train.lr is None else train.lr, WEIGHT_DECAY if train.weight_decay is None else train.weight_decay
     return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=decay, fused=fused)
+
+
+def parameter_split(task: Task, train: TrainSettings, model: torch.nn.Module) -> Split | None:
+    """Return which parameters of ``model`` Muon and AdamW train; None with another optimizer. TrainingError as `make_inner`."""
+    if train.optimizer != "muon":
+        return None
+    with _explained():
+        return split(model, task.hidden_matrices(model))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise TrainingError(f"The optimizer muon cannot train this model: {error}.") from error
 
 
 def make_scheduler(task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

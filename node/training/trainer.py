@@ -122,7 +122,7 @@ class Trainer:
             rank=self.layout.rank, ranks=self.layout.ranks, unsynchronised=self.layout.unsynchronised,
             outer_in_memory=self.device.type == "cpu" and offload is None and self.layout.ranks == 1,
         )  # fmt: skip
-        inner = make_inner(task, train, self.params)
+        inner = make_inner(task, train, self.model)
         self.opt = make_outer(
             outer,
             inner,

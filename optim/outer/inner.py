@@ -91,15 +91,22 @@ class Combined(Wrapper):
 
     ``state_dict`` is that of a single optimizer with the groups of all, in their order.
 
+    Args:
+        optimizers: at least one.
+        order: in which an outer optimizer is to have the parameters, at least all of theirs; empty: that of the groups.
+
     Raises:
-        ValueError: there is no optimizer, or two have the same parameter.
+        ValueError: there is no optimizer, two have the same parameter, or ``order`` lacks one.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[Tensor] = ()) -> None:
         self._optimizers: list[torch.optim.Optimizer] = []
+        self.order = list(order)
         if not optimizers:
             raise ValueError("there is no inner optimizer: hand in at least one")
         groups = [dict(group) for one in optimizers for group in one.param_groups]
+        if order and not {parameter for group in groups for parameter in group["params"]} <= set(order):
+            raise ValueError("the order lacks a parameter of the optimizers")
         super().__init__(groups, dict(ChainMap(*(one.defaults for one in optimizers))))
         self._optimizers = list(optimizers)
 

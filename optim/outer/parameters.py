@@ -25,9 +25,15 @@ def all_parameters(inner: Inner) -> list[Tensor]:
 
 
 def trained(inner: Inner, but: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Return the parameters that require a gradient, ``but`` for some, in their order: those that are averaged."""
-    left_out = set(but)
-    return [parameter for parameter in all_parameters(inner) if parameter.requires_grad and parameter not in left_out]
+    """Return the parameters that require a gradient, ``but`` for some: those that are averaged.
+
+    They are in the order of ``all_parameters``, unless the optimizer has an ``order`` of its own, as `shoal.muon` makes it.
+    """
+    every, left_out = all_parameters(inner), set(but)
+    if order := getattr(inner, "order", ()):
+        known = set(every)
+        every = [parameter for parameter in order if parameter in known]
+    return [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
 
 
 def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:

@@ -24,7 +24,7 @@ MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
 KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
 """Settings that are arguments of the methods' factories."""
-LATER = ("optimizer", "lr", "weight_decay", "schedule", "warmup", "clip")
+LATER = ("optimizer", "lr", "adamw_lr", "momentum", "weight_decay", "schedule", "warmup", "clip")
 """Settings of training that the first manifests did not have."""
 DEFAULT_LAG: int | Literal["auto"] = "auto"
 """Lag in a new swarm whose creator gives none, of a method that has one."""
@@ -295,11 +295,21 @@ class TrainSettings(BaseModel):
     eval_every: int = Field(
         default=0, ge=0, le=MAX_COUNT, description="Inner steps between two evaluations; 0: only at the start and end."
     )
-    optimizer: Literal["task", "adamw"] = Field(
-        default="task", description="Inner optimizer: the task's own (task), or adamw (betas 0.9 and 0.99)."
+    optimizer: Literal["task", "adamw", "muon"] = Field(
+        default="task",
+        description="Inner optimizer: the task's own (task), adamw (betas 0.9 and 0.99), or muon (for the matrices of the hidden "
+        "layers, with adamw, betas 0.9 and 0.95, for the rest).",
     )
-    lr: float | None = Field(default=None, gt=0, le=10, description="adamw: peak learning rate; not given, 3e-4.")
-    weight_decay: float | None = Field(default=None, ge=0, le=10, description="adamw: weight decay; not given, 0.01.")
+    lr: float | None = Field(
+        default=None, gt=0, le=10, description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02)."
+    )
+    adamw_lr: float | None = Field(
+        default=None, gt=0, le=10, description="muon: peak learning rate of what adamw trains beside it; not given, 0.3 times lr."
+    )
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="muon: its momentum; not given, 0.95.")
+    weight_decay: float | None = Field(
+        default=None, ge=0, le=10, description="adamw, muon: weight decay; not given, 0.01 (muon: 0)."
+    )
     schedule: Literal["task", "constant", "cosine", "wsd"] = Field(
         default="task",
         description="Learning rate after the warm-up: the task's own schedule (task), constant, cosine (down to a tenth at the "
@@ -320,6 +330,9 @@ class TrainSettings(BaseModel):
         given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
         if given and self.optimizer == "task":
             raise ValueError(f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw")
+        own = [name for name in ("adamw_lr", "momentum") if getattr(self, name) is not None]
+        if own and self.optimizer != "muon":
+            raise ValueError(f"{own[0]} is a setting of the optimizer muon alone: leave it out, or choose muon")
         if self.warmup and self.schedule == "task":
             raise ValueError("the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd")
         if self.schedule in ("cosine", "wsd") and not self.steps:

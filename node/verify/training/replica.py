@@ -188,7 +188,7 @@ class Replica:
                 raise NotAsClaimed(f"The shard has no batch for step {first + number}") from None
 
     def _fresh(self) -> tuple[torch.optim.Optimizer, Any]:
-        inner = make_inner(self.task, self.train, self._inner_step.parameters)
+        inner = make_inner(self.task, self.train, self.model)
         return inner, make_scheduler(self.task, self.train, inner)
 
     def _step(self, inner: torch.optim.Optimizer, batch: Any) -> Tensor:

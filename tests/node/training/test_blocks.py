@@ -9,9 +9,10 @@ from torch import nn
 from shoal.node.config.train import OwnTraining
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.gpt import GPT, Block
-from shoal.node.training.blocks import recompute, repeated_blocks
+from shoal.node.training.blocks import recompute
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone
+from shoal.optim.inner.blocks import repeated_blocks
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 STEPS = 4

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.optim import Alone, Distributed, Seconds, method_named
+from shoal.optim import Alone, Distributed, Seconds, method_named, muon
 from shoal.optim.ranks.group import RankLost
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.ranks.weights import cut_like
@@ -36,6 +36,7 @@ KNOBS = {
     "streaming": {"every": 4, "fragments": 2, "lag": 1},
     "decoupled": {"every": 4, "fragments": 2, "lag": 1},
     "sparta": {"every": 2, "part": 0.2},
+    "diloco, muon": {"every": 3},
 }
 
 
@@ -85,7 +86,7 @@ def groups():
 
 
 def make(method, model, exchange, **options):
-    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    inner = muon(model, lr=0.05, weight_decay=0.1) if "muon" in method else torch.optim.AdamW(model.parameters(), lr=0.05)
     knobs = KNOBS.get(method, {"every": 3})
     return method_named(method.partition(",")[0]).make(inner, exchange, model=model, **knobs, **options)
 

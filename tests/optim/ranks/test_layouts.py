@@ -24,9 +24,15 @@ def compare(found, wanted):
     assert found["state"] == wanted["state"]
 
 
+PLAIN = [
+    *(name for name in METHODS if name != "none"),
+    *(name for name in jobs.KNOBS if "," in name and "auto" not in name and "muon" not in name),
+]
+
+
+@pytest.mark.parametrize("methods", [PLAIN, ["diloco, muon"]], ids=["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind):
-    methods = [*(name for name in METHODS if name != "none"), *(name for name in jobs.KNOBS if "," in name and "auto" not in name)]
+def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind, methods):
     first, second, other = trio.call(JOBS, "matrix", kind=kind, methods=methods)
     for method in methods:
         wanted = expected(method)

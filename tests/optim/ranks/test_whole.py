@@ -33,11 +33,12 @@ def test_a_contribution_that_was_refused_goes_back_into_the_residual_on_rank_0(t
         assert (found["slow"], found["state"]) == (wanted[peer]["slow"], wanted[peer]["state"])
 
 
+@pytest.mark.parametrize("method", ["streaming", "diloco, muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_layout_goes_on_from_the_checkpoint_of_another(trio, dtype):
+def test_each_layout_goes_on_from_the_checkpoint_of_another(trio, dtype, method):
     kinds = ["one", "ddp", "fsdp", "one"]
-    found = trio.call(JOBS, "relay", dtype=dtype, kinds=kinds)[0]
-    wanted = trio.call(JOBS, "relay", dtype=dtype, kinds=["one"] * 4)[0]
+    found = trio.call(JOBS, "relay", dtype=dtype, kinds=kinds, method=method)[0]
+    wanted = trio.call(JOBS, "relay", dtype=dtype, kinds=["one"] * 4, method=method)[0]
     assert found == wanted
 
 

@@ -1,0 +1,1 @@
+"""Inner optimizers made for a model: Muon for its hidden matrices, AdamW for the rest."""

@@ -1,0 +1,146 @@
+"""Muon and AdamW as one inner optimizer: their steps by the formulas of their papers, and its place in an outer optimizer."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from shoal.node.tasks.gpt import GPT
+from shoal.optim import Alone, NoLoCo, muon
+
+STEPS = 4
+
+
+def model():
+    torch.manual_seed(0)
+    return GPT(layers=2, width=16, heads=2, context=8)
+
+
+def gradients(net, steps=STEPS, first=0):
+    """Yield after setting the gradients of each step."""
+    for step in range(first, first + steps):
+        tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(step))
+        net.zero_grad()
+        nn.functional.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        yield
+
+
+def orthogonalised(matrix):
+    """Newton and Schulz's iteration as in the post on Muon: five quintic steps from the matrix over its Frobenius norm."""
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x
+
+
+SCALES = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+def step_of_muon(weight, gradient, momentum, scale, *, lr, decay, beta):
+    """Return weight and momentum after a step: heavy ball, Nesterov's look ahead, decoupled decay."""
+    momentum = beta * momentum + gradient
+    ahead = gradient + beta * momentum
+    return weight - lr * decay * weight - lr * scale(*weight.shape) * orthogonalised(ahead), momentum
+
+
+def step_of_adamw(weight, gradient, moments, step, *, lr, decay):
+    one = 0.9 * moments[0] + 0.1 * gradient
+    two = 0.95 * moments[1] + 0.05 * gradient.square()
+    part = (one / (1 - 0.9**step)) / ((two / (1 - 0.95**step)).sqrt() + 1e-8)
+    return weight - lr * decay * weight - lr * part, (one, two)
+
+
+def in_float32(monkeypatch):
+    """Let torch iterate in float32, to compare formulas and not roundings; as it is, it iterates in bfloat16."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
+
+
+def test_a_step_of_the_pair_is_that_of_the_papers(monkeypatch):
+    in_float32(monkeypatch)
+    net = model()
+    inner = muon(net, lr=0.03, adamw_lr=0.004, momentum=0.9, weight_decay=0.2)
+    weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    memory = {name: torch.zeros_like(p) for name, p in weights.items()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in weights.items()}
+    for step, _ in enumerate(gradients(net), start=1):
+        for name, p in net.named_parameters():
+            if name.startswith("blocks.") and p.ndim == 2:
+                weights[name], memory[name] = step_of_muon(
+                    weights[name], p.grad, memory[name], SCALES["original"], lr=0.03, decay=0.2, beta=0.9
+                )
+            else:
+                weights[name], moments[name] = step_of_adamw(weights[name], p.grad, moments[name], step, lr=0.004, decay=0.2)
+        inner.step()
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            p.data.copy_(weights[name])  # each step is compared by itself
+
+
+@pytest.mark.parametrize("adjust", list(SCALES))
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (8, 8)])
+def test_torchs_muon_is_that_of_the_papers_with_either_scale(monkeypatch, adjust, shape):
+    in_float32(monkeypatch)
+    generator = torch.Generator().manual_seed(3)
+    weight = nn.Parameter(torch.randn(shape, generator=generator))
+    inner = torch.optim.Muon([weight], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust)
+    momentum = torch.zeros(shape)
+    for _ in range(STEPS):
+        weight.grad = torch.randn(shape, generator=generator)
+        wanted, momentum = step_of_muon(
+            weight.detach().clone(), weight.grad, momentum, SCALES[adjust], lr=0.02, decay=0.1, beta=0.95
+        )
+        inner.step()
+        torch.testing.assert_close(weight.detach(), wanted, rtol=0, atol=1e-6)
+
+
+def test_what_is_not_given_is_what_was_measured():
+    matrices, rest = muon(model()).param_groups
+    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"], matrices["nesterov"]) == (0.02, 0.95, 0.0, True)
+    assert (rest["lr"], rest["betas"], rest["weight_decay"]) == (pytest.approx(0.006), (0.9, 0.95), 0.0)
+    assert muon(model(), lr=0.1).param_groups[1]["lr"] == pytest.approx(0.03)
+
+
+def test_an_outer_optimizer_has_the_models_order_and_a_schedule_changes_both_rates():
+    net = model()
+    inner = muon(net)
+    opt = NoLoCo(inner, Alone(), every=2, lag=0, model=net)
+    assert [id(p) for p in opt.parameters] == [id(p) for p in net.parameters()]
+    assert [tuple(p.shape) for p in opt.slow] == [tuple(p.shape) for p in net.parameters()]
+    schedule = LambdaLR(opt, lambda step: 0.5**step)
+    for _ in gradients(net, 2):
+        opt.step()
+        schedule.step()
+    assert [group["lr"] for group in inner.param_groups] == [pytest.approx(0.005), pytest.approx(0.0015)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["state_dict", "whole_state"])
+def test_a_saved_pair_goes_on_bit_by_bit(dtype, form):
+    def made():
+        net = model().to(dtype)
+        return net, NoLoCo(muon(net, weight_decay=0.1), Alone(), every=3, fragments=2, lag=1, model=net)
+
+    net, opt = made()
+    for _ in gradients(net):
+        opt.step()
+    again, resumed = made()
+    again.load_state_dict(net.state_dict())
+    resumed.load_state_dict(copy.deepcopy(getattr(opt, form)()))
+    for one, other in ((net, opt), (again, resumed)):
+        for _ in gradients(one, 5, first=STEPS):
+            other.step()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(opt.slow, resumed.slow, strict=True))
+
+
+def test_a_torch_without_muon_is_named(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"has no Muon: install 2\.9 or newer, or choose AdamW"):
+        muon(model())
