@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.swarm.identity import Identity
+from shoal.swarm.pacing.progress import slow_s
 from shoal.swarm.wire.member import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-LEAST_RATE = 1e6  # bytes a second that a link must carry at least; a slower transfer of much is given up
+LEAST_RATE = 1e6  # bytes a second: time for so many is given in any case, and more to what moves (`pacing.progress`)
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and seconds at most, that a node waits for others
 OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
@@ -21,6 +22,11 @@ OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that
 def moving_s(least: float, nbytes: int) -> float:
     """Return the seconds that moving ``nbytes`` bytes may take: ``least``, or more where a link of `LEAST_RATE` needs more."""
     return max(least, min(nbytes / LEAST_RATE, LARGEST_S))
+
+
+def longest_s(least: float, nbytes: int) -> float:
+    """Return the seconds that it may take as long as the bytes move quickly enough to be there by then."""
+    return max(moving_s(least, nbytes), slow_s(nbytes))
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,12 @@ class ExchangeTimeouts:
     """How long one transfer or reduction may take, if it moves no more than a slow link carries in this time (`moving`)."""
 
     def moving(self, nbytes: int) -> float:
-        """Return how long the transfer of ``nbytes`` bytes each way may take."""
+        """Return how long the transfer of ``nbytes`` bytes each way may take, however little it moves."""
         return moving_s(self.exchange, nbytes)
+
+    def longest(self, nbytes: int) -> float:
+        """Return how long it may take if it keeps on moving."""
+        return longest_s(self.exchange, nbytes)
 
     def probe(self, left: float) -> float:
         """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a third, because two that sleep
@@ -73,7 +83,7 @@ class ExchangeTimeouts:
 
     def limit(self, wait: float, nbytes: int) -> float:
         """Return how long a round may take: ``wait`` to form the pair or group, the transfer of ``nbytes`` bytes, its commit."""
-        return wait + self.moving(nbytes) + 8 * self.chunk
+        return wait + self.longest(nbytes) + 8 * self.chunk
 
 
 class Patience:

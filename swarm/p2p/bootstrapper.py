@@ -17,7 +17,8 @@ from shoal.swarm.p2p import dial, seed_client
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE, HivemindDaemon, count_peers, knows, ping
 from shoal.swarm.p2p.peerstore import Peerstore
-from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 if TYPE_CHECKING:

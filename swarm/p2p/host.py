@@ -33,9 +33,11 @@ from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE
 from shoal.swarm.p2p.listen import check_announced, check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
-from shoal.swarm.p2p.rate_limit import PING, BandwidthLimiter, Echo, Pacer
 from shoal.swarm.p2p.resource_manager import ResourceManager
-from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing.budget import BandwidthLimiter
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.pace import PING, Echo, Pacer
 from shoal.swarm.wire.fields import MAX_ADDRESS
 
 log = logging.getLogger(__name__)
@@ -239,8 +241,7 @@ class Host:
             ending.result(timeout * 0.8)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             log.warning("the network did not close within %.3g s; its daemon is ended by force", timeout)
-        daemon = self._supervisor.daemon
-        if daemon is not None:  # the loop hangs: the guard takes the daemon down
+        if (daemon := self._supervisor.daemon) is not None:  # the loop hangs: the guard takes the daemon down
             daemon.end_by_force()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -386,10 +387,9 @@ class Host:
 
     async def _end(self, timeout: float) -> None:
         await self._supervisor.end(timeout * 0.6)
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        if others:
+        if others := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            for task in others:
+                task.cancel()
             await asyncio.wait(others, timeout=timeout * 0.4)
 
 

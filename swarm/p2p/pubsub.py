@@ -15,7 +15,7 @@ from shoal.swarm.identity import b58encode
 from shoal.swarm.p2p.daemon import DAEMON_GONE, messages, read_message
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
 from shoal.swarm.p2p.multiaddr import MAX_ID
-from shoal.swarm.p2p.rate_limit import BandwidthLimiter
+from shoal.swarm.pacing.budget import BandwidthLimiter
 from shoal.swarm.wire.envelope import MAX_MESSAGE
 
 CALL_S = 5.0  # seconds for one call to the own daemon

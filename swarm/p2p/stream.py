@@ -7,18 +7,15 @@ there, ends the stream with a clean EOF, so EOF before the last expected byte is
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.rate_limit import LEAST, BandwidthLimiter, Pace, Pacer
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.pace import Pace
+from shoal.swarm.pacing.progress import Progress
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
-BULKS, KNOWN_S = 8, 5.0  # times of bulk whose rate counts, and seconds of it from which on it is known
 _HEAD = 4  # bytes of the length before each small message
 _GONE = (ConnectionError, EOFError, BrokenPipeError)  # IncompleteReadError is an EOFError
 
@@ -36,56 +33,6 @@ class Blocks(Protocol):
     def blocks(self) -> Iterator[memoryview]:
         """Return the blocks, in order; each is done with before the next is made, or soon after."""
         ...
-
-
-class TrafficMeter:
-    """Counts of the bytes on one host's streams, payload and framing; written by its loop, readable from any thread.
-
-    ``upload``: the budget that sends have to keep to. ``pacer``: the pace of bulk to each peer. ``clock``: seconds.
-    """
-
-    __slots__ = ("_bulk", "_clock", "_since", "pacer", "received", "sent", "upload")
-
-    def __init__(
-        self,
-        upload: BandwidthLimiter | None = None,
-        pacer: Pacer | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.sent = 0
-        self.received = 0
-        self.upload = upload
-        self.pacer = pacer
-        self._clock = clock
-        self._bulk = 0  # sends of bulk under way
-        self._since: deque[tuple[float, int, float]] = deque(maxlen=BULKS)  # when bulk began, bytes sent before, when it ended
-
-    @contextmanager
-    def pace(self, peer_id: str, nbytes: int) -> Iterator[Pace | None]:
-        """Yield the pace at which ``nbytes`` bytes go to a peer; None if they may go at once."""
-        if self.pacer is None or nbytes <= LEAST:
-            yield None
-            return
-        if not self._bulk:
-            self._since.append((self._clock(), self.sent, math.inf))
-        self._bulk += 1
-        try:
-            with self.pacer.to(peer_id) as pace:
-                yield pace
-        finally:
-            self._bulk -= 1
-            if not self._bulk:
-                began, before, _ = self._since.pop()
-                self._since.append((began, self.sent - before, self._clock()))
-
-    def rate(self) -> float | None:
-        """Return the bytes a second that left while bulk was sent, of late; None while that is not known."""
-        known, now, under_way = list(self._since), self._clock(), self._bulk
-        seconds = sum(min(ended, now) - began for began, _, ended in known)
-        nbytes = sum(count for _, count, ended in known if ended < math.inf)
-        if under_way and known and known[-1][2] == math.inf:
-            nbytes += self.sent - known[-1][1]
-        return nbytes / seconds if seconds >= KNOWN_S else None
 
 
 def short(peer_id: str) -> str:
@@ -165,6 +112,7 @@ class Stream:
         *,
         chunk_timeout: float,
         deadline: float,
+        longest: float = 0.0,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
@@ -174,8 +122,9 @@ class Stream:
         on the loop.
 
         Raises NetworkError when nothing moved in either direction for ``chunk_timeout`` seconds, at ``deadline``
-        (an instant of ``time.monotonic()``), or when the stream ends early; the stream is then closed and ``incoming``
-        holds an unusable part. When it returns, nobody refers to the buffers any more.
+        (an instant of ``time.monotonic()``) unless it moves so fast that it will be over by ``longest``, or when the stream ends
+        early; the stream is then closed and ``incoming`` holds an unusable part. When it returns, nobody refers to the buffers any
+        more.
         """
         if self._announced is not None:
             raise ValueError("a message is half received: receive it before the swap")
@@ -186,7 +135,7 @@ class Stream:
         sender = loop.create_task(self._send_bulk(bulk, outgoing))
         whole = False
         try:
-            await self._watch(bulk, sender, chunk_timeout, deadline)
+            await self._watch(bulk, sender, outgoing.nbytes, chunk_timeout, Progress(deadline, longest))
             whole = True
         except _GONE:
             raise self._ended() from None
@@ -206,7 +155,7 @@ class Stream:
         with self._traffic.pace(self.peer_id, outgoing.nbytes) as pace:
             await bulk.send(blocks, pace)
 
-    async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], chunk_timeout: float, deadline: float) -> None:
+    async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], nbytes: int, chunk_timeout: float, progress: Progress) -> None:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Any]] = {sender, bulk.arrived}
@@ -215,14 +164,14 @@ class Stream:
             now = loop.time()
             if bulk.moved() != moved:
                 moved, since = bulk.moved(), now
-            if now >= deadline:
+            if progress.overdue(now, bulk.left(nbytes)):
                 raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.", "timeout")
             if now - since >= chunk_timeout:
                 raise NetworkError(
                     f"peer {short(self.peer_id)} neither sent nor took a byte for {chunk_timeout:g} s in the middle of a transfer.",
                     "timeout",
                 )
-            wait = min(chunk_timeout / 4, 0.25, deadline - now)
+            wait = min(chunk_timeout / 4, 0.25, progress.next(now))
             done, pending = await asyncio.wait(pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 future.result()
@@ -298,6 +247,10 @@ class _Bulk(asyncio.BufferedProtocol):
     def moved(self) -> int:
         """Return the bytes received plus those that the socket took."""
         return self._received + self._sent - int(self._transport.get_write_buffer_size())
+
+    def left(self, nbytes: int) -> tuple[int, int]:
+        """Return the bytes that are still to be received, and those of ``nbytes`` that the socket has yet to take."""
+        return len(self._incoming) - self._received, nbytes - self.moved() + self._received
 
     async def send(self, blocks: Iterable[memoryview], pace: Pace | None) -> None:
         """Write everything at ``pace``, and wait until the transport holds no reference to it."""

@@ -16,7 +16,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obtain_ports
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
-from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest

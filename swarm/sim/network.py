@@ -31,7 +31,8 @@ from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.memory_stream import NOTHING, MemoryLink, MemoryTransport, streams_of
 from shoal.swarm.p2p.resource_manager import ResourceManager
-from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.sim.clock import Process, Stuck, VirtualLoop
 from shoal.swarm.wire.nonce import nonces_from
 

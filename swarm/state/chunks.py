@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.pacing.progress import slow_s
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, chunks_in
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.state import ChunkReply, ChunkRequest
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 CHUNKS_PROTOCOL = "/shoal/pieces/1"
 SMALL_S = 10.0  # seconds for one small message, or without a byte
-CHUNK_S = 60.0  # seconds for one chunk
+CHUNK_S = 60.0  # seconds for one chunk; more while it moves
 IDLE_S = 30.0  # seconds that a caller may leave a stream without a request
 MAX_SERVED = 64  # streams served at once
 
@@ -59,8 +60,10 @@ class ChunkServer:
                 await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
                 continue
             await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
-            deadline = asyncio.get_running_loop().time() + CHUNK_S
-            await stream.swap(data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=deadline)
+            now = asyncio.get_running_loop().time()
+            await stream.swap(
+                data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(data))
+            )
 
 
 def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
@@ -98,8 +101,8 @@ class ChunkSource:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):
             raise MessageError(f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where {len(room)} fit.")
-        deadline = asyncio.get_running_loop().time() + CHUNK_S
-        await stream.swap(NOTHING, room, chunk_timeout=SMALL_S, deadline=deadline)
+        now = asyncio.get_running_loop().time()
+        await stream.swap(NOTHING, room, chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(room)))
 
     def close(self) -> None:
         """End the stream at once."""

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.context import LEAST_RATE
+from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE
 from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.pacing.progress import SLOWEST
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
 from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect, plausible
 from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest, snapshot_id
@@ -227,9 +228,12 @@ def fetch_state(host: Host, query: StateQuery, sources: Sequence[Peer]) -> State
 
 
 def _fetching_s(query: StateQuery) -> float:
-    """Return the seconds that fetching may take: three attempts at the speed of the slowest link, if that is more than an hour."""
+    """Return the seconds that fetching may take, if more than an hour: three attempts at `LEAST_RATE`, or one at the speed of the
+    slowest link, up to `LARGEST_S`. Each chunk has a deadline of its own, so this only bounds what goes on.
+    """
     shapes = [*query.shapes, *(shape for shaped in query.extra.values() for shape in shaped)]
-    return max(FETCH_S, ATTEMPTS * FLOAT32.nbytes(shapes) / LEAST_RATE)
+    nbytes = FLOAT32.nbytes(shapes)
+    return max(FETCH_S, ATTEMPTS * nbytes / LEAST_RATE, min(nbytes / SLOWEST, LARGEST_S))
 
 
 def begin_fetch(host: Host, query: StateQuery, sources: Sequence[Peer]) -> concurrent.futures.Future[State | None]:

@@ -16,7 +16,8 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.resource_manager import ResourceManager
-from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.member import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64

@@ -61,8 +61,9 @@ class Gathered:
 class AllGather:
     """The gathering of one group's payloads at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float) -> None:
-        self._streams, self.group, self._me, self._attempt, self._until = streams, group, me, attempt, until
+    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
+        self._streams, self.group, self._me, self._attempt = streams, group, me, attempt
+        self._until, self._longest = until, longest
         self._parts: dict[str, tuple[float, Tensor | None]] = {me: (attempt.contribution.weight, None)}
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
@@ -135,7 +136,7 @@ class AllGather:
         try:
             await stream.swap(
                 self._attempt.contribution.payload, incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
-                on_progress=hashes.advance,
+                longest=self._longest, on_progress=hashes.advance,
             )  # fmt: skip
             if hashes.digest() != ready.sha256:
                 raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")

@@ -75,9 +75,9 @@ class Reduced:
 class AllReduce:
     """One group's all-reduce at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float) -> None:
+    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
         mine = attempt.contribution
-        self.group, self._mine, self._until = group, mine, until
+        self.group, self._mine, self._until = group, mine, max(until, longest)  # each part of it has a deadline of its own
         self._mean: Tensor | None = None
         self._called: set[str] = set()
         # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.

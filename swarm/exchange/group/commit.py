@@ -53,16 +53,27 @@ class MemberState:
 
 
 class GroupCommit:
-    """One group as its leader sees it. ``members``: by peer id; ``alone``: there is no other group; ``timeout``: seconds.
+    """One group as its leader ``me`` sees it. ``members``: by peer id; ``alone``: there is no other group; ``timeout``: seconds
+    that it has in any case. While the leader's own part of the reduction moves, it goes on for up to ``longest`` seconds, and
+    then the others have as long again as that part took, because their links may be slower.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
     counts for whatever they all hold.
     """
 
     def __init__(
-        self, decisions: DecisionLog, members: Mapping[str, MemberState], *, alone: bool, gather: bool, timeout: float
+        self,
+        decisions: DecisionLog,
+        members: Mapping[str, MemberState],
+        *,
+        alone: bool,
+        gather: bool,
+        timeout: float,
+        me: str = "",
+        longest: float = 0.0,
     ) -> None:
         self._decisions, self._alone, self._gather, self._timeout = decisions, alone, gather, timeout
+        self._me, self._longest, self._began = me, longest, 0.0
         self._members = dict(sorted(members.items()))
         self._changed = asyncio.Event()
         for member in self._members.values():
@@ -70,7 +81,8 @@ class GroupCommit:
 
     async def run(self) -> None:
         """Lead the group to its decision."""
-        until = asyncio.get_running_loop().time() + self._timeout
+        self._began = asyncio.get_running_loop().time()
+        until = self._began + self._timeout
         everybody = self._members
         try:
             codec = next(iter(everybody.values())).ready.codec
@@ -125,8 +137,13 @@ class GroupCommit:
         """Wait until every remaining member has reported or, if all are needed, anything failed; send which members are lost."""
         loop = asyncio.get_running_loop()
         everybody, lost = (1 << len(self._members)) - 1, 0
+        own, deadline = self._members.get(self._me), until
+        if own is not None:
+            deadline = max(until, self._began + self._longest)
         while True:
             self._changed.clear()
+            if own is not None and (own.gone or nonce in own.held):
+                deadline, own = max(until, 2 * loop.time() - self._began), None
             gone = sum(
                 1 << place for place, member in enumerate(self._members.values()) if member.gone and nonce not in member.held
             )
@@ -139,7 +156,7 @@ class GroupCommit:
             if all(member.gone or nonce in member.held for member in self._members.values()):
                 return
             try:
-                await asyncio.wait_for(self._changed.wait(), until - loop.time())
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except asyncio.TimeoutError:
                 return
 

@@ -189,7 +189,7 @@ class GroupLeader:
     async def _attend(self, member: MemberState) -> None:
         """Receive the member's reports until its group is over or it is gone."""
         most = moved(member.ready.nbytes, self._rules.max_group + 1)
-        longest = member.until + self._timeouts.moving(most) + 8 * self._timeouts.chunk
+        longest = member.until + self._timeouts.longest(most) + 8 * self._timeouts.chunk
         listening = asyncio.ensure_future(self._listen(member, longest))
         over = asyncio.ensure_future(member.over.wait())
         try:
@@ -251,8 +251,16 @@ class GroupLeader:
         groups = partition_into_groups(self._context.seed, key[0], members, self._rules.max_group)
         for names in groups:
             group = {peer: members[peer] for peer in names}
-            timeout = self._timeouts.moving(moved(next(iter(group.values())).ready.nbytes, len(group)))
-            verdict = GroupCommit(self._decisions, group, alone=len(groups) == 1, gather=self._rules.gather, timeout=timeout)
+            nbytes = moved(next(iter(group.values())).ready.nbytes, len(group))
+            verdict = GroupCommit(
+                self._decisions,
+                group,
+                alone=len(groups) == 1,
+                gather=self._rules.gather,
+                timeout=self._timeouts.moving(nbytes),
+                me=self._context.me,
+                longest=self._timeouts.longest(nbytes),
+            )
             self._start(verdict.run())
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:

@@ -35,7 +35,8 @@ from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, 
 from shoal.swarm.exchange.group.roster import Roster, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.p2p.memory_stream import stream_pair
-from shoal.swarm.p2p.stream import Stream, TrafficMeter, short
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
@@ -171,8 +172,7 @@ class GroupMember:
                     for late in self._view.expected(ready.round) - set(group.members):
                         pending.attempt.failed(late, "timeout")
                     self._view.mark_absent(self._view.here() - set(group.members))
-                until = began + self._timeouts.moving(moved(ready.nbytes, len(group.members)))
-                again = await self._reduce(channel, group, pending.attempt, until)
+                again = await self._reduce(channel, group, pending.attempt, began)
                 if again is None:
                     return
                 before, formed = group, again
@@ -218,16 +218,21 @@ class GroupMember:
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
             pending.attempt.failed(leader, "refused")
 
-    async def _reduce(self, channel: HeartbeatChannel, group: Roster, attempt: Attempt, until: float) -> GroupFormed | None:
-        """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt."""
+    async def _reduce(self, channel: HeartbeatChannel, group: Roster, attempt: Attempt, formed: float) -> GroupFormed | None:
+        """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt.
+
+        ``formed``: the loop's time at which the first group was.
+        """
         if group.reduction == "allreduce" and attempt.screen.gathers:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be screened by itself.")
         way = AllReduce if group.reduction == "allreduce" else AllGather
-        reduction: Reduction = way(self._streams, group, self._context.me, attempt, until)
-        began = asyncio.get_running_loop().time()
+        nbytes, loop = moved(attempt.contribution.payload.nbytes, len(group.members)), asyncio.get_running_loop()
+        until, longest = formed + self._timeouts.moving(nbytes), formed + self._timeouts.longest(nbytes)
+        reduction: Reduction = way(self._streams, group, self._context.me, attempt, until, longest)
+        began = loop.time()
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
-        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, until))
+        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
         try:
             await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
@@ -235,7 +240,12 @@ class GroupMember:
                 if attempt.commit.closed:
                     return None
                 await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
+                # Others may take as long again, over a slower link; no leader keeps this node for longer.
+                left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
+                await asyncio.wait({listening}, timeout=left)
             try:
+                if not listening.done():
+                    raise NetworkError(f"peer {short(group.leader)} did not decide in time.", "timeout")
                 message = await listening
                 if isinstance(message, GroupFormed):
                     return message
@@ -254,7 +264,7 @@ class GroupMember:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])
             if included and not mean & ~reduction.places() and attempt.commit.commit(reduction.result(mean)):
-                attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
+                attempt.stats.done(attempt.key, loop.time() - began)
         return None
 
     async def _listen(

@@ -69,7 +69,7 @@ class PairingAttempt:
         if self.engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
-        bound = timeouts.moving(self.attempt.contribution.payload.nbytes) + 4 * timeouts.chunk
+        bound = timeouts.longest(self.attempt.contribution.payload.nbytes) + 4 * timeouts.chunk
         try:
             return await asyncio.wait_for(self.engaged, bound)
         except asyncio.TimeoutError:

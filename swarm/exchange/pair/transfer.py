@@ -82,9 +82,9 @@ class PairTransfer:
         if caller:
             self._undecided.add(exchange)
         began = asyncio.get_running_loop().time()
-        until = began + self._timeouts.moving(theirs.nbytes)
+        until = began + self._timeouts.longest(theirs.nbytes)
         try:
-            received = await self._swap(stream, attempt, theirs, until)
+            received = await self._swap(stream, attempt, theirs, began + self._timeouts.moving(theirs.nbytes), until)
             confirm = self._decide if caller else self._follow
             await confirm(stream, theirs, received, attempt.commit, self._patience(attempt, until))
         except (NetworkError, MessageError) as error:
@@ -111,7 +111,7 @@ class PairTransfer:
         left = until - asyncio.get_running_loop().time()
         return max(min(self._timeouts.chunk + values / VERIFIED, left), self._timeouts.chunk)
 
-    async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer, until: float) -> PartnerContribution:
+    async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer, deadline: float, longest: float) -> PartnerContribution:
         """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""
         # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
         scratch = buffer(theirs.nbytes)
@@ -121,7 +121,8 @@ class PairTransfer:
             attempt.contribution.payload,
             incoming,
             chunk_timeout=self._timeouts.chunk,
-            deadline=until,
+            deadline=deadline,
+            longest=longest,
             on_progress=hashes.advance,
         )
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")

@@ -5,6 +5,7 @@ import pytest
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, Patience
 from shoal.swarm.exchange.group.commit import moved
+from shoal.swarm.pacing.progress import SLOW_S, SLOWEST
 from shoal.swarm.state.selection import MAKE_S, making_s
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, StateQuery, _fetching_s
 from shoal.swarm.wire.state import StateRequest
@@ -20,8 +21,8 @@ def test_the_setting_is_the_least_and_bytes_give_more():
 
 
 def test_a_round_has_time_for_its_parts():
-    assert TIMEOUTS.limit(10.0, SMALL) == 10.0 + 120.0 + 8 * 5.0
-    assert TIMEOUTS.limit(60.0, REAL) == pytest.approx(60.0 + REAL / LEAST_RATE + 8 * 5.0)
+    assert TIMEOUTS.limit(10.0, SMALL) == 10.0 + SMALL / SLOWEST + 8 * 5.0
+    assert TIMEOUTS.limit(60.0, REAL) == 60.0 + SLOW_S + 8 * 5.0
 
 
 @pytest.mark.parametrize(("members", "times"), [(2, 2), (3, 2), (4, 3), (16, 15)])
@@ -64,4 +65,6 @@ def test_a_very_large_state_may_travel_for_hours():
     assert _fetching_s(StateQuery(request, [(10, 10)], {"momentum": [(10, 10)]})) == FETCH_S
     shapes = [(70_000, 100_000)]  # seven billion values, and as many of momentum
     large = StateQuery(request, shapes, {"momentum": shapes})
+    middling = StateQuery(request, [(6000, 10_000)], {})
+    assert _fetching_s(middling) == LARGEST_S  # 240 MB over a slow link
     assert _fetching_s(large) == ATTEMPTS * 2 * FLOAT32.nbytes(shapes) / LEAST_RATE

@@ -6,7 +6,8 @@ import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.memory_stream import WINDOW, stream_pair
-from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 
 
 def run(work):

@@ -20,9 +20,10 @@ from shoal.swarm.p2p.reachability import (
     ask,
     listen_for_dial_back,
 )
-from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.throughput import EACH as TESTS
 from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, ThroughputProbe, measure
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack
 
 PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"

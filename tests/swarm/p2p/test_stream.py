@@ -8,7 +8,8 @@ import time
 import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.stream import CHUNK, Stream, TrafficMeter
+from shoal.swarm.p2p.stream import CHUNK, Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 
 PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 

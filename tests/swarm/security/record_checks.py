@@ -31,7 +31,8 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest.manifest import open_manifest, swarm_id
 from shoal.swarm.membership.dht_record import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout_pool import RolloutPool

@@ -7,7 +7,8 @@ import pytest
 
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
 from shoal.swarm.p2p.memory_stream import stream_pair
-from shoal.swarm.p2p.stream import Stream, TrafficMeter
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.group import GroupReport
 
 

@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 
-from shoal.swarm.p2p import rate_limit
-from shoal.swarm.p2p.rate_limit import FIRST, LEAST, Echo, Pacer
-from shoal.swarm.p2p.stream import TrafficMeter
+from shoal.swarm.pacing import pace as pacing
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.pace import FIRST, LEAST, Echo, Pacer
 from shoal.swarm.sim.clock import VirtualLoop
 
 MBIT, MB = 125_000, 1_000_000
@@ -125,7 +125,7 @@ def test_a_slow_uplink_is_used_and_small_messages_hardly_wait(loop, mbit, delay)
     assert max(wait for _, wait in waits) < 1.2
     late = [wait for at, wait in waits if at > 5]
     assert max(late) < 1.0
-    assert statistics.mean(late) < 0.1 + 1.2 * rate_limit.SURPLUS / (mbit * MBIT)
+    assert statistics.mean(late) < 0.1 + 1.2 * pacing.SURPLUS / (mbit * MBIT)
 
 
 @pytest.mark.parametrize(("mbit", "delay", "most"), [(1000, 0.0003, 1.2), (1000, 0.02, 1.9), (100, 0.1, 1.6), (100, 0.4, 2.3)])
@@ -206,20 +206,20 @@ def test_without_pings_nothing_is_held_back(loop, peer):
 def test_a_silent_peer_gets_a_trickle(loop):
     net = Net(loop, 1000, 0.01, peer="is silent")
     (end,), _ = run(loop, net, net.send(FIRST + 4 * LEAST))
-    assert rate_limit.PONG_S[0] < end < 30
+    assert pacing.PONG_S[0] < end < 30
 
 
 def test_another_way_through_the_network_is_learnt(loop):
     net, took = Net(loop, 1, 0.05), []
 
     async def often():
-        for number in range(rate_limit.BASES + 4):
+        for number in range(pacing.BASES + 4):
             if number == 2:
                 net.up.delay += 0.3
             began = loop.time()
             await net.send(MB)
             took.append(loop.time() - began)
-            await asyncio.sleep(rate_limit.EMPTY_S)
+            await asyncio.sleep(pacing.EMPTY_S)
 
     _, waits = run(loop, net, often())
     assert took[1] < 1.2 * MB / MBIT
@@ -237,7 +237,7 @@ def test_two_that_send_to_each_other_for_long_do_not_raise_each_others_queues(lo
 
 
 def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
-    monkeypatch.setattr(rate_limit, "PACED", 3)
+    monkeypatch.setattr(pacing, "PACED", 3)
     net = Net(loop, 1000, 0.001)
 
     async def all_in_turn():
@@ -264,15 +264,15 @@ def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(
         for _ in range(4):
             with pacer.to("b") as pace:
                 for _ in range(3):
-                    await pace.room(rate_limit.GRAIN)  # each with a ping, and its answer at once
+                    await pace.room(pacing.GRAIN)  # each with a ping, and its answer at once
                 for _ in range(late):
                     await asyncio.sleep(0)
-            await asyncio.sleep(10 * rate_limit.PONG_S[1])
+            await asyncio.sleep(10 * pacing.PONG_S[1])
             assert asyncio.all_tasks() == {asyncio.current_task()}
         with pacer.to("b") as pace:
-            await asyncio.sleep(10 * rate_limit.PONG_S[1])
+            await asyncio.sleep(10 * pacing.PONG_S[1])
             assert len(asyncio.all_tasks()) == 2  # this, and the one that measures
-            assert pace.window < rate_limit.UNPACED
+            assert pace.window < pacing.UNPACED
 
     loop.run_until_complete(work())
 

@@ -1,0 +1,124 @@
+"""Deadlines that follow what a transfer moves: over links of virtual time, a slow one is waited for and a trickle is not."""
+
+import asyncio
+
+import pytest
+import torch
+
+from shoal.optim import FLOAT32, RoundKey
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.pacing.progress import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
+from shoal.swarm.sim.clock import VirtualLoop
+from shoal.swarm.sim.network import Links, SimNetwork, Trace
+from shoal.swarm.wire.member import Member
+
+MB = 1_000_000
+SWARM, MODEL = "a" * 52, "0" * 64
+
+
+def test_how_long_a_transfer_may_go_on():
+    assert slow_s(MB) == MB / SLOWEST
+    assert slow_s(2**60) == SLOW_S
+
+
+def given_up(rates, nbytes=15 * MB, deadline=120.0, longest=1800.0):
+    """The second in which a transfer is given up whose two directions move at so many bytes a second; None if it is complete."""
+    progress, left = Progress(deadline, longest), [float(nbytes)] * len(rates)
+    for now in range(100_000):
+        if progress.overdue(float(now), tuple(left)):
+            return now
+        left = [max(rest - rate(now), 0.0) for rest, rate in zip(left, rates, strict=True)]
+        if not any(left):
+            return None
+    return None
+
+
+def steady(rate):
+    return lambda now: rate
+
+
+@pytest.mark.parametrize("rate", [9e3, 15e3, 125e3])
+def test_a_slow_link_is_waited_for_while_it_will_be_done_in_time(rate):
+    assert given_up([steady(rate), steady(1e6)]) == (None if rate > 15 * MB / 1800 else 120)
+
+
+def test_without_more_time_the_deadline_holds():
+    assert given_up([steady(125e3 - 100), steady(1e6)], longest=0.0) == 120
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_trickle_is_dropped_at_the_deadline_in_whichever_direction(slow):
+    rates = [steady(1e6), steady(1e6)]
+    rates[slow] = steady(100)
+    assert given_up(rates) == 120
+
+
+def test_who_slows_down_to_a_trickle_is_dropped_soon():
+    """Most of it came quickly: what counts is what came of late."""
+    fast = steady(100e3)
+    assert 140 <= given_up([lambda now: 100e3 if now < 140 else 5, fast]) <= 140 + LATE_S + 1
+
+
+def test_nothing_goes_on_beyond_the_longest():
+    assert given_up([lambda now: 15 * MB / 1800 * 1.2 if now < 1795 else 0, steady(1e6)], nbytes=18 * MB) <= 1800
+
+
+@pytest.fixture
+def network():
+    loop = VirtualLoop(busy=1_000_000)
+    made = SimNetwork(loop, 1, Links(0.02, 0.0, 125e3), Trace())  # 1 Mbit/s
+    yield made
+    made.end()
+    loop.close()
+
+
+def exchanged(network, kind, exchange=10.0, chunk=5.0):
+    """What two peers get that exchange 3 MB with a deadline of so many seconds, and the seconds that it took."""
+    hosts = [network.host(name, network.identity(name)) for name in "ab"]
+    members = {
+        host.peer_id: Member(
+            swarm=SWARM,
+            peer=host.peer_id,
+            name=host.name,
+            addresses=(),
+            round=0,
+            step=0,
+            loss=None,
+            steps_per_s=1.0,
+            shard=0,
+            shards=1,
+            model=MODEL,
+            state="training",
+            issued=0.0,
+            version="0",
+        )
+        for host in hosts
+    }
+    timeouts = ExchangeTimeouts(10.0, chunk, exchange)
+    exchanges = [kind(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), timeouts) for host in hosts]
+
+    async def both():
+        values = [torch.full((750_000,), value) for value in (1.0, 3.0)]
+        begun = [one.start(RoundKey(SWARM, 0), [value], 1.0, FLOAT32) for one, value in zip(exchanges, values, strict=True)]
+        return await asyncio.gather(*(handle.settled() for handle in begun))
+
+    began = network.loop.time()
+    means = network.loop.run_until_complete(both())
+    return [mean and mean.tensors[0][0].item() for mean in means], network.loop.time() - began
+
+
+@pytest.mark.parametrize("kind", [PairExchange, GroupExchange])
+def test_peers_on_a_slow_link_exchange_more_than_their_deadline_allows_for(network, kind):
+    got, seconds = exchanged(network, kind)
+    assert got == [2.0, 2.0]
+    assert 24 < seconds < 40
+
+
+@pytest.mark.parametrize("kind", [PairExchange, GroupExchange])
+def test_a_peer_whose_bytes_only_trickle_is_given_up_at_the_deadline(network, kind):
+    network.links = Links(0.02, 0.0, 3e3)  # something moves within each chunk timeout, and 3 MB take a quarter of an hour
+    got, seconds = exchanged(network, kind, exchange=60.0, chunk=30.0)
+    assert got == [None, None]
+    assert 60 <= seconds < 300
