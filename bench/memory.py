@@ -101,7 +101,7 @@ def alone(options: argparse.Namespace) -> None:
     """Train in this process, with nothing of an outer optimizer; print the number of parameters."""
     import torch
 
-    import shoal.node.runtime.node_run  # noqa: F401  (what a node has loaded)
+    import shoal.node.runtime.training_node  # noqa: F401  (what a node has loaded)
     from bench._memory_task import Bytes
     from shoal.node.task import Shard
 

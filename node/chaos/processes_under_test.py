@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.node.chaos import processes
 from shoal.node.chaos.actor_options import HONEST, PROGRAM
 from shoal.node.chaos.figures import Life
-from shoal.node.checkpoint.store import steps as saved_steps
+from shoal.node.checkpoint.folder import steps as saved_steps
 from shoal.node.demo.demo import Nodes, read_line
 from shoal.node.demo.liveness import DemoError
 from shoal.node.exit_codes import ExitCode

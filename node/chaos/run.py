@@ -22,8 +22,8 @@ from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
 from shoal.node.demo.demo import LINK_S, settings_toml
 from shoal.node.runtime.display import Display
-from shoal.node.runtime.node_run import METRICS
 from shoal.node.runtime.result import write_json
+from shoal.node.runtime.run_options import METRICS
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer

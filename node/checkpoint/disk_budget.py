@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.node.checkpoint.store import CheckpointError, path_of, steps
+from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
 
 GB = 10**9
 SPARE = 1 << 20  # bytes beside the tensors of a checkpoint

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.store import CheckpointError, TensorName
+from shoal.node.checkpoint.folder import CheckpointError
+from shoal.node.checkpoint.store import TensorName
 from shoal.node.checkpoint.tensor_file import Kind, write_tensors
 from shoal.swarm.errors import ShoalError
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,25 +23,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
 from shoal.node.checkpoint.tensor_file import kind, write_tensors
-from shoal.swarm.errors import ShoalError
-from shoal.swarm.file_lock import FileLock
 
 FORMAT = 1
 KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
-SAVING, LOCK = ".saving-", ".lock"
 POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
 """Moments of a save, in order, at each of which a process may die: the temporary folder exists; a block of the tensor file is
 written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if any, was moved aside; the new
 one has its name; old ones are gone."""
-# `.old-` marks a checkpoint that is being replaced by another of the same step.
-_NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
-
-
-class CheckpointError(ShoalError):
-    """A checkpoint is missing, damaged, or cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -113,51 +104,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _found(folder: Path) -> list[tuple[int, Path]]:
-    """Return all whole checkpoints as (step, path), newest first."""
-    if not folder.is_dir():
-        return []
-    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
-    found = [(int(m[2]), m[1] is None, p) for m, p in matches if m]
-    return [(step, path) for step, _, path in sorted(found, reverse=True)]
-
-
-def steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in ``folder``, newest first."""
-    return [step for step, _ in _found(folder)]
-
-
-def path_of(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of ``step``."""
-    return folder / f"step-{step:08d}"
-
-
-def check_writable(folder: Path) -> None:
-    """Create ``folder`` if it is missing, and check that files can be written there. Raises CheckpointError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or change its permissions."
-        ) from error
-
-
-def lock(folder: Path) -> FileLock:
-    """Make ``folder`` this node's alone until the lock is released, and remove what a node left there that was killed as it saved.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-        InUseError: another node uses it.
-    """
-    check_writable(folder)
-    held = FileLock(folder / LOCK, f"The folder {str(folder)!r}", "stop that node, or choose another --name or --folder")
-    for left in folder.glob(SAVING + "*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return held
 
 
 @contextlib.contextmanager
@@ -232,7 +178,7 @@ def save(
             sync(folder)
         at("renamed")
         # The one just written is kept even where another run left higher steps.
-        others = [path for _, path in _found(folder) if path != final]
+        others = [path for _, path in listed(folder) if path != final]
         for path in [p for p in others if p.name == f".old-{final.name}"] + others[keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
         at("pruned")
@@ -296,7 +242,7 @@ def outline(path: Path) -> tuple[Path, Any]:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        found = [(0, path)] if (path / STATE).exists() else _found(path)
+        found = [(0, path)] if (path / STATE).exists() else listed(path)
         if not found:
             raise CheckpointError(f"There is no checkpoint in {str(path)!r}: name a checkpoint's folder, or a node's.")
         newest = found[0][1]
@@ -316,7 +262,7 @@ def load(folder: Path) -> tuple[int, Any]:
         CheckpointError: there is none, or it is damaged; the sentence says how to fall back to an older one.
     """
     try:
-        found = [(0, folder)] if (folder / STATE).exists() else _found(folder)
+        found = [(0, folder)] if (folder / STATE).exists() else listed(folder)
         if not found:
             raise CheckpointError(f"There is no checkpoint in {str(folder)!r}: start without --resume.")
         return _load_one(found[0][1])

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.node.checkpoint.store import CheckpointError, Packed, pack, save
+from shoal.node.checkpoint.folder import CheckpointError
+from shoal.node.checkpoint.store import Packed, pack, save
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
 SLOWEST = 20e6  # ... its bytes over so many a second

@@ -157,7 +157,7 @@ def _train(settings: Settings, link: Link | None, shutdown: ShutdownSignals, fla
 
         click.echo(dumps(asdict(result)))
     if result.not_saved is not None:
-        from shoal.node.checkpoint.store import CheckpointError
+        from shoal.node.checkpoint.folder import CheckpointError
 
         raise CheckpointError(result.not_saved)
     return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)

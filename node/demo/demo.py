@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from safetensors.torch import load_file
 
-from shoal.node.checkpoint.store import check_writable
+from shoal.node.checkpoint.folder import check_writable
 from shoal.node.config.settings import Settings, assignment, load, resolve_device
 from shoal.node.data import manifest_options
 from shoal.node.demo.liveness import DemoError, Liveness

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.node.exit_codes import ExitCode
 from shoal.node.runtime.activity import ACTIVITY
-from shoal.node.runtime.node_run import METRICS
+from shoal.node.runtime.run_options import METRICS
 from shoal.swarm.errors import ShoalError
 
 QUIET_S = 120.0  # seconds in which no node writes anything, or says that it moves, after which the demo is given up

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
-from shoal.node.config.links import KNOWN_PEERS
-from shoal.node.config.peers import lists
 from shoal.node.config.rl import RLSettings, env_label
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
@@ -15,14 +13,11 @@ from shoal.node.runtime.fixed_settings import check_not_fixed
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
-from shoal.node.training.resources import shares
 from shoal.optim import OuterOptimizer
-from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.verify import StretchTerms, Terms
-from shoal.swarm.membership import membership
-from shoal.swarm.membership.membership import OWN_LOOP, Membership, NetworkOptions
+from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
@@ -74,20 +69,6 @@ def new_manifest(
     return seal(manifest, identity)
 
 
-def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
-    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another peer's."""
-    return membership.create(identity, sealed, network(settings))
-
-
-def join(settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None) -> Membership:
-    """Start a node in the swarm of ``link``. ``sealed``: the manifest, if it was a member before; then no peer need answer.
-
-    Raises:
-        ShoalError: as ``membership.join``.
-    """
-    return membership.join(identity, link, network(settings), sealed)
-
-
 def await_others(membership: Membership, log: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
     """Wait a moment for known peers, if this node has returned to a swarm in which no peer answers, and log the outcome."""
     host, directory = membership.host, membership.directory
@@ -112,23 +93,6 @@ def wait_for_peers(
         if line := membership.news():
             log(line)
         log(waiting_for(wanted - len(directory.members())))
-
-
-def network(settings: Settings) -> NetworkOptions:
-    """Return the network options of the settings; the node also tries the peers that it met in an earlier run."""
-    node, access = settings.node, lists(settings.peers)
-    return NetworkOptions(
-        listen=tuple(node.listen),
-        announce=tuple(node.announce),
-        bootstrap=tuple(node.bootstrap),
-        relay=node.relay,
-        known=node.run_folder / KNOWN_PEERS,
-        allow=tuple(sorted(access.allow)),
-        deny=tuple(sorted(access.deny)),
-        upload=node.upload,
-        models_per_hour=settings.peers.models_per_hour,
-        body_store=shares(node.ram)[1],
-    )
 
 
 def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:

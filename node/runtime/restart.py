@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shoal.node.checkpoint import store
+from shoal.node.checkpoint.folder import steps
 from shoal.node.config.links import LINK, read_link
 from shoal.node.config.settings import Settings
 from shoal.swarm.access.link import Link
@@ -19,7 +19,7 @@ def again(settings: Settings, link: Link | None) -> tuple[Settings, Link | None]
     A node that created the swarm and has not saved yet joins it by its own link, since a second swarm would leave the others alone.
     """
     folder, own = settings.node.run_folder, Identity.load_or_create(settings.node.identity_path).peer_id
-    if store.steps(folder):
+    if steps(folder):
         node = settings.node.model_copy(update={"resume": True, "resume_from": None})
         return settings.model_copy(update={"node": node}), link
     return settings, link or _own_link(folder, own)

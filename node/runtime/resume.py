@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.store import CheckpointError
+from shoal.node.checkpoint.folder import CheckpointError, steps
 from shoal.node.config.settings import NodeSettings, Settings, TaskSettings
 from shoal.node.data.errors import DataError
 from shoal.node.runtime.join import BUILT_IN_TASKS, RL
@@ -66,7 +66,7 @@ def find(node: NodeSettings) -> SavedRun | None:
         )
     elif own.resolve() in (other.resolve(), other.resolve().parent):
         return _read(other)
-    if checkpoint.steps(own):
+    if steps(own):
         raise CheckpointError(
             f"The folder {str(own)!r} holds checkpoints of another run: say --resume to continue it, "
             "or choose another --name or --folder."

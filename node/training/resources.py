@@ -6,11 +6,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from shoal.node.memory import free_memory
 from shoal.swarm.errors import ShoalError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget

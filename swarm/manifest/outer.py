@@ -185,14 +185,16 @@ class OuterSettings(BaseModel):
     @field_validator("codec")
     @classmethod
     def _codec(cls, value: str | None) -> str | None:
-        from shoal.optim import codec_named  # here, as below: torch takes a second to import, and not every command needs it
-
         if value is not None:
+            from shoal.optim import codec_named  # here, as below: torch takes a second to import, and not every command needs it
+
             codec_named(value)
         return value
 
     @model_validator(mode="after")
     def _fits_the_method(self) -> OuterSettings:
+        if not self.model_fields_set:  # nor does a node that joins, and takes these settings from the manifest
+            return self
         from shoal.optim import codec_named, method_named, methods_with
 
         method = method_named(self.method)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,15 +155,22 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
     return _membership(identity, host, swarm, sealed, manifest, network, access_policy)
 
 
-def join(identity: Identity, link: Link, network: NetworkOptions, sealed: bytes | None = None) -> Membership:
+def join(
+    identity: Identity,
+    link: Link,
+    network: NetworkOptions,
+    sealed: bytes | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Membership:
     """Start a node in the swarm of ``link``. It raises ShoalError, and then leaves nothing running.
 
     ``sealed``: the swarm's manifest, if this node was a member before. Then no peer need answer: this may be the first to return.
+    ``meanwhile``: as for `Host.start`.
     """
     ticket = admission(link.invite, identity) if link.invite else b""
     access_policy = _access_policy(identity, network)
     bootstrap = (*link.bootstrap, *network.bootstrap)
-    host = _start(identity, link.swarm, network, bootstrap, access_policy, must_join=sealed is None)
+    host = _start(identity, link.swarm, network, bootstrap, access_policy, must_join=sealed is None, meanwhile=meanwhile)
     try:
         if sealed is None:
             sealed, manifest = fetch_manifest(host, link)
@@ -196,6 +203,7 @@ def _start(
     access_policy: AccessPolicy,
     *,
     must_join: bool = True,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Host:
     return Host.start(
         identity,
@@ -209,6 +217,7 @@ def _start(
         must_join=must_join,
         access_policy=access_policy,
         upload=network.upload * BYTES_OF_MBIT,
+        meanwhile=meanwhile,
     )
 
 

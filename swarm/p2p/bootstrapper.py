@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.p2p import dial, seed_client
-from shoal.swarm.p2p.daemon import DaemonError
-from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE, HivemindDaemon, count_peers, knows, ping
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -40,7 +39,7 @@ class Supervisor(Protocol):
 
     addresses: tuple[str, ...]
 
-    def running(self) -> HivemindDaemon:
+    def running(self) -> Daemon:
         """Return the daemon."""
 
     def running_dht(self) -> DHTNode:
@@ -64,18 +63,21 @@ class Bootstrapper:
         must_join: bool,
         validator: Any,
         light: bool,
+        calls: Callable[[str, int], str],
     ) -> None:
         self.bootstrap = tuple(bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
         """Peer id -> addresses of the bootstrap peers that turned out to be bootstrap nodes (`shoal seed`)."""
         self.entry: tuple[str, ...] = ()
         """Ids of the members through which this node joined."""
+        self.hivemind_loaded = asyncio.Event()
+        """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the daemon starts and dials."""
         self._supervisor, self._peer_id, self._known = supervisor, peer_id, known
-        self._swarm, self._must_join, self._validator, self._light = swarm, must_join, validator, light
+        self._swarm, self._must_join, self._validator, self._light, self._calls = swarm, must_join, validator, light, calls
         self._classified: set[str] = set()  # bootstrap peers of which it is known whether they are bootstrap nodes
         self._looked_up: dict[str, int] = {}  # connected peer -> the look at which its addresses were looked up last
 
-    async def enter(self, daemon: HivemindDaemon, end: float) -> DHTNode:
+    async def enter(self, daemon: Daemon, end: float) -> DHTNode:
         """Join for the first time, until the instant ``end`` of the loop. Raises StartupError."""
         left = max(0.1, end - asyncio.get_running_loop().time())
         known = [address for address in self._known.addresses() if address not in self.bootstrap]
@@ -86,6 +88,8 @@ class Bootstrapper:
         for address, reason in reasons.items():
             log.warning("bootstrap peer %s %s", address, reason)
         members, dht = await self._join(daemon, reached, end)
+        from shoal.swarm.p2p.hivemind_adapter import count_peers
+
         if self.bootstrap and self._must_join and not count_peers(dht):
             if self.seeds and not members:
                 raise StartupError(
@@ -98,7 +102,7 @@ class Bootstrapper:
             )
         return dht
 
-    async def enter_again(self, daemon: HivemindDaemon) -> DHTNode:
+    async def enter_again(self, daemon: Daemon) -> DHTNode:
         """Join after a restart of the daemon, through the peers that can be reached now."""
         addresses = list(dict.fromkeys((*self.bootstrap, *self._known.addresses())))
         reached, _ = await dial.connect_any(daemon, addresses, 5.0)
@@ -107,7 +111,7 @@ class Bootstrapper:
         _, dht = await self._join(daemon, reached, 0.0)
         return dht
 
-    async def _join(self, daemon: HivemindDaemon, reached: Sequence[str], end: float) -> tuple[list[str], DHTNode]:
+    async def _join(self, daemon: Daemon, reached: Sequence[str], end: float) -> tuple[list[str], DHTNode]:
         """Return the members among ``reached`` and those that bootstrap nodes name, all connected; and a DHT node that met them."""
         found: list[str] = []
         while self._swarm is not None:
@@ -120,9 +124,12 @@ class Bootstrapper:
             await asyncio.sleep(SEED_AGAIN)  # a member that nobody can reach needs some 20 s until it has a relay
         members = [peer for peer in (*reached, *found) if peer not in self.seeds]
         self.entry = tuple(members)
-        return members, await daemon.join_dht(members, self._validator, self._light)
+        await self.hivemind_loaded.wait()
+        from shoal.swarm.p2p.hivemind_adapter import join_dht
 
-    async def _ask_seeds(self, daemon: HivemindDaemon, reached: Sequence[str]) -> list[str]:
+        return members, await join_dht(daemon, members, self._validator, self._light, self._calls)
+
+    async def _ask_seeds(self, daemon: Daemon, reached: Sequence[str]) -> list[str]:
         """Return addresses of members of the swarm, from the bootstrap nodes among ``reached``."""
         assert self._swarm is not None
         swarm = self._swarm
@@ -159,6 +166,8 @@ class Bootstrapper:
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not know. Raises NetworkError."""
+        from shoal.swarm.p2p.hivemind_adapter import knows, ping
+
         daemon, dht = self._supervisor.running(), self._supervisor.running_dht()
         reached, _ = await self._supervisor.unless_down(dial.connect_any(daemon, addresses, 10.0), 11.0)
         for peer in reached:
@@ -187,7 +196,7 @@ class Bootstrapper:
                 log.debug("the daemon was not asked for its peers: %r", error)
             await asyncio.to_thread(self._known.save)
 
-    async def _look_up(self, daemon: HivemindDaemon, peers: Sequence[str], look: int) -> None:
+    async def _look_up(self, daemon: Daemon, peers: Sequence[str], look: int) -> None:
         """Note the addresses that connected peers give, first of those not looked up for longest."""
         self._looked_up = {peer: self._looked_up.get(peer, -1) for peer in peers}
         for peer in sorted(peers, key=lambda peer: self._looked_up[peer])[:LOOKED_UP]:

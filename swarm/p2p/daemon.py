@@ -101,7 +101,9 @@ class Daemon:
         self.backoff = DialBackoff()
         self._owner = os.getpid()
         self._run_dir = run_dir
-        self._control, self._inbound = run_dir / "daemon.sock", run_dir / "client.sock"
+        self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
+        self.at_end: list[Callable[[], None]] = []
+        """Called before the process is ended."""
         self._child: asyncio.subprocess.Process | None = None  # the guard
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
@@ -138,7 +140,7 @@ class Daemon:
                 key = run_dir / "key"
                 identity.write_to(key)
             chosen = options(
-                control=f"/unix{self._control}",
+                control=f"/unix{self.control}",
                 key=key,
                 listen=listen,
                 announce=announce,
@@ -169,7 +171,7 @@ class Daemon:
     async def _start(self, command: list[str], lock: int) -> str:
         """Start the process and wait for it; return the peer id that it has."""
         await self._spawn(command, lock)
-        self._server = await asyncio.start_unix_server(self._accept, str(self._inbound))
+        self._server = await asyncio.start_unix_server(self._accept, str(self.inbound))
         return b58encode((await self._identify()).id[:MAX_ID])
 
     async def _spawn(self, command: list[str], lock: int) -> None:
@@ -188,6 +190,8 @@ class Daemon:
         """End the process and remove its folder; takes at most about `daemon_guard.GRACE` seconds."""
         if self._owner != os.getpid():  # a forked copy of this object owns nothing
             return
+        for end in self.at_end:
+            end()
         if self._server is not None:
             self._server.close()
         if self._follower is not None:
@@ -208,7 +212,7 @@ class Daemon:
     async def serve(self, protocol: str, handler: Incoming) -> None:
         """Answer streams of ``protocol`` with ``handler``; they are closed when it returns. Raises one of `DAEMON_GONE`."""
         self._handlers[protocol] = handler
-        ask = messages().StreamHandlerRequest(addr=unix_address(self._inbound), proto=[protocol], balanced=False)
+        ask = messages().StreamHandlerRequest(addr=unix_address(self.inbound), proto=[protocol], balanced=False)
         try:
             await asyncio.wait_for(self._ask("STREAM_HANDLER", streamHandler=ask), ANSWER_S)
         except asyncio.TimeoutError:
@@ -239,7 +243,7 @@ class Daemon:
         ``kind``, ``fields``: those of `p2pd_pb2.Request`. Raises one of `DAEMON_GONE`, after closing the connection.
         """
         types = messages()
-        reader, writer = await asyncio.open_unix_connection(str(self._control))
+        reader, writer = await asyncio.open_unix_connection(str(self.control))
         try:
             await write_message(writer, types.Request(type=types.Request.Type.Value(kind), **fields))
             answer = await read_message(reader, types.Response())

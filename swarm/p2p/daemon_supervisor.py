@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.bootstrapper import Bootstrapper
-from shoal.swarm.p2p.daemon import Incoming
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.dial import answering
-from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE, HivemindDaemon
 from shoal.swarm.p2p.listen import as_before, check_free, fixed_ports
 from shoal.swarm.p2p.multiaddr import is_loopback
 from shoal.swarm.p2p.peerstore import DialBackoff, Peerstore
@@ -53,7 +52,7 @@ class DaemonSupervisor:
         must_join: bool = True,
         calls: Callable[[str, int], str] = lambda peer, nbytes: "",
     ) -> None:
-        self.daemon: HivemindDaemon | None = None
+        self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
         self.addresses: tuple[str, ...] = ()
         self.restarts = 0
@@ -68,13 +67,13 @@ class DaemonSupervisor:
             must_join=must_join,
             validator=validator,
             light=light,
+            calls=calls,
         )
         self._identity = identity
         self._listen = self._wanted = tuple(listen)
         self._announce = tuple(announce)
         self._light = light
         self._relay = relay
-        self._calls = calls
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
         self._handlers: dict[str, Incoming] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,7 +92,7 @@ class DaemonSupervisor:
                 log.debug("the daemon did not take %s: %r", protocol, error)
                 await asyncio.sleep(BACKOFF[0])
 
-    def running(self) -> HivemindDaemon:
+    def running(self) -> Daemon:
         """Return the daemon. Raises NetworkError during a restart."""
         if self.daemon is None:
             raise NetworkError("the network daemon is not running; it is being restarted.")
@@ -140,12 +139,12 @@ class DaemonSupervisor:
             raise
         self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.bootstrapper.look_around())]
 
-    async def _launch(self, timeout: float) -> HivemindDaemon:
+    async def _launch(self, timeout: float) -> Daemon:
         beyond = not all(map(is_loopback, self._listen))
         relays = await answering(self.bootstrapper.bootstrap) if beyond and self._relay != "off" else []
         if self._relay == "only" and not relays:
             log.warning("no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it")
-        daemon = await HivemindDaemon.launch(
+        daemon = await Daemon.launch(
             self._identity,
             listen=self._listen,
             announce=self._announce,
@@ -153,12 +152,13 @@ class DaemonSupervisor:
             relay=self._relay,
             public=bool(self._announce) and self._relay == "auto",  # a node that announces addresses is reached there
             light=self._light,
+            idle="5m",  # until the DHT node's connection is there, for which hivemind is imported first
             timeout=timeout,
         )
-        daemon.calls.refuses, daemon.backoff = self._calls, self.backoff
+        daemon.backoff = self.backoff
         return daemon
 
-    async def _settle(self, daemon: HivemindDaemon, dht: DHTNode) -> None:
+    async def _settle(self, daemon: Daemon, dht: DHTNode) -> None:
         self.addresses = await daemon.addresses()
         self._listen = self.known.listened = fixed_ports(self._listen, self.addresses)
         self._down = asyncio.get_running_loop().create_future()
@@ -220,3 +220,10 @@ class DaemonSupervisor:
         if self.daemon is not None:
             await self.daemon.shutdown()
             self.daemon = None
+
+
+def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning."""
+    error = context.get("exception")
+    expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError)) or type(error).__module__.startswith("hivemind.")
+    log.log(logging.DEBUG if expected else logging.WARNING, "%s: %r", context.get("message"), error)

@@ -6,10 +6,11 @@ so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind gets no mo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from shoal.swarm.p2p import daemon
@@ -32,9 +33,6 @@ use_hivemind_log_handler("nowhere")
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
-
-DAEMON_GONE = (*daemon.DAEMON_GONE, P2PDaemonError)  # also raised by calls of the DHT
-
 
 MAX_SUBKEYS = 64  # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be read
 
@@ -61,11 +59,10 @@ def _rank(subkey: Any) -> bytes:
 class _Calls(P2P):  # type: ignore[misc]
     """hivemind's view of the daemon: unary calls between DHT nodes, over one connection that stays open."""
 
-    def __init__(self, peer_id: str) -> None:
+    def __init__(self, peer_id: str, refuses: Callable[[str, int], str]) -> None:
         super().__init__()
         self.peer_id = PeerID.from_base58(peer_id)
-        self.refuses: Callable[[str, int], str] = lambda peer, nbytes: ""
-        """Return why a call of a peer, of so many bytes, is refused; nothing if it is answered."""
+        self.refuses = refuses
         self._owner = os.getpid()
         self._daemon_listen_maddr = self._client_listen_maddr = None
 
@@ -91,53 +88,75 @@ class _Calls(P2P):  # type: ignore[misc]
         await super()._add_protobuf_unary_handler(handle_name, guarded, input_protobuf_type, balanced=balanced)
 
 
-class HivemindDaemon(daemon.Daemon):
-    """A daemon on which a DHT node of hivemind can run; ``calls`` is what that takes for its daemon."""
+class SwarmNode(DHTNode):  # type: ignore[misc]
+    """hivemind's DHT node; what the daemon refuses it is a `daemon.DaemonError`, as elsewhere."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.calls = _Calls(self.peer_id)
+    async def store(self, *arguments: Any, **options: Any) -> Any:
+        """Put a record into the DHT."""
+        with _as_daemon_errors():
+            return await super().store(*arguments, **options)
 
-    async def _spawn(self, command: list[str], lock: int) -> None:
-        await super()._spawn(command, lock)
-        await self.calls.open(str(self._control), str(self._inbound))
+    async def get(self, *arguments: Any, **options: Any) -> Any:
+        """Return what is under a key."""
+        with _as_daemon_errors():
+            return await super().get(*arguments, **options)
 
     async def shutdown(self) -> None:
-        """End the process and remove its folder."""
-        self.calls._terminate()
-        await super().shutdown()
+        """Leave the DHT."""
+        with _as_daemon_errors():
+            await super().shutdown()
 
-    async def join_dht(self, peers: Sequence[str], validator: Any, light: bool) -> DHTNode:
-        """Start a DHT node and let it meet ``peers`` (ids of connected peers). Takes some seconds if none answers.
 
-        `count_peers` tells whether any of them takes part in the DHT.
-        """
-        node = await DHTNode.create(
-            p2p=self.calls,
-            node_id=DHTID.generate(source=self.peer_id),  # the same after a restart
-            initial_peers=[f"/p2p/{peer}" for peer in peers],
-            record_validator=validator,
-            client_mode=light,
-            ensure_bootstrap_success=False,
-            backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
-            strict=False,
-            cache_locally=False,  # we always ask for the newest
-            cache_refresh_before_expiry=0,
-        )
-        node.protocol.storage = BoundedStorage()  # what was stored meanwhile is published again within seconds
-        for peer in peers[:1]:
-            try:
-                await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
-            except ValidationError as error:
-                if "time" in str(error):
-                    log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
-                else:
-                    log.warning(
-                        "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
-                        "may be unable to start an exchange with it",
-                        peer,
-                    )
-        return node
+@contextlib.contextmanager
+def _as_daemon_errors() -> Iterator[None]:
+    try:
+        yield
+    except P2PDaemonError as error:
+        raise daemon.DaemonError(str(error)) from error
+
+
+async def join_dht(
+    at: daemon.Daemon, peers: Sequence[str], validator: Any, light: bool, refuses: Callable[[str, int], str]
+) -> SwarmNode:
+    """Start a DHT node on a daemon and let it meet ``peers`` (ids of connected peers). Takes some seconds if none answers.
+
+    `count_peers` tells whether any of them takes part in the DHT. ``refuses`` returns why a peer's call is refused, of so many
+    bytes; nothing if it is answered. Raises one of `daemon.DAEMON_GONE`.
+    """
+    calls = _Calls(at.peer_id, refuses)
+    at.at_end.append(calls._terminate)
+    with _as_daemon_errors():
+        await calls.open(str(at.control), str(at.inbound))
+        return await _node(calls, at.peer_id, peers, validator, light)
+
+
+async def _node(calls: _Calls, me: str, peers: Sequence[str], validator: Any, light: bool) -> SwarmNode:
+    node: SwarmNode = await SwarmNode.create(
+        p2p=calls,
+        node_id=DHTID.generate(source=me),  # the same after a restart
+        initial_peers=[f"/p2p/{peer}" for peer in peers],
+        record_validator=validator,
+        client_mode=light,
+        ensure_bootstrap_success=False,
+        backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
+        strict=False,
+        cache_locally=False,  # we always ask for the newest
+        cache_refresh_before_expiry=0,
+    )
+    node.protocol.storage = BoundedStorage()  # what was stored meanwhile is published again within seconds
+    for peer in peers[:1]:
+        try:
+            await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
+        except ValidationError as error:
+            if "time" in str(error):
+                log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
+            else:
+                log.warning(
+                    "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
+                    "may be unable to start an exchange with it",
+                    peer,
+                )
+    return node
 
 
 def count_peers(node: DHTNode) -> int:
@@ -151,5 +170,6 @@ def knows(node: DHTNode, peer_id: str) -> bool:
 
 
 async def ping(node: DHTNode, peer_id: str) -> None:
-    """Let the DHT node meet a connected peer. Raises one of `DAEMON_GONE`."""
-    await node.protocol.call_ping(PeerID.from_base58(peer_id))
+    """Let the DHT node meet a connected peer. Raises one of `daemon.DAEMON_GONE`."""
+    with _as_daemon_errors():
+        await node.protocol.call_ping(PeerID.from_base58(peer_id))

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -26,10 +27,9 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial
-from shoal.swarm.p2p.daemon import DaemonError, PutOffError
+from shoal.swarm.p2p.daemon import DAEMON_GONE, DaemonError, PutOffError, messages
 from shoal.swarm.p2p.daemon_process import Relay
-from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
-from shoal.swarm.p2p.hivemind_adapter import DAEMON_GONE
+from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, report
 from shoal.swarm.p2p.listen import check_announced, check_free, obtain_ports
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
@@ -71,7 +71,7 @@ class Host:
         self._owner = os.getpid()
         self._closed = False
         self._loop = uvloop.new_event_loop()
-        self._loop.set_exception_handler(_report)
+        self._loop.set_exception_handler(report)
         self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
 
     @classmethod
@@ -91,6 +91,7 @@ class Host:
         must_join: bool = True,
         access_policy: AccessPolicy | None = None,
         upload: float = 0.0,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
 
@@ -101,6 +102,7 @@ class Host:
         ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
         ``must_join`` False: no peer need answer, for this may be the first node. ``access_policy``: the peers that this node
         meets; by default all. ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: no limit.
+        ``meanwhile``: called while the daemon starts and dials, for which no processor is needed, as to import what is slow to.
 
         A key file is locked until `close`: InUseError if another node has it.
 
@@ -133,7 +135,12 @@ class Host:
         host._thread.start()
         atexit.register(host.close)
         try:
-            host.call(supervisor.begin(timeout), timeout + 5.0)
+            messages()  # no other thread imports anything meanwhile
+            begun = host.submit(supervisor.begin(timeout))
+            meanwhile()
+            importlib.import_module("shoal.swarm.p2p.hivemind_adapter")  # with torch: seconds
+            host._loop.call_soon_threadsafe(supervisor.bootstrapper.hivemind_loaded.set)
+            host.call(asyncio.wait_for(asyncio.wrap_future(begun, loop=host._loop), None), timeout + 5.0)
         except BaseException as error:
             host.close()
             if isinstance(error, NetworkError):
@@ -391,10 +398,3 @@ class Host:
             for task in others:
                 task.cancel()
             await asyncio.wait(others, timeout=timeout * 0.4)
-
-
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning."""
-    error = context.get("exception")
-    expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError))
-    log.log(logging.DEBUG if expected else logging.WARNING, "%s: %r", context.get("message"), error)

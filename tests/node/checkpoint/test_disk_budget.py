@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shoal.node.checkpoint.disk_budget import GB, SPARE, room_maker, used
-from shoal.node.checkpoint.store import CheckpointError, load, path_of, save, steps
+from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
+from shoal.node.checkpoint.store import load, save
 from shoal.node.checkpoint.writer import CheckpointWriter
 
 STATE = {"weights": torch.zeros(100_000)}  # 0.4 MB

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from shoal.node.checkpoint import merge as module
 from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.merge import MergeError, merge, parse_weights
-from shoal.node.checkpoint.store import CheckpointError
 from shoal.node.cli.main import cli
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.store import STATE, TENSORS, CheckpointError, check_writable, load, save, steps
+from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
+from shoal.node.checkpoint.store import STATE, TENSORS, load, save
 from shoal.swarm.file_lock import InUseError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -169,7 +170,7 @@ def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_na
     tensors, state, folder, whole = (path.stat().st_ino for path in (final / TENSORS, final / STATE, final, tmp_path))
     expected = [("sync", tensors), ("sync", state), ("sync", folder), ("rename", folder), ("sync", whole)]
     assert done[:5] == expected
-    assert ("remove", checkpoint.path_of(tmp_path, 1).name) in done[5:]
+    assert ("remove", path_of(tmp_path, 1).name) in done[5:]
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync", "write_tensors", "replacing"])
@@ -194,7 +195,7 @@ def test_killed_while_saving_leaves_the_older_one(tmp_path, monkeypatch, call):
     step, state = load(tmp_path)
     assert step == 5
     assert torch.equal(state["x"], torch.ones(3))
-    with checkpoint.lock(tmp_path):
+    with lock(tmp_path):
         save(tmp_path, 7, {"x": torch.zeros(3)})
     assert load(tmp_path)[0] == 7
     assert not list(tmp_path.glob(".saving-*"))
@@ -209,17 +210,17 @@ def test_a_save_leaves_anothers_unfinished_one_alone(tmp_path):
 
 def test_a_folder_is_for_one_node_at_a_time_and_what_a_killed_one_left_goes(tmp_path):
     (tmp_path / ".saving-dead").mkdir()
-    with checkpoint.lock(tmp_path):
+    with lock(tmp_path):
         assert not list(tmp_path.glob(".saving-*"))
         with pytest.raises(
             InUseError, match=r"^The folder .* is in use by this process already: stop that node, or .* --folder\.$"
         ):
-            checkpoint.lock(tmp_path)
+            lock(tmp_path)
         (tmp_path / ".saving-alive").mkdir()
         with pytest.raises(InUseError):
-            checkpoint.lock(tmp_path)
+            lock(tmp_path)
         assert (tmp_path / ".saving-alive").exists()
-    checkpoint.lock(tmp_path).release()
+    lock(tmp_path).release()
 
 
 def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.store import POINTS, load, steps
+from shoal.node.checkpoint.folder import lock, steps
+from shoal.node.checkpoint.store import POINTS, load
 from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 
 LONG = 30.0
@@ -300,7 +301,7 @@ def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
         assert got == (int(step) if new else 5), order
         assert state["value"] == (6 if new else 5), order
         assert all(bool((weight == state["value"]).all()) for weight in state["weights"])
-        with checkpoint.lock(tmp_path / order):
+        with lock(tmp_path / order):
             checkpoint.save(tmp_path / order, 7, {})
         assert sorted(path.name for path in (tmp_path / order).iterdir())[-1] == "step-00000007"
         assert not list((tmp_path / order).glob(".saving-*"))

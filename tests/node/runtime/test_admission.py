@@ -8,7 +8,8 @@ import pytest
 
 from shoal.node.commands.invite import check
 from shoal.node.config.settings import load
-from shoal.node.runtime.join import create, join, new_manifest
+from shoal.node.runtime.join import new_manifest
+from shoal.node.runtime.network import create, join
 from shoal.swarm.access.invitation import issue
 from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.node.config.settings import load
 from shoal.node.metrics.log import Metrics
-from shoal.node.runtime import node_run
+from shoal.node.runtime import node_run, training_node
 from shoal.node.runtime.display import make_display
 from shoal.node.runtime.signals import ShutdownSignals
 from shoal.node.user_code import UserCodeError
@@ -31,7 +31,7 @@ class Part:
 def test_verification_and_metrics_are_closed_if_the_task_has_no_batches(tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text(TASK)
     verification, files = Part(), []
-    monkeypatch.setattr(node_run, "start_verification", lambda *args: verification)
+    monkeypatch.setattr(training_node, "start_verification", lambda *args: verification)
 
     class Watched(Metrics):
         def __init__(self, *args):

@@ -1,5 +1,6 @@
 """What is loaded up to the first step of a node, and that its optimizers compute what torch's do."""
 
+import importlib
 import inspect
 import json
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import _use_grad_for_differentiable
 
 from shoal.node.training.uncompiled import KEPT_OUT, without_compiler
 
@@ -16,7 +18,7 @@ STEPS = """
 import json, sys
 import torch
 from shoal.node.config.settings import load
-from shoal.node.runtime import node_run
+from shoal.node.runtime import training_node
 from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.optim import Alone
@@ -49,6 +51,28 @@ def test_a_node_loads_no_compiler_and_of_hivemind_only_the_dht() -> None:
     assert (report["whole"], report["version"]) == ("DHT", "1.1.12"), "who asks for more of hivemind gets all of it"
 
 
+BEGIN = """
+import json, sys
+from shoal.node.cli import main
+from shoal.node.config.links import read_link
+from shoal.node.config.settings import load
+from shoal.node.parallel import job
+from shoal.node.runtime import display, node_run
+
+display.make_display()
+load(None, {"task.options": {"layers": 1}, "node.name": "n"})
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_a_node_that_joins_can_start_its_network_before_torch_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", BEGIN], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    loaded = json.loads(done.stdout)
+    assert "shoal.swarm.p2p.host" in loaded
+    assert not top(loaded) & {"torch", "hivemind", "numpy", "safetensors"}
+
+
 OPTIMIZERS = [
     (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
     (torch.optim.Adam, {"lr": 0.1}),
@@ -71,14 +95,14 @@ def steps_of(kind: type[torch.optim.Optimizer], options: dict[str, float]) -> li
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_without_the_compiler_optimizers_take_the_same_steps(kind, options, monkeypatch) -> None:
-    expected = steps_of(kind, options)  # imports the compiler
-    monkeypatch.delitem(sys.modules, "torch._dynamo")
-    for one in (torch.optim.Adam, torch.optim.SGD):
-        monkeypatch.setattr(one, "step", one.step)
-    monkeypatch.setattr(kind, "step", kind.step)
+    for one in {torch.optim.Adam, torch.optim.SGD, kind}:  # as torch has it: a node may have run in this process before
+        monkeypatch.setattr(one, "step", _use_grad_for_differentiable(inspect.unwrap(one.step)))
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
         monkeypatch.setattr(plain, KEPT_OUT, None, raising=False)
+    expected = steps_of(kind, options)  # imports the compiler
+    importlib.import_module("torch._dynamo")
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
     before = kind.step
     without_compiler()
     assert (torch.optim.Adam if kind is torch.optim.AdamW else kind).step is not before

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.store import CheckpointError
+from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.config.settings import load
 from shoal.node.runtime import resume as beginning
 from shoal.node.runtime.join import new_manifest

@@ -7,7 +7,8 @@ import pytest
 
 from shoal.node.commands import status
 from shoal.node.config.settings import load
-from shoal.node.runtime.join import create, join, new_manifest
+from shoal.node.runtime.join import new_manifest
+from shoal.node.runtime.network import create, join
 from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import clock_check, membership

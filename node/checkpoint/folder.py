@@ -1,0 +1,64 @@
+"""The folder of a node: its lock, and the checkpoints in it by name. Reads none of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.file_lock import FileLock
+
+SAVING, LOCK = ".saving-", ".lock"
+# `.old-` marks a checkpoint that is being replaced by another of the same step.
+_NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint is missing, damaged, or cannot be written."""
+
+
+def listed(folder: Path) -> list[tuple[int, Path]]:
+    """Return all whole checkpoints as (step, path), newest first."""
+    if not folder.is_dir():
+        return []
+    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
+    found = [(int(m[2]), m[1] is None, p) for m, p in matches if m]
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in ``folder``, newest first."""
+    return [step for step, _ in listed(folder)]
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of ``step``."""
+    return folder / f"step-{step:08d}"
+
+
+def check_writable(folder: Path) -> None:
+    """Create ``folder`` if it is missing, and check that files can be written there. Raises CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or change its permissions."
+        ) from error
+
+
+def lock(folder: Path) -> FileLock:
+    """Make ``folder`` this node's alone until the lock is released, and remove what a node left there that was killed as it saved.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+        InUseError: another node uses it.
+    """
+    check_writable(folder)
+    held = FileLock(folder / LOCK, f"The folder {str(folder)!r}", "stop that node, or choose another --name or --folder")
+    for left in folder.glob(SAVING + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return held

@@ -1,0 +1,363 @@
+"""A node from its membership on: build its parts, take over the swarm's weights, train, and leave it in good order."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, astuple
+from typing import Any
+
+import torch
+
+from shoal.node.checkpoint.disk_budget import room_maker
+from shoal.node.checkpoint.folder import CheckpointError
+from shoal.node.checkpoint.writer import CheckpointWriter
+from shoal.node.config.settings import Settings, resolve_device
+from shoal.node.metrics.factory import about
+from shoal.node.metrics.log import Metrics, RoundRecord
+from shoal.node.metrics.sink import Sinks
+from shoal.node.runtime import resume, slow_weights
+from shoal.node.runtime.activity import Activity
+from shoal.node.runtime.baseline import train_alone
+from shoal.node.runtime.join import (
+    RL,
+    await_others,
+    choose_shard,
+    make_task,
+    new_manifest,
+    swarm_settings,
+    wait_for_peers,
+)
+from shoal.node.runtime.link_file import LinkFile
+from shoal.node.runtime.make_trainer import make_trainer
+from shoal.node.runtime.network import create
+from shoal.node.runtime.parts import NodeParts, share_rollouts
+from shoal.node.runtime.refusal_log import RefusalLog, rejections
+from shoal.node.runtime.result import Result, save, summary
+from shoal.node.runtime.resume import SavedRun
+from shoal.node.runtime.run_options import RunOptions
+from shoal.node.task import Shard
+from shoal.node.training import resources
+from shoal.node.training.throughput import Rates
+from shoal.node.training.trainer import Progress, Trainer
+from shoal.node.verify.start import start_verification
+from shoal.node.verify.terms import make_terms
+from shoal.optim import RoundInfo
+from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.membership import Membership
+from shoal.swarm.state.catch_up import catch_up
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.member import TrainingMember
+
+HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
+
+
+class TrainingNode:
+    """A node that has its folder, key and metrics: the rest of its life. ``saved``: the checkpoint that it begins from."""
+
+    def __init__(
+        self, options: RunOptions, identity: Identity, saved: SavedRun | None, sinks: Sinks, metrics: Metrics, activity: Activity
+    ) -> None:
+        self.settings, self.link, self.display, self.shutdown = options.settings, options.link, options.display, options.shutdown
+        self.on_link, self.baseline, self.keep_rounds, self.ranks = (
+            options.on_link, options.baseline, options.keep_rounds, options.ranks,
+        )  # fmt: skip
+        self.folder, node, copies = options.folder, self.settings.node, resources.room_for_copy(self.settings.node.ram)
+        keep, room, notify = node.keep_checkpoints, room_maker(self.folder, node.disk), self.display.message
+        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=notify, room=room, copies=copies)
+        self._identity, self._saved, self._sinks, self._metrics, self._activity = identity, saved, sinks, metrics, activity
+        self._membership: Membership | None = None
+        self._parts: NodeParts | None = None
+        self._rates = Rates()
+        self._loss: float | None = None
+        self._newcomer = False  # begins with the weights of a swarm that is under way
+
+    @property
+    def parts(self) -> NodeParts:
+        """The parts of the node, once they are built."""
+        assert self._parts is not None
+        return self._parts
+
+    # -- building ----------------------------------------------------------------------------------------------------------
+
+    def run(self, membership: Membership | None) -> Result:
+        """Create a swarm, if this node has joined none; train and leave. ShoalError for what the user can mend."""
+        device = resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
+        settings, trainer = self.settings, None
+        if membership is None:
+            settings, trainer, membership = self._create(self._identity, self._saved, device)
+        try:
+            self._membership = membership
+            self._link_file = LinkFile(self.folder, membership)
+            if trainer is None:
+                settings = swarm_settings(settings, membership.manifest)
+                trainer = self._make_trainer(settings, device)
+            with ExitStack() as closing:
+                self._parts = self._build(settings, device, membership, trainer, self._saved, self._sinks, self._metrics, closing)
+                closing.callback(self.display.close)
+                result = self._train()
+                if self.ranks is not None:
+                    self.ranks.end()
+                return result
+        finally:
+            membership.close()
+
+    def _create(self, identity: Identity, saved: SavedRun | None, device: torch.device) -> tuple[Settings, Trainer, Membership]:
+        settings = self.settings
+        if saved is not None and settings.node.resume:
+            resume.check_same_outer(settings.outer, saved)
+            settings, sealed = swarm_settings(settings, saved.manifest), saved.sealed
+            trainer = self._make_trainer(settings, device)
+        else:
+            if saved is not None:
+                settings = resume.with_its_task(settings, saved)
+            trainer = self._make_trainer(settings, device)
+            terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
+            sealed = new_manifest(settings, identity, model, terms, trainer.task.agreed_options())
+        return settings, trainer, create(settings, identity, sealed)
+
+    def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
+        with self._activity.doing("loading the model"):
+            return make_trainer(settings, device, self.ranks, self.display.message, self._on_round, self._speeds)
+
+    def _speeds(self) -> list[float]:
+        """Return the inner steps a second that each member announces."""
+        assert self._membership is not None
+        return [member.steps_per_s for member in self._membership.directory.members().values()]
+
+    def _build(
+        self,
+        settings: Settings,
+        device: torch.device,
+        membership: Membership,
+        trainer: Trainer,
+        saved: SavedRun | None,
+        sinks: Sinks,
+        metrics: Metrics,
+        closing: ExitStack,
+    ) -> NodeParts:
+        """Find this node's place among the members, take over weights, and make the parts; nothing is announced yet.
+
+        ``closing`` gets what ends each part that runs beside training, also if a later part cannot be made.
+        """
+        host, directory, outer, opt = membership.host, membership.directory, settings.outer, trainer.whole
+        sinks.begin(about(settings, membership, device))
+        model = model_digest(trainer.params)
+        shard, own = self._place(settings, membership, saved)
+        traffic = host.traffic
+        self._activity.progress = lambda: (opt.steps, traffic.sent + traffic.received)
+        with self._activity.doing("fetching the swarm's weights", bounded=True):
+            state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
+        screen = make_screen(outer)
+        exchange = make_exchange(
+            membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments, overlap=opt.lag > 0
+        )
+        name, task, log = settings.node.name, trainer.task, self.display.message
+        member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
+        member.serve()
+        if (sharing := share_rollouts(settings, task, membership, self._note, log)) is not None:
+            closing.callback(sharing.close)
+        if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
+            closing.callback(verification.close)
+        trainer.connect(exchange, membership.swarm, shard)
+        closing.callback(trainer.close)
+        self._begin_from(state, saved, membership, trainer, member)
+        params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
+        result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params)
+        refusals = RefusalLog(membership.refused, metrics.write, log)
+        member.reporter = status = StatusReporter(membership, name)
+        self._activity.on_change = status.doing
+        closing.callback(status.close)
+        return NodeParts(
+            settings, device, membership, trainer, shard, member, sharing, verification, result, metrics, refusals, status
+        )
+
+    def _place(self, settings: Settings, membership: Membership, saved: SavedRun | None) -> tuple[Shard, SavedRun | None]:
+        """Return the shard to train on, and ``saved`` if it is of this swarm."""
+        directory = membership.directory
+        if self.link is not None:
+            directory.refresh(10.0)
+        own = resume.own_run(saved, membership.swarm, settings.node)
+        if self.link is not None and own is not None:
+            await_others(membership, self.display.message, lambda: self.shutdown.requested)
+        if own is not None and settings.node.shard is None:
+            return own.shard, own
+        return choose_shard(settings, membership.manifest, directory.members(), membership.host.peer_id), own
+
+    def _swarm_state(
+        self, settings: Settings, membership: Membership, trainer: Trainer, model: str, *, came_from_elsewhere: bool
+    ) -> State | None:
+        """Fetch the swarm's weights; None if all begin from those of its random seed, or if this node shares no weights."""
+        # A node that shares rollouts and no weights may have another model, and starts from its own weights.
+        if self.link is None or (settings.task.hooks == RL and settings.outer.method == "none"):
+            return None
+        state = catch_up(membership, model, trainer.whole)
+        if state is None and came_from_elsewhere:
+            raise CheckpointError(
+                "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
+                "begins from the checkpoint (shoal up --resume-from), or join this one later."
+            )
+        return state
+
+    def _begin_from(
+        self, state: State | None, saved: SavedRun | None, membership: Membership, trainer: Trainer, member: TrainingMember
+    ) -> None:
+        if saved is not None:
+            for line in resume.restore(trainer, saved, membership.swarm):
+                self.display.message(line)
+            if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
+                state = None
+        self._newcomer = saved is None and state is not None
+        member.begin(state)
+        if state is not None:
+            self.display.message(f"took over the swarm's weights at round {state.round}")
+
+    def _state(self) -> dict[str, Any]:
+        """Return the content of a checkpoint."""
+        membership = self.parts.membership
+        return {"swarm": membership.swarm, "manifest": membership.sealed.hex(), "trainer": self.parts.trainer.state()}
+
+    # -- running -----------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> Result:
+        p = self.parts
+        result, trainer, host = p.result, p.trainer, p.membership.host
+        self.shutdown.orderly(lambda: p.member.exchange.hurry(HURRY_S))
+        p.member.announce("waiting")
+        self.on_link(p.membership.link())
+        self._link_file.refresh()
+        with self._activity.doing("waiting for peers"):
+            wait_for_peers(p.membership, trainer.opt, self._link_file, self.display.message, lambda: self.shutdown.requested)
+        if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
+            result.loss_first = self._loss = self._evaluate()
+        p.member.start_counting()
+        p.member.announce("training", result.loss_first)
+        p.metrics.write("start", **asdict(result))
+        self.display.start(p.settings.train.steps)
+        self.saver.due = self.ranks is not None  # what started them starts them again if one dies, from here
+        try:
+            with self._activity.doing("training"):
+                result.wall_s = trainer.run(
+                    stop=lambda: self.shutdown.requested, on_progress=self._on_progress, after_step=self._after_step
+                )
+            if self.shutdown.requested:
+                self.display.message("stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved")
+        finally:
+            p.member.leave(self._loss, *astuple(self._rates))
+        result.interrupted = self.shutdown.requested
+        result.steps, result.restarts = trainer.opt.steps, host.restarts
+        result.wait_s = p.member.exchange.waited
+        result.note_lag(**p.member.lag_report.details())
+        result.note_rates(trainer.throughput)
+        result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
+        result.refused = p.refusals.now()
+        with self._activity.doing("saving", bounded=True):
+            result.not_saved = self.saver.last(result.steps)
+        if result.not_saved is not None:
+            self.display.message(result.not_saved)
+        if not result.interrupted:
+            result.loss_last = self._evaluate()
+            result.task = {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
+            if self.baseline:
+                self.display.message("training the same once more without any exchange, to compare")
+                with self._activity.doing("training alone, to compare"):
+                    result.loss_local = train_alone(p, lambda: self.shutdown.requested)
+                result.interrupted = self.shutdown.requested
+        if p.sharing is not None:
+            result.rl = p.sharing.report(result.loss_first, result.loss_last)
+        if p.verification is not None:
+            result.verify = p.verification.report()
+        p.metrics.write("end", **asdict(result))
+        save(result, self.folder, self.display.message)
+        for line in summary(result, self.folder, self._loss):
+            self.display.message(line)
+        return result
+
+    def _evaluate(self) -> float | None:
+        # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
+        still = self.parts.member.at_rest() if self.ranks is None else nullcontext()
+        with self._activity.doing("evaluating"), still:
+            return self.parts.trainer.evaluate()
+
+    def _on_progress(self, progress: Progress) -> None:
+        p = self.parts
+        host, self_report = p.membership.host, p.member.self_report
+        self._rates, self._loss = progress.rates, progress.loss
+        self.display.update(progress.step, progress.loss, *astuple(progress.rates))
+        for sentence in self_report.events():
+            self.display.message(sentence)
+            suspected = self_report.absence.suspected
+            p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
+        for sentence in p.member.lag_report.events():
+            self.display.message(sentence)
+        p.member.announce("training", self._loss, *astuple(self._rates))
+        self._link_file.refresh()
+        p.metrics.live(
+            "progress", step=progress.step, loss=progress.loss, tokens=progress.tokens, **asdict(progress.rates),
+            members=len(p.membership.directory.members()), bytes_sent=host.traffic.sent,
+            bytes_received=host.traffic.received, restarts=host.restarts, lag=p.trainer.opt.lag,
+        )  # fmt: skip
+
+    def _after_step(self) -> None:
+        p = self.parts
+        opt, every = p.trainer.whole, p.settings.train.eval_every
+        self._activity.stepped()
+        if p.member.after_step():
+            self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
+        if p.verification is not None:
+            p.verification.tell(self.display.message, self._note)
+        self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
+        if every and opt.steps % every == 0:
+            p.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
+        if p.verification is not None:  # after all else that is done between steps
+            p.verification.after_step()
+
+    def _on_round(self, info: RoundInfo) -> None:
+        p = self.parts
+        result, report, members = p.result, p.member.on_round(info), p.membership.directory.members()
+        partner = next((peer for peer in info.members if peer != p.membership.host.peer_id), None)
+        member, rejected = members.get(partner) if partner else None, len(report.rejected)
+        result.rounds += 1
+        result.exchanges += partner is not None
+        for line in rejections(report.rejected, members):
+            self.display.message(line)
+        result.suspicious += rejected
+        result.pairs_none += partner is None and not rejected and p.settings.outer.method != "none"
+        record = RoundRecord(
+            round=info.key.round,
+            step=info.step,
+            members=max(len(info.members), 1),
+            partner=member.name if member is not None else partner,
+            bytes_sent=report.sent,
+            bytes_received=report.received,
+            lag=info.lag,
+            late=info.late,
+            wait_s=report.wait_s,
+            loss=p.trainer.round_loss(),
+            weights=slow_weights.digest_of(p.trainer.whole, info.key.fragment),
+            suspicious=rejected,
+            tokens=p.trainer.whole.tokens,
+            tokens_per_s=self._rates.tokens_per_s,
+            mfu=self._rates.mfu,
+        )
+        p.metrics.round(record)
+        p.member.report_round(info, report, record.loss)
+        if p.verification is not None:
+            p.status.verified(counted := p.verification.counted())
+            p.metrics.live("checks", **counted)
+        if p.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
+            self.display.round(record)
+        if self.keep_rounds:
+            slow_weights.keep(p.trainer.whole, self.folder, result.rounds)
+        every = p.settings.node.checkpoint_every_rounds
+        self.saver.due |= every > 0 and result.rounds % every == 0
+        p.refusals.look()
+        if line := p.membership.news():
+            self.display.message(line)
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Write an event into the metrics, and send it to those who watch."""
+        self.parts.metrics.write(event, **fields)
+        self.parts.status.event(event, **fields)
