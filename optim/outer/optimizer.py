@@ -135,6 +135,8 @@ class OuterOptimizer(OuterRounds):
         self._in_flight = InFlight(len(self._parts))
         self._averaged = False
         """True within ``averaged``."""
+        self._resumed = False
+        """True from the loading of state to the first exchange after it."""
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
         if isinstance(self.exchange, KnowsOptimizer):

@@ -29,6 +29,7 @@ class OuterRounds(OuterState):
     weight: float | Weight
     on_round: Callable[[RoundInfo], None] | None
     _listening: set[int]
+    _resumed: bool
 
     def quiet(self, most: int) -> int:
         """Return the positions up to the next at which anything is sent, applied or asked for, from 1 to ``most``.
@@ -136,13 +137,22 @@ class OuterRounds(OuterState):
         self.round += 1
 
     def _begin_anew(self) -> None:
-        """Begin the exchanges that were in flight when the state was saved."""
-        for pending in sorted((p for p in self._in_flight if p.handle is None), key=lambda pending: pending.context.key.round):
-            key = pending.context.key
-            pending.context = self._context(
-                RoundKey(self.run, key.round, key.fragment), weight=pending.context.weight, total=pending.context.total
-            )
-            self._start(pending)
+        """Begin the exchanges that were in flight when the state was saved.
+
+        With lags of their own not all peers have the same ones in flight. A job starts again with all of them, from the same step,
+        so what one has applied already is announced as its absence: the others would wait for it.
+        """
+        begun = {pending.context.key.round: pending for pending in self._in_flight if pending.handle is None}
+        over = {round: part for part, round in enumerate(self.applied) if round >= 0 and not self._in_flight.of(part)}
+        for round in sorted({*begun, *over} if self._resumed and self._auto is not None else begun):
+            if round in begun:
+                context = begun[round].context
+                key = RoundKey(self.run, round, context.key.fragment)
+                begun[round].context = self._context(key, weight=context.weight, total=context.total)
+                self._start(begun[round])
+            elif isinstance(self.exchange, AnnouncesAbsence):
+                self.exchange.absent(RoundKey(self.run, round, over[round]))
+        self._resumed = False
 
     def _start(self, pending: PendingExchange) -> None:
         """Begin the exchange of what was sent."""

@@ -44,6 +44,7 @@ class OuterState(FlightsState):
     _count: int
     _sent_at: list[tuple[int, int]]
     _averaged: bool
+    _resumed: bool
 
     def _check_not_averaged(self, what: str) -> None:
         if self._averaged:
@@ -167,6 +168,7 @@ class OuterState(FlightsState):
                 in_place(self._start_of(pending.part), record["tensors"]["start"])
             self._load_memory(self._codecs[pending.fragment], record)
             self._in_flight.add(pending)
+        self._resumed = True
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)

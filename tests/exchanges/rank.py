@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first optimizer of a process does, for seconds: here once for all ranks
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))

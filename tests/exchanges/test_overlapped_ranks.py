@@ -1,0 +1,60 @@
+"""``Distributed`` with lags that each peer finds by itself: the order of rounds, their outcome, and a job that starts again."""
+
+from pathlib import Path
+
+import overlap_jobs as jobs
+import pytest
+import torch
+
+from shoal.optim import Simulation
+
+JOBS = Path(jobs.__file__)
+PAIRS, GROUPS = ["NoLoCo"], ["StreamingDiLoCo"]
+
+
+def expected(method, size, count=4):
+    names = [str(rank) for rank in range(count)]
+    return Simulation(names, seed=5, size=size).run(lambda exchange: jobs.driven(int(exchange.peer), exchange, method))
+
+
+def test_pairs_that_find_their_lags_end_with_the_bits_of_the_simulation(ranks):
+    found = ranks(4).call(JOBS, "overlapping", methods=PAIRS, size=2)
+    for method in PAIRS:
+        wanted = expected(method, 2)
+        for rank, one in enumerate(found):
+            assert one[method] == wanted[str(rank)]
+            assert all(len(members) == 2 for *_, members in one[method]["rounds"])
+        assert len({(rank, lag) for rank, one in enumerate(found) for _, _, lag, _, _ in one[method]["rounds"]}) > 8
+
+
+def test_groups_that_find_their_lags_equal_the_simulation(ranks):
+    found = ranks(3).call(JOBS, "overlapping", methods=GROUPS, size=0)
+    for method in GROUPS:
+        wanted = expected(method, 3, 3)
+        for rank, one in enumerate(found):
+            assert one[method]["rounds"] == wanted[str(rank)]["rounds"]
+            for what in ("slow", "fast"):
+                for ours, theirs in zip(one[method][what], wanted[str(rank)][what], strict=True):
+                    assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("method", "size"), [("NoLoCo", 2), ("StreamingDiLoCo", 0)])
+def test_a_rank_that_is_ahead_goes_on_until_it_sends_a_fragment_again(ranks, method, size):
+    first, *others = ranks(2).call(JOBS, "ahead", method=method, size=size)
+    assert first["sent"] == 4
+    for one in (first, *others):
+        assert all(members == ["0", "1"] for *_, members in one["rounds"])
+        assert sorted(round for round, *_ in one["rounds"]) == list(range(len(one["rounds"])))
+
+
+@pytest.mark.parametrize(("method", "size"), [("NoLoCo", 2), ("StreamingDiLoCo", 0)])
+def test_a_job_starts_again_though_its_ranks_have_not_the_same_exchanges_in_flight(ranks, method, size):
+    found = ranks(2).call(JOBS, "resumed", method=method, size=size, at=18)
+    first, second = (set(one["under way"]) for one in found)
+    assert first ^ second
+    for one in found:
+        rounds = {round: members for round, _, _, _, members in one["rounds"]}
+        assert {round for round, members in rounds.items() if not members} == {*one["under way"]} - (first & second)
+        assert all(members in ([], ["0", "1"]) for members in rounds.values())
+    if method == "StreamingDiLoCo":
+        assert found[0]["slow"] == found[1]["slow"]  # what one took and the other did not is equalised
