@@ -132,9 +132,10 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     params, peak, anonymous = plain
     layers, width = shape_for(options.params)
     began = time.monotonic()
+    lag = f"lag = {options.lag if options.lag.isdigit() else json.dumps(options.lag)}\n" if options.lag and overlaps(method) else ""
     table = home / "swarm.toml"
     table.write_text(
-        f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = {options.every}\n'
+        f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = {options.every}\n{lag}'
         f"[train]\nsteps = 0\n[task]\nhooks = '{TASK}'\n"
         f"[task.options]\nlayers = {layers}\nwidth = {width}\n[node]\ncheckpoint_every_rounds = 2\nkeep_checkpoints = 1\n"
     )
@@ -166,12 +167,20 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     each = {one.name: round((one.peak - peak) / params, 2) for one in nodes}
     held = {one.name: round((one.anonymous - anonymous) / params, 2) for one in nodes}
     return {
-        "method": method, "offload": offload, "roomy": options.roomy, "params": params,
+        "method": method, "lag": options.lag if overlaps(method) else "", "offload": offload, "roomy": options.roomy,
+        "params": params,
         "bytes_per_parameter": max(each.values()), "nodes": each,
         "anonymous_bytes_per_parameter": max(held.values()), "alone_mb": round(peak / 1e6, 1),
         "rounds_with_others": met,
         "wall_s": round(time.monotonic() - began, 1),
     }  # fmt: skip
+
+
+def overlaps(method: str) -> bool:
+    """Return True if the method has a lag that can be set."""
+    from shoal.optim import METHODS
+
+    return "lag" in METHODS[method].knobs
 
 
 def _extra(options: argparse.Namespace, peak: int, params: int, *, offload: bool) -> list[str]:
@@ -194,6 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--params", default="10e6,135e6", help="numbers of parameters, with commas between them")
     parser.add_argument("--methods", default="", help="names of methods, with commas between them [default: all]")
     parser.add_argument("--every", type=int, default=8, help="inner steps of a round")
+    parser.add_argument("--lag", default="", help='of methods that overlap: 0 to every - 1, or "auto" [default: the method\'s]')
     parser.add_argument("--rounds", type=int, default=4, help="rounds with others before the newcomer comes, and with it")
     parser.add_argument("--newcomer", action=argparse.BooleanOptionalAction, default=True, help="a third node joins later")
     parser.add_argument("--offload", type=Path, help="measure each method once more, with its state in files in this folder")

@@ -14,7 +14,7 @@ from shoal.node.plan.advice import advise, amount
 from shoal.node.plan.table import MEMORY_SOURCE, rows
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.cost import GOOD, Line
+from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 
 MBIT = 1e6 / 8  # bytes a second
 TRIES = 3  # round trips that are measured with a peer
@@ -128,7 +128,7 @@ def table(report: dict[str, Any]) -> str:
     """Format a report for people: what computes nearly always first."""
     link = report["link"]
     grid = Table(
-        "method", "codec", "every", "lag", "computes", "sends a day", "memory",
+        "method", "codec", "every", "lag", "computes", "of the link", "sends a day", "memory",
         title=f"{report['params']:,} parameters, {report['peers']} peers, {report['step_s']:g} s a step, {link['mbit']:g} Mbit/s, "
         f"{link['round_trip_s']:g} s round trip{' (measured)' if link['measured'] else ''}",
         title_justify="left",
@@ -136,11 +136,11 @@ def table(report: dict[str, Any]) -> str:
     for number, row in enumerate(report["rows"]):
         good = row["utilisation"] >= GOOD
         after = report["rows"][number + 1 :]
-        per = row["memory_bytes_a_parameter"]
+        memory = row["memory_bytes"]
         lag = f"auto ({row['expected_lag']})" if row["lag"] == "auto" else str(row["lag"])
         grid.add_row(
-            row["method"], row["codec"], str(row["every"]), lag, f"{100 * row['utilisation']:.1f} %", amount(row["bytes_a_day"]),
-            "-" if per is None else amount(per * report["params"]),
+            row["method"], row["codec"], str(row["every"]), lag, f"{100 * row['utilisation']:.1f} %",
+            f"{100 * row['link_filled']:.0f} %", amount(row["bytes_a_day"]), "-" if memory is None else amount(memory),
             end_section=good and bool(after) and after[0]["utilisation"] < GOOD,
         )  # fmt: skip
     console = Console(width=132)
@@ -149,6 +149,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             capture.get().rstrip(),
+            f"of the link: what exchanges take; the advice leaves {100 - 100 * BUSY:.0f} % to small messages, newcomers, you",
             "memory: beyond model, gradients and inner optimizer; -: not measured",
             f"        measured by {report['memory_source']}",
             "",

@@ -18,19 +18,28 @@ LONGEST = 10_000
 
 
 def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
-    """Return the row to choose, with a longer round if nothing else is enough, and a sentence about it."""
+    """Return the row to choose, with a longer round if nothing else is enough, and a sentence about it.
+
+    What is advised computes nearly all the time and leaves a fifth of the link (``BUSY``) to all else.
+    """
     named = {(row.outer.method, row.outer.codec): row for row in found if not row.blocks}
     liked = [named[choice] for choice in PREFERRED if choice in named]
     for row in liked:
-        if row.forecast.utilisation >= GOOD:
+        if row.forecast.good:
             return row, f"On this link choose {_named(row)}: {_cost(row)}{_instead(row, found)}."
     # Frequent rounds are worth more than precise ones.
     for row in sorted(liked, key=lambda row: (row.outer.method != "noloco", row.work.nbytes)):
         every = least_every(row.work, line, most=LONGEST)
         if every is not None:
             longer = _with(row, every, line)
-            before = f"{100 * row.forecast.utilisation:.0f} % of the time with every {row.work.every}"
-            return longer, f"On this link choose {_named(longer)}: {_cost(longer)}, in place of computing {before}."
+            now = row.forecast
+            before = f"computing {100 * now.utilisation:.0f} % of the time"
+            if now.utilisation >= GOOD:
+                before = f"filling {100 * now.filled:.0f} %, which leaves no room"
+            return (
+                longer,
+                f"On this link choose {_named(longer)}: {_cost(longer)}, in place of {before} with every {row.work.every}.",
+            )
     best = max(found, key=lambda row: row.forecast.utilisation)
     return best, (
         f"This link carries none of the settings: the best is {_named(best)}, with which {_cost(best)}; choose a smaller model, or "
@@ -51,7 +60,11 @@ def _named(row: Row) -> str:
 
 
 def _cost(row: Row) -> str:
-    return f"a node computes {100 * row.forecast.utilisation:.0f} % of the time and sends {amount(row.forecast.sent_a_day)} a day"
+    found = row.forecast
+    return (
+        f"a node computes {100 * found.utilisation:.0f} % of the time, sends {amount(found.sent_a_day)} a day and fills "
+        f"{100 * found.filled:.0f} % of the link"
+    )
 
 
 def _instead(chosen: Row, found: Sequence[Row]) -> str:

@@ -15,9 +15,11 @@ DELAYED = ("eager", "co2")
 """Methods that apply a mean a whole round after it was sent."""
 FIXED_BYTES = 40e6
 """What a node takes beyond training alone whatever its model."""
-MEMORY = {"noloco": 12.6, "diloco": 12.7}
-MEMORY_SOURCE = "bench/memory.py, two nodes, 135 M parameters in float32 (docs/benchmarks.md, Memory)"
-"""Main memory of a node beyond model, gradients and inner optimizer, in bytes a parameter, where it was measured."""
+WAITING = {"noloco": 12.3, "diloco": 12.4}
+OVERLAPPED = {"co2": 33.7}
+"""Main memory of a node beyond model, gradients, inner optimizer and ``FIXED_BYTES``, in bytes a parameter, where it was measured:
+with lag 0, and where a mean is applied later."""
+MEMORY_SOURCE = "bench/memory.py, two nodes in float32 (docs/benchmarks.md, Memory)"
 COPIED = ("method", "every", "fragments", "lag", "codec")
 
 
@@ -33,8 +35,9 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Bytes a parameter beyond training alone, if that was measured with this method and without overlap."""
-        return MEMORY.get(self.outer.method) if self.work.lag == 0 else None
+        """Bytes beyond training alone, if they were measured with this method."""
+        each = (OVERLAPPED if self.work.lag else WAITING).get(self.outer.method)
+        return None if each is None else FIXED_BYTES + each * self.params
 
     @property
     def blocks(self) -> bool:
@@ -47,7 +50,7 @@ class Row:
         return "\n".join(["[outer]", *lines]) + "\n"
 
     def json(self) -> dict[str, Any]:
-        """Return the row as plain values: seconds, bytes, and bytes a parameter."""
+        """Return the row as plain values: seconds and bytes."""
         found = self.forecast
         return {
             "method": self.outer.method,
@@ -60,7 +63,8 @@ class Row:
             "exchange_s": round(found.exchange_s, 3),
             "bytes_a_round": found.sent,
             "bytes_a_day": round(found.sent_a_day),
-            "memory_bytes_a_parameter": self.memory,
+            "link_filled": round(found.filled, 4),
+            "memory_bytes": self.memory,
             "settings": self.toml(),
         }
 

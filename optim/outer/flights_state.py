@@ -50,11 +50,11 @@ class FlightsState(Wrapper):
         """True if this optimizer chooses its ``lag`` itself."""
         return self._auto is not None
 
-    def _records(self) -> list[Record]:
+    def _records(self, copy: bool) -> list[Record]:
         """Return the exchanges in flight to be saved; those that a codec could not send again as they were are taken back."""
         if isinstance(self._codecs[0], Rejectable) and not isinstance(self._codecs[0], Resendable):
             return []
-        return [pending.record(self._codecs[pending.fragment], self._start_of(pending.part)) for pending in self._in_flight]
+        return [p.record(self._codecs[p.fragment], self._start_of(p.part), copy=copy) for p in self._in_flight]
 
     def _loaded_in_flight(self, state: Mapping[str, Any], steps: int, position: int) -> list[tuple[PendingExchange, Record]]:
         """Return the saved exchanges in flight that this schedule would apply. ValueError if one does not fit."""

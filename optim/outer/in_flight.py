@@ -95,8 +95,11 @@ class PendingExchange:
         unsent = self.weights.whole(self.part, self.sent.contribution)
         return codec.state_dict(unsent) if isinstance(codec, Rejectable) and self.weights.first else codec.state_dict()
 
-    def record(self, codec: Codec, start: Sequence[Tensor]) -> Record:
-        """Return what is needed to begin the exchange anew: with it nothing need be taken back. ``start``: the rule's START."""
+    def record(self, codec: Codec, start: Sequence[Tensor], *, copy: bool) -> Record:
+        """Return what is needed to begin the exchange anew: with it nothing need be taken back. ``start``: the rule's START.
+
+        ``copy=False``: with the tensors themselves, for a caller that writes them at once.
+        """
         awaited = self._awaited(codec) and self.weights.first
         memory = codec.state_dict() if awaited else {}
         payload = codec.payload if awaited and isinstance(codec, Resendable) else None
@@ -120,7 +123,7 @@ class PendingExchange:
             "arrived": self.arrived,
             "codec": memory or None,
         }
-        return {"facts": facts, "tensors": {name: [tensor.clone() for tensor in some] for name, some in tensors.items()}}
+        return {"facts": facts, "tensors": {name: [t.clone() if copy else t for t in some] for name, some in tensors.items()}}
 
     def _awaited(self, codec: Codec) -> bool:
         """Return True if the codec awaits the outcome; an exchange without a partner in view need not have encoded."""

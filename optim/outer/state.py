@@ -80,8 +80,8 @@ class OuterState(FlightsState):
         state is loaded without their entries (torch.distributed.checkpoint, which reads what a new optimizer has too). The outer
         tensors of sharded parameters are DTensors, so
         torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them, also into another layout.
-        ``copy=False``: slow weights and the rule's state are the optimizer's own tensors, for callers that copy or write them at
-        once.
+        ``copy=False``: slow weights, the rule's state and what is in flight are the optimizer's own tensors, for callers that copy
+        or write them at once.
         """
         if self._weights.dealt:
             raise RuntimeError("no rank of this peer has the whole state: shoal.optim.ranks.whole.whole_state gathers it on rank 0")
@@ -100,7 +100,7 @@ class OuterState(FlightsState):
         own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
         rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
         # All else is as if what is in flight were taken back, for loaders that cannot begin it anew.
-        begun = self._records()
+        begun = self._records(copy)
         for pending in self._in_flight if START in rule else ():
             for index, motion in zip(pending.part, pending.sent.contribution, strict=True):
                 rule[START][index].add_(motion)

@@ -78,8 +78,18 @@ class Forecast:
     """Inner steps from sending a fragment to applying its mean."""
     sent: int
     """Bytes that a node sends in a round, headers included."""
-    carried: bool
-    """Whether the link moves a round's bytes within the computing time of a round."""
+    filled: float
+    """Share of the link that exchanges take if a node computes all the time; beyond 1 the link does not carry them."""
+
+    @property
+    def carried(self) -> bool:
+        """Whether the link moves a round's bytes within the computing time of a round."""
+        return self.filled <= 1
+
+    @property
+    def good(self) -> bool:
+        """Whether a node computes nearly all the time, and the link has room for more than exchanges."""
+        return self.utilisation >= GOOD and self.filled <= BUSY
 
     @property
     def sent_a_day(self) -> float:
@@ -128,7 +138,7 @@ def forecast(work: Work, line: Line) -> Forecast:
     waiting = max(waiting, moved / line.rate - computing)
     busy = computing * (1 + LOOP) + (AT_HAND * FLOAT32 * work.params if moved else 0.0)
     round_s = busy + waiting
-    return Forecast(computing / round_s, round_s, takes, lag, moved, moved / line.rate <= computing)
+    return Forecast(computing / round_s, round_s, takes, lag, moved, moved / line.rate / computing)
 
 
 def every_that_fits(every: int, needed: float, rate: float, busy: float = BUSY) -> int:
@@ -139,11 +149,15 @@ def every_that_fits(every: int, needed: float, rate: float, busy: float = BUSY) 
 
 
 def least_every(work: Work, line: Line, wanted: float = GOOD, most: int = 1_000_000) -> int | None:
-    """Return the fewest inner steps in a round with which the utilisation is ``wanted``; None if ``most`` are too few."""
+    """Return the fewest inner steps in a round with which the utilisation is ``wanted``, and at most ``BUSY`` of the link filled.
+
+    None if ``most`` are too few.
+    """
 
     def enough(every: int) -> bool:
         lag = every if work.lag == work.every else work.lag  # a whole round stays one
-        return forecast(replace(work, every=every, lag=lag), line).utilisation >= wanted
+        found = forecast(replace(work, every=every, lag=lag), line)
+        return found.utilisation >= wanted and found.filled <= BUSY
 
     low = max(work.fragments, 1 if work.lag == "auto" else work.lag + 1 if work.lag < work.every else 1)
     if not enough(most):

@@ -224,6 +224,10 @@ def test_a_state_that_is_not_copied_is_the_optimizers_own():
     state, copied = run.opt.whole_state(copy=False), run.opt.whole_state()
     assert all(a is b for a, b in zip(state["slow"], run.opt.slow, strict=True))
     assert str(state) == str(copied)
+    (pending,) = run.opt._in_flight
+    for of, same_ones in ((state, True), (copied, False)):
+        sent = of["in_flight"][0]["tensors"]["sent"]
+        assert all((a is b) == same_ones for a, b in zip(sent, pending.sent.contribution, strict=True))
     start = [tensor.clone() for tensor in run.opt.rule_state["start"]]
     run.opt.whole_state(copy=False)  # what is in flight is added to a copy, not to the optimizer's own
     assert same(start, run.opt.rule_state["start"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench._overlap_report import line, records, work
+from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import Line, Work, exchange_s, expected_lag, forecast, least_every, members, sent
 
@@ -104,12 +105,31 @@ def test_no_lag_makes_up_for_a_link_that_carries_too_little():
     assert found.sent_a_day == pytest.approx(found.sent * 86_400 / found.round_s)
 
 
-@pytest.mark.parametrize(("task", "over"), [(PAIR, Line(12.5e6, 0.1)), (replace(PAIR, fragments=4, lag="auto"), Line(1e6, 0.4))])
-def test_the_least_every_is_enough_and_one_less_is_not(task, over):
+AUTO, DELAYED = replace(PAIR, fragments=4, lag="auto"), replace(PAIR, lag=100)
+
+
+@pytest.mark.parametrize(("task", "over"), [(PAIR, Line(12.5e6, 0.1)), (AUTO, Line(1e6, 0.4)), (DELAYED, Line(5e6, 0.0))])
+def test_the_least_every_is_enough_and_leaves_room_and_one_less_does_not(task, over):
+    def enough(every):
+        found = forecast(replace(task, every=every, lag=every if task.lag == 100 else task.lag), over)
+        assert found.filled == pytest.approx(cost.WIRE * 4 * PARAMS / over.rate / (every * task.step_s), rel=1e-6)
+        assert found.good == (found.utilisation >= 0.97 and found.filled <= 0.8)
+        return found.good
+
     least = least_every(task, over)
-    assert forecast(replace(task, every=least), over).utilisation >= 0.97
-    assert forecast(replace(task, every=least - 1), over).utilisation < 0.97
+    assert enough(least)
+    assert not enough(least - 1)
     assert least_every(task, over, most=least - 1) is None
+
+
+@pytest.mark.parametrize("arrival", [1, 7, 8, 15, 16, 40, 88, 89, 90, 100])
+def test_the_lag_that_is_expected_is_the_one_that_is_found(arrival, monkeypatch):
+    """The formula is written twice: this module loads no torch, and the one that watches loads no module of the network."""
+    found = AutoLag(100)
+    for _ in range(24):
+        found.observe(arrival)
+    monkeypatch.setattr(cost, "exchange_s", lambda work, line: (arrival - 0.5) * work.step_s)
+    assert expected_lag(replace(PAIR, lag="auto"), FAST) == found.lag
 
 
 def test_the_formulas_need_no_torch():
