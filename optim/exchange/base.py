@@ -63,6 +63,15 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
+class Closable(Protocol):
+    """Handle of an exchange that others count unless it is given up in time."""
+
+    def close(self) -> None:
+        """Give the exchange up, without waiting: if it is not committed yet, it is over without a partner on both sides."""
+        ...
+
+
 class Exchange(Protocol):
     """Averaging of tensors with other peers."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.state import Rejectable, Resendable
-from shoal.optim.exchange.base import Handle, Mean, RoundKey
+from shoal.optim.exchange.base import Closable, Handle, Mean, RoundKey
 from shoal.optim.outer.param_groups import SETTINGS, Parts
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import RoundContext
@@ -85,6 +85,8 @@ class PendingExchange:
 
     def cancel(self, codec: Codec) -> None:
         """Abandon the exchange. The difference of slow and fast weights still holds its contribution, so it is sent again."""
+        if not self.finished and isinstance(self.handle, Closable):
+            self.handle.close()
         if not self.finished and self._awaited(codec):
             self._reject(codec)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
 from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.base import AnnouncesAbsence, ComparesStates, Exchange, Handle, KnowsOptimizer, Mean, RoundKey
+from shoal.optim.exchange.base import AnnouncesAbsence, Closable, ComparesStates, Exchange, Handle, KnowsOptimizer, Mean, RoundKey
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankGroup
 from shoal.optim.ranks.weights import RankWeights
@@ -107,6 +107,11 @@ class RankHandle:
             self._group.barrier()  # none takes the outcome unless all have it
             self._mean = Mean(tensors, **facts)
         return self._mean
+
+    def close(self) -> None:
+        """Give the real exchange up, on rank 0."""
+        if isinstance(self._real, Closable):
+            self._real.close()
 
 
 def _outcome(real: Handle, deadline: float | None) -> Future[Mean | None]:

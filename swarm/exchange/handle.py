@@ -97,6 +97,11 @@ class ExchangeHandle(Generic[R]):
             self._exchange.waited += time.monotonic() - began
         return self._mean_of(received)
 
+    def close(self) -> None:
+        """Give the round up without waiting, so that the partner does not count a contribution that is dropped here."""
+        self._attempt.commit.close()
+        self._future.cancel()
+
     async def settled(self) -> Mean | None:
         """Do the same as ``result()`` in a coroutine on the host's loop, by the loop's clock."""
         work = asyncio.wrap_future(self._future)
@@ -104,8 +109,7 @@ class ExchangeHandle(Generic[R]):
             self._attempt.commit.await_outcome()
         await asyncio.wait({work}, timeout=self.limit)
         if not work.done():
-            self._attempt.commit.close()
-            self._future.cancel()
+            self.close()
             await asyncio.wait({work})
         return self._mean_of(self._attempt.commit.received if work.cancelled() else work.result())
 
@@ -118,8 +122,7 @@ class ExchangeHandle(Generic[R]):
         while True:
             left = min(until, self._exchange.until) - time.monotonic()
             if left <= 0 and not self._future.done():
-                self._attempt.commit.close()
-                self._future.cancel()
+                self.close()
             try:
                 # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
                 return self._future.result(min(max(left, 0), SLICE_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -63,8 +64,14 @@ class OuterSync:
         self._server.keep(state)
 
     def begin(self) -> None:
-        """Set the exchange to the optimizer's round; before the first step, when weights and round are those to start from."""
-        self._exchange.next_round = self._opt.round
+        """Set the exchange to the round that the optimizer hands in next; before the first step, when all else is loaded.
+
+        That is the oldest of the rounds in flight, if a checkpoint has any, for the first step begins them anew. Set to a later
+        one, the exchange would send ahead a partner that calls for them before.
+        """
+        opt = self._opt
+        begun_anew = itertools.chain.from_iterable(opt.in_flight(fragment) for fragment in range(opt.fragments))
+        self._exchange.next_round = min(begun_anew, default=opt.round)
 
     def on_round(self, info: RoundInfo) -> None:
         """Follow a round that is over: the optimizer's ``on_round``."""

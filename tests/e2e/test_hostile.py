@@ -5,12 +5,17 @@ import pytest
 FLOATS = 1000
 
 
+twin = pytest.mark.slow(reason="the same as in the other way of exchanging")
+overlapped = pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=twin)], ids=["overlapped", "blocking"])
+
+
+@overlapped
 @pytest.mark.parametrize(
     ("attack", "suspicious"), [("sign flip", True), ("x1000", True), ("NaN", False)], ids=["flip", "x1000", "nan"]
 )
-def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious):
+def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious, overlap):
     # Both have learnt the same, so nothing but the lie is between them.
-    honest, liar = nursery.pair(attack=attack, screen={"sends": "weights"}, wait=30.0, chunk=10.0)
+    honest, liar = nursery.pair(attack=attack, screen={"sends": "weights"}, overlap=overlap, wait=30.0, chunk=10.0)
     for peer in (honest, liar):
         peer.tell("mean", number=0, floats=FLOATS, round=0)
     assert "sha256" not in honest.wait("mean", round=0)
@@ -19,8 +24,9 @@ def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious
     assert [round for round, _ in found] == ([0] if suspicious else [])
 
 
-def test_two_honest_processes_that_watch_exchange_as_ever(nursery):
-    pair = nursery.pair(screen={"robust": "clipped-gossip"}, wait=30.0, chunk=10.0)
+@overlapped
+def test_two_honest_processes_that_watch_exchange_as_ever(nursery, overlap):
+    pair = nursery.pair(screen={"robust": "clipped-gossip"}, overlap=overlap, wait=30.0, chunk=10.0)
     for number, peer in enumerate(pair):
         peer.tell("mean", number=number, floats=FLOATS, round=0)
     first, second = (peer.wait("mean", round=0) for peer in pair)

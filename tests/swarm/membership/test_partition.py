@@ -28,6 +28,7 @@ METHODS = {
     ),
     "co2": lambda inner, exchange, net, **o: CO2(inner, exchange, every=EVERY, **o),
     "noloco": lambda inner, exchange, net, **o: NoLoCo(inner, exchange, every=EVERY, **o, lag=0),
+    "overlapped": lambda inner, exchange, net, **o: NoLoCo(inner, exchange, every=EVERY, fragments=2, lag=3, model=net, **o),
 }
 
 
@@ -63,8 +64,8 @@ class Node:
         timeouts = ExchangeTimeouts(wait, 5.0, 20.0)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.opt = METHODS[method](inner, None, self.model, run=SWARM, on_round=self.on_round)
-        if method == "noloco":
-            self.exchange = PairExchange(context, timeouts)
+        if method in ("noloco", "overlapped"):
+            self.exchange = PairExchange(context, timeouts, fragments=self.opt.fragments, overlap=self.opt.lag > 0)
         else:
             self.exchange = GroupExchange(context, timeouts, fragments=self.opt.fragments)
         self.opt.exchange = self.exchange
@@ -216,8 +217,9 @@ def test_the_part_that_is_behind_comes_to_the_other(swarm, ahead):
     assert whole.monotone()
 
 
-def test_pairs_mix_by_themselves(swarm):
-    whole = swarm("noloco", 4)
+@pytest.mark.parametrize("method", ["noloco", "overlapped"])
+def test_pairs_mix_by_themselves(swarm, method):
+    whole = swarm(method, 4)
     whole.train(4)
     usual = whole.spread()
     whole.split(2)
