@@ -11,10 +11,11 @@ KEYS = {
 
 
 @pytest.mark.slow(reason="real nodes are killed and come back")
-def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal):
+@pytest.mark.parametrize("lag", ["auto", 0])
+def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal, lag):
     report = shoal.start(
         "chaos", "--peers", 3, "--minutes", 0.3, "--kills-per-minute", 4, "--stops-per-minute", 3, "--no-unharmed", "--every", 5,
-        "--json",
+        "--set", f"outer.lag={lag}", "--json",
     ).json(240)  # fmt: skip
     assert report.keys() >= KEYS
     assert (report["kills"], report["stops"], report["steps_lost"], report["orphans"], report["troubles"]) == (1, 1, 0, 0, [])

@@ -70,9 +70,12 @@ def killed(node):
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
-@pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, method):
-    first = up(shoal, "first", "--method", method)
+@pytest.mark.parametrize(
+    "outer", [["noloco", "--set", "outer.lag=0"], ["noloco", "--set", "outer.lag=auto"], ["diloco"]],
+    ids=["blocking", "overlapped", "diloco"],
+)  # fmt: skip
+def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, outer):
+    first = up(shoal, "first", "--method", *outer)
     link = first.line()
     second = join(shoal, link, "second")
     eventually(lambda: saved(shoal, "second"), 60, "a checkpoint")
@@ -94,9 +97,10 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
-def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventually):
+@pytest.mark.parametrize("lag", ["auto", 0])
+def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventually, lag):
     """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
-    first = up(shoal, "first")
+    first = up(shoal, "first", "--set", f"outer.lag={lag}")
     second = join(shoal, first.line(), "second")
     eventually(lambda: saved(shoal, "first") and rounds(shoal, "second"), 60, "a checkpoint and a round of the other")
     killed(first)
