@@ -187,8 +187,8 @@ class PairMatchmaker:
         return received or await pairing.outcome(self._timeouts)
 
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
-        """Let any other peer without a partner call, until training needs the outcome and for ``seconds`` more."""
-        pairing.listening = True
+        """Let any other peer without a partner call, for ``seconds`` and until training needs the outcome."""
+        until, pairing.listening = asyncio.get_running_loop().time() + seconds, True
         if self.state.overlap:
             either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
             try:
@@ -196,6 +196,6 @@ class PairMatchmaker:
             finally:
                 for task in either:
                     task.cancel()
-        await pairing.until_called(asyncio.get_running_loop().time() + seconds)
+        await pairing.until_called(until)
         pairing.listening = False
         return await pairing.outcome(self._timeouts)

@@ -13,9 +13,12 @@ from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.meeting import PairingAttempt
 from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.state.adoption import in_step
 from tests.swarm.exchange.pair.test_matchmaking import MODEL, SEED, SWARM, Peer, until, value
 from tests.swarm.exchange.pair.test_pairing import directory, selector
@@ -215,6 +218,22 @@ def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(netwo
     alone = peers[0].send(round + 4, 1.0)
     assert alone.result() is None
     assert not alone._attempt.commit.closed  # it ended by itself
+
+
+@pytest.mark.parametrize(("needed", "over"), [(0.0, 1.0), (0.25, 1.0), (5.0, 5.0)])
+def test_who_has_listened_long_enough_costs_training_no_more(needed, over):
+    """Seconds of a virtual clock after the listening began."""
+    loop, pairing = VirtualLoop(), PairingAttempt(None, 0)
+    matchmaker = SimpleNamespace(state=SimpleNamespace(overlap=True), _timeouts=None)
+
+    async def listen():
+        began = loop.time()
+        loop.call_later(needed, pairing.needed.set)
+        assert await PairMatchmaker._listen(matchmaker, pairing, 1.0) is None
+        return loop.time() - began
+
+    assert loop.run_until_complete(listen()) == pytest.approx(over)
+    loop.close()
 
 
 @given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
