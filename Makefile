@@ -14,7 +14,8 @@ COVERAGE_FLOOR ?= 75
 PEERS ?= 4
 ROUNDS ?= 40
 ARGS ?=
-WORKERS ?= 2
+# One more than the cores of a small machine: much of two of the groups of tests is waiting (tests/conftest.py).
+WORKERS ?= 3
 EXTRAS ?= test
 
 BIN := $(VENV)/bin

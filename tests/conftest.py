@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
-TIMED = (
-    "e2e", "exchanges", "swarm/exchange", "swarm/membership", "swarm/p2p", "swarm/security", "swarm/training", "node/runtime",
-    "test_readme.py", "test_examples.py",
-)  # fmt: skip
-"""Tests with real processes or with deadlines on the real clock."""
+TIMED = {
+    "processes": ("e2e", "exchanges", "test_readme.py", "test_examples.py"),
+    "network": ("swarm/exchange", "swarm/membership", "swarm/p2p", "swarm/security", "swarm/training", "node/runtime"),
+}
+"""Tests that mostly wait, for real processes or for deadlines on the real clock."""
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -28,12 +28,12 @@ settings.load_profile("shoal")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Give all timed tests to one worker, so that they do not delay each other, and every other file to one, with its fixtures."""
+    """Give the timed tests of each kind to one worker, so that they wait beside what computes, and every other file to one."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             path = item.path.relative_to(HERE)
-            timed = any(path.is_relative_to(place) for place in TIMED)
-            item.add_marker(pytest.mark.xdist_group("timed" if timed else path.as_posix()))
+            kinds = (kind for kind, places in TIMED.items() if any(path.is_relative_to(place) for place in places))
+            item.add_marker(pytest.mark.xdist_group(next(kinds, path.as_posix())))
 
 
 def pytest_runtest_teardown():

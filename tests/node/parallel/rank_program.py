@@ -32,13 +32,10 @@ def work():
             print("asked", flush=True)
             return 130
         worker.begin_following()
-    if how != "well":
-        threading.Event().wait({"signal": 3, "killed": 30}.get(how, 0 if job.restarts else 30))
+    threading.Event().wait({"signal": 3, "killed": 600}.get(how, 0 if job.restarts else 600))
     sys.stdout.write("only rank 0 is heard\n" if job.leads else "?\n")
     sys.stdout.flush()
     return 0
 
 
-if not job.leads and how == "well":
-    worker.begin_following()
 worker.run_rank(job, work)

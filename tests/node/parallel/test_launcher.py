@@ -45,40 +45,32 @@ def starts(said):
     return sorted(line for line in said.splitlines() if line.startswith("rank ") and ", start " in line)
 
 
-def test_all_ranks_run_and_only_rank_0_is_heard(launch):
-    process = launch("well")
-    out, said = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "only rank 0 is heard\n"), said
-    assert starts(said) == ["rank 0 of 2, start 0", "rank 1 of 2, start 0"]
-
-
 def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch):
     process = launch("mend", 3)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 2
     assert {line.rpartition(", ")[2] for line in starts(said)} == {"start 0"}  # one of them may have been ended before it began
     assert [line for line in said.splitlines() if "rank" not in line] == ["Error: Mend it."]
 
 
-def test_a_rank_that_is_killed_restarts_all(launch):
+def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch):
     process = launch("killed-once", 1)
-    out, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert "only rank 0 is heard" in out.splitlines()
+    out, said = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "only rank 0 is heard\n"), said
     assert {"rank 0 of 2, start 1", "rank 1 of 2, start 0", "rank 1 of 2, start 1"} <= set(starts(said))
     assert "rank 1 was ended by SIGKILL: starting all 2 ranks again (1 of 1 times)" in said
 
 
 def test_restarts_end_with_one_sentence(launch):
     process = launch("killed", 1)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 3
     assert said.splitlines()[-1].startswith("Error: This node ended again after 1 restart, because rank 1 was ended by SIGKILL: ")
 
 
 def test_a_bug_keeps_its_traceback_and_its_exit_code(launch):
     process = launch("bug")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "RuntimeError: oops" in said
 
@@ -92,6 +84,6 @@ def test_a_signal_goes_to_rank_0_alone_and_its_exit_code_comes_through(launch):
         assert line, said
         said += line
     process.send_signal(signal.SIGTERM)
-    out, rest = process.communicate(timeout=60)
+    out, rest = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "asked\n"), said + rest
     assert starts(said + rest) == ["rank 0 of 2, start 0", "rank 1 of 2, start 0"]
