@@ -38,4 +38,6 @@ def work():
     return 0
 
 
+if not job.leads and how == "killed-once":
+    worker.begin_following()
 worker.run_rank(job, work)
