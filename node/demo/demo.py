@@ -274,7 +274,7 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Li
         done //= every
         if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
             shown = done
-            ended = [_ended(node, done * every) for node in events]
+            ended = [_ended(node, done * every, every) for node in events]
             losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in (_loss(node) for node in ended))
             moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
             single = sum(event["partner"] is None for node in ended for event in node)
@@ -283,15 +283,16 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Li
                 display.message("now the same again without any exchange, to compare")
 
 
-def _ended(events: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return the exchanges that ended last by ``step``; if rounds are not steps, that is seldom at ``step`` itself."""
+def _ended(events: Sequence[dict[str, Any]], step: int, every: int) -> list[dict[str, Any]]:
+    """Return the exchanges that ended in the ``every`` steps up to ``step``, or the last before: rounds need not be steps."""
     rounds = [event for event in events if event["event"] == "round" and event["step"] <= step]
-    return [event for event in rounds if event["step"] == rounds[-1]["step"]]
+    return [event for event in rounds if event["step"] > step - every or event["step"] == rounds[-1]["step"]]
 
 
 def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the first known loss: between the last round and the final mean there is no step."""
-    return next((event["loss"] for event in events if event["loss"] is not None), None)
+    """Return the mean of the known losses: between two exchanges at one step there is none."""
+    losses = [event["loss"] for event in events if event["loss"] is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def consensus_distances(folders: Sequence[Path]) -> list[float]:
@@ -322,6 +323,7 @@ def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: f
         "peers": len(results),
         "method": results[0]["method"],
         "rounds": max(result["rounds"] for result in results),
+        "fragments": results[0]["fragments"],
         "steps": max(result["steps"] for result in results),
         "loss_first": mean("loss_first"),
         "loss_last": mean("loss_last"),
@@ -354,7 +356,7 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
         f"{report['seconds']:.0f} s\n"
         f"held-out loss: {said}\n"
-        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} rounds of a node without a partner, "
+        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no partner, "
         f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"
     )

@@ -49,9 +49,9 @@ class Reading(NamedTuple):
 INFO = Measure(
     "shoal_info", "gauge", "Always 1; says who this is.", labels=("peer", "swarm_id", "task", "device", "version")
 )  # fmt: skip
-ROUNDS = Measure("shoal_rounds_total", "counter", "Rounds that ended since the node started.", how="add")
-ALONE = Measure("shoal_rounds_alone_total", "counter", "Rounds of those in which nobody answered.", how="add")
-LATE = Measure("shoal_rounds_late_total", "counter", "Rounds of those whose mean came after its lag.", how="add")
+ROUNDS = Measure("shoal_rounds_total", "counter", "Exchanges that ended: in a round one for each fragment.", how="add")
+ALONE = Measure("shoal_rounds_alone_total", "counter", "Exchanges of those in which nobody answered.", how="add")
+LATE = Measure("shoal_rounds_late_total", "counter", "Exchanges of those whose mean came after its lag.", how="add")
 REFUSED = Measure(
     "shoal_refused_total", "counter", "Streams, calls and gossiped records of others that were refused, by reason.",
     labels=("reason",),
@@ -92,14 +92,14 @@ MEASURES: tuple[Measure, ...] = (
         {"start": "loss_first", "evaluation": "loss", "end": "loss_last"},
     ),
     Measure("shoal_members", "gauge", "Members of the swarm in view, with this node.", {"progress": "members"}),
-    Measure("shoal_round", "gauge", "Number of the round that ended last.", {"round": "round"}),
+    Measure("shoal_round", "gauge", "Number of the exchange that ended last.", {"round": "round"}),
     ROUNDS,
     ALONE,
     LATE,
     Measure("shoal_lag_steps", "gauge", "Inner steps that training goes on during an exchange; 0: it waits.", {"progress": "lag"}),
-    Measure("shoal_round_members", "gauge", "Nodes in the mean of the last round; 1 when nobody answered.", {"round": "members"}),
+    Measure("shoal_round_members", "gauge", "Nodes in the last exchange's mean; 1 when nobody answered.", {"round": "members"}),
     Measure(
-        "shoal_round_wait_seconds", "histogram", "For how long training stood still for the network in a round.",
+        "shoal_round_wait_seconds", "histogram", "For how long training stood still for the network in an exchange.",
         {"round": "wait_s"}, "observe",
     ),
     Measure(

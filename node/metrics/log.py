@@ -21,9 +21,13 @@ Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Valu
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """Summary of one round of this node. Bytes and waits are those of this round alone."""
+    """Summary of one exchange of this node, in a round of as many as there are fragments. Bytes and waits are those of it alone."""
 
     round: int
+    """Number of the exchange in the swarm."""
+    fragment: int = 0
+    """Part of the model that was exchanged; ``fragments``: all of it, in the last average."""
+    fragments: int = 1
     step: int
     """Inner steps done when the mean was applied."""
     members: int
@@ -39,7 +43,7 @@ class RoundRecord:
     wait_s: float
     """Seconds for which training waited for the network."""
     loss: float | None
-    """Mean training loss of the round's inner steps, nats."""
+    """Mean training loss of the inner steps since the last exchange, nats."""
     weights: str | None
     """Digest of the fragment's slow weights, where all nodes of a group should hold the same."""
     suspicious: int = 0

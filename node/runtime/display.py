@@ -59,11 +59,12 @@ def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
 
 
 def describe(info: RoundRecord) -> str:
-    """Describe one round in one line."""
+    """Describe one exchange in one line."""
     lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
     partner = f"with {clean(info.partner)}" if info.partner is not None else "without a partner"
+    part = f", fragment {info.fragment + 1} of {info.fragments}," if info.fragment < info.fragments > 1 else ""
     return (
-        f"round {info.round} {partner}: loss {_number(info.loss, '.4f')}, "
+        f"round {info.round // info.fragments}{part} {partner}: loss {_number(info.loss, '.4f')}, "
         f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s{lag}"
     )
 

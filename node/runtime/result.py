@@ -29,15 +29,20 @@ class Result:
     params: int
     steps: int = 0
     rounds: int = 0
+    """Rounds in which each part of the model was exchanged, and the last average."""
+    fragments: int = 1
+    """Parts of the model that are exchanged one after another, each once a round."""
     loss_first: float | None = None
     """Held-out loss before the first step; None at a newcomer to a swarm under way, which does not wait for an evaluation."""
     loss_last: float | None = None
     loss_local: float | None = None
     """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
+    tried: int = 0
+    """Exchanges that ended: one for each fragment in a round."""
     exchanges: int = 0
-    """Rounds in which a partner's contribution was committed."""
+    """Exchanges in which a partner's contribution was committed."""
     pairs_none: int = 0
-    """Rounds without a partner."""
+    """Exchanges without a partner."""
     suspicious: int = 0
     """Contributions that this node refused for their distance (``shoal.swarm.exchange.robust.DistanceScreen``)."""
     bytes_sent: int = 0
@@ -90,7 +95,7 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
     def shown(loss: float | None) -> str:
         return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else "unknown"
 
-    done = f"{result.steps} steps and {result.rounds} rounds, {result.exchanges} of them with others"
+    done = f"{result.steps} steps and {result.rounds} rounds, {result.exchanges} of {result.tried} exchanges with others"
     if result.interrupted:
         end = f"stopped after {done}: training loss {shown(training_loss)}"
     else:
@@ -102,7 +107,7 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         "others, evaluating and saving"
     ]
     overlapped = [
-        f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.rounds} came "
+        f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.tried} came "
         f"later, and training waited {result.wait_s:.1f} s for the network"
     ]
     return [

@@ -165,7 +165,7 @@ class TrainingNode:
         closing.callback(trainer.close)
         self._begin_from(state, saved, membership, trainer, member)
         params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
-        result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params)
+        result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params, fragments=opt.fragments)
         refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
         self._activity.on_change = status.doing
@@ -319,7 +319,8 @@ class TrainingNode:
         result, report, members = p.result, p.member.on_round(info), p.membership.directory.members()
         partner = next((peer for peer in info.members if peer != p.membership.host.peer_id), None)
         member, rejected = members.get(partner) if partner else None, len(report.rejected)
-        result.rounds += 1
+        over = info.key.fragment >= result.fragments - 1  # of its round: the last fragment, or the last average
+        result.tried, result.rounds = result.tried + 1, result.rounds + over
         result.exchanges += partner is not None
         for line in rejections(report.rejected, members):
             self.display.message(line)
@@ -327,6 +328,8 @@ class TrainingNode:
         result.pairs_none += partner is None and not rejected and p.settings.outer.method != "none"
         record = RoundRecord(
             round=info.key.round,
+            fragment=info.key.fragment,
+            fragments=result.fragments,
             step=info.step,
             members=max(len(info.members), 1),
             partner=member.name if member is not None else partner,
@@ -349,10 +352,10 @@ class TrainingNode:
             p.metrics.live("checks", **counted)
         if p.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
-        if self.keep_rounds:
+        if self.keep_rounds and over:
             slow_weights.keep(p.trainer.whole, self.folder, result.rounds)
         every = p.settings.node.checkpoint_every_rounds
-        self.saver.due |= every > 0 and result.rounds % every == 0
+        self.saver.due |= over and every > 0 and result.rounds % every == 0
         p.refusals.look()
         if line := p.membership.news():
             self.display.message(line)

@@ -40,6 +40,7 @@ class Described(_Event):
     name: Annotated[str, Field(max_length=64)]
     task: Annotated[str, Field(max_length=1024)]
     method: Annotated[str, Field(max_length=64)]
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
 
 
 class Connected(_Event):

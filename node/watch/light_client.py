@@ -155,7 +155,7 @@ class LightClient:
         title = title_of(reply.manifest)
         if not self._described:  # another peer may have answered meanwhile
             self._described = True
-            self._send(Described(time=self._clock(), name=title.name, task=title.task, method=title.method))
+            self._send(Described(time=self._clock(), **title._asdict()))
         return True
 
     async def _ask_seed(self, peer: str) -> None:

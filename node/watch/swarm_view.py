@@ -160,6 +160,8 @@ class SwarmView:
 
     def _status(self, status: Status, now: float) -> None:
         self.heard += 1
+        fragments = 1 if self.title is None else self.title.fragments
+        status = status.model_copy(update={"round": status.round // fragments})  # each fragment's exchange has a number there
         peer = self.peers.get(status.peer)
         if peer is None:
             peer = self.peers[status.peer] = Peer(status, now, now)
@@ -170,7 +172,7 @@ class SwarmView:
             self._compare(peer, status, now)
         peer.status, peer.heard, peer.silent = status, now, False
         for done in status.rounds:
-            self._round(peer, done)
+            self._round(peer, done, fragments)
         if status.reward is not None:
             peer.reward.add(status.round, status.reward)
 
@@ -194,7 +196,7 @@ class SwarmView:
         for banned in set(status.banned) - set(before.banned):
             self._note("verdict", f"{self.name(banned[-TAIL:])} is banned, says {status.name}")
 
-    def _round(self, peer: Peer, done: RoundStatus) -> None:
+    def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
         me, place = peer.status.peer, (done.step, done.round)
         seen = self._rounds_seen.get(me, (-1, -1))
         if place <= seen and seen[0] <= peer.status.step:  # else it resumed from a checkpoint
@@ -202,7 +204,7 @@ class SwarmView:
         self._rounds_seen[me] = place
         peer.partners = done.partners
         if done.loss is not None:
-            peer.loss.add(done.round, done.loss)
+            peer.loss.add(done.round / fragments, done.loss)
         for other in done.partners:
             low, high = sorted((me[-TAIL:], other))
             self._pairs[(done.round, low, high)] = None

@@ -69,6 +69,8 @@ class Title(NamedTuple):
     name: str
     task: str
     method: str
+    fragments: int = 1
+    """Exchanges in a round, at most."""
 
 
 def title_of(sealed: bytes) -> Title:
@@ -82,7 +84,9 @@ def title_of(sealed: bytes) -> Title:
     found = (fields.get("name"), fields.get("task"), outer.get("method") if isinstance(outer, dict) else None)
     if not all(isinstance(text, str) for text in found):
         raise MessageError("A malformed manifest was refused: it names no task and method.")
-    return Title(*("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found))
+    parts = outer.get("fragments") if isinstance(outer, dict) else None
+    texts = ("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found)
+    return Title(*texts, fragments=parts if type(parts) is int and 1 <= parts <= 1024 else 1)
 
 
 def swarm_id(sealed: bytes) -> str:

@@ -10,13 +10,13 @@ from shoal.swarm.membership.health_report import health_report
 from shoal.swarm.wire.member import Member
 
 
-def facts(peer: str, member: Member) -> dict[str, Any]:
-    """Return what a member reports of its training, ready for JSON."""
+def facts(peer: str, member: Member, fragments: int = 1) -> dict[str, Any]:
+    """Return what a member reports of its training, ready for JSON. In a round each of the ``fragments`` is exchanged."""
     return {
         "name": member.name,
         "peer": peer,
         "state": member.state,
-        "round": member.round,
+        "round": member.round // fragments,
         "step": member.step,
         "loss": member.loss,
         "steps_per_s": member.steps_per_s,
@@ -32,6 +32,7 @@ def reach(member: Member) -> str:
 
 def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now: float) -> dict[str, Any]:
     """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON."""
+    fragments = int(manifest.outer.overlap().get("fragments", 1))
     return {
         "swarm": swarm,
         "name": manifest.name,
@@ -41,7 +42,7 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
         "peers": len(members),
         "members": [
             {
-                **facts(peer, member),
+                **facts(peer, member, fragments),
                 "step_s": 1 / member.steps_per_s if member.steps_per_s else None,
                 "exchange_s": member.exchange_s,
                 "wait_s": member.wait_s,

@@ -203,18 +203,20 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
 
 def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     node = create(shoal, "n", "--json")
-    eventually(lambda: len(rounds(shoal, "n")) >= 2, 60, "training")
+    eventually(lambda: any(event["step"] >= 10 for event in rounds(shoal, "n")), 60, "two rounds")
     node.signal(signal.SIGINT)
     assert node.wait(120) == 130
     (line,) = node.lines
     first = json.loads(line)
     assert first["interrupted"]
     assert first["steps"] >= 10
-    *_, stopping, end, speed, where = node.said().splitlines()
+    assert first["rounds"] == first["tried"] // first["fragments"] >= 2  # whole ones: each fragment once
+    *_, stopping, end, speed, overlapped, where = node.said().splitlines()
     assert stopping.startswith("stopping: ")
     assert end.startswith(
-        f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of them with others: training loss "
+        f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of {first['tried']} exchanges with others: "
     )
+    assert overlapped.startswith("training went on for ")
     assert "tokens/s in inner steps" in speed
     assert where.endswith(f" are in {str(shoal.home / 'n')!r}; the same command with --resume goes on from there")
     assert shoal.left() == []
@@ -227,8 +229,8 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     result = resumed.json()
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
     assert (
-        f"rounds, 0 of them with others: held-out loss {result['loss_last']:.4f}, {result['loss_first']:.4f} at first"
-        in resumed.said()
+        f"rounds, 0 of {result['tried']} exchanges with others: held-out loss {result['loss_last']:.4f}, "
+        f"{result['loss_first']:.4f} at first" in resumed.said()
     )
     assert result["loss_first"] < first["loss_first"]
 

@@ -124,6 +124,8 @@ def test_lines_name_the_round_and_hold_progress_back():
     display.update(1, 5.0, 100.0)
     display.round(info())
     display.round(info(partner=None, members=1, loss=math.nan))
+    display.round(info(round=14, fragment=2, fragments=4))
+    display.round(info(round=16, fragment=4, fragments=4))
     now[0] = LINE_EVERY_S
     display.update(2, 4.5, 100.0)
     display.update(3, 4.0, 100.0)
@@ -133,6 +135,8 @@ def test_lines_name_the_round_and_hold_progress_back():
     assert stream.getvalue().splitlines() == [
         "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "round 3 without a partner: loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 3, fragment 3 of 4, with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 4 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",  # the last average, of all fragments
         "step 2 of 1000: loss 4.5000, 100.0 steps/s",
         "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
     ]
@@ -183,19 +187,20 @@ def test_a_link_is_in_one_line_whatever_the_width(begun):
 
 
 def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
-    made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, steps=50, rounds=5, exchanges=4, loss_first=4.0, loss_last=2.5)
+    counts = {"steps": 50, "rounds": 5, "tried": 20, "exchanges": 16}
+    made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, **counts, loss_first=4.0, loss_last=2.5)
     done, where = summary(made, Path("runs/a"), 2.25)
-    assert done == "finished after 50 steps and 5 rounds, 4 of them with others: held-out loss 2.5000, 4.0000 at first"
+    assert done == "finished after 50 steps and 5 rounds, 16 of 20 exchanges with others: held-out loss 2.5000, 4.0000 at first"
     assert where.startswith("checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with --resume and more")
     made.interrupted, made.loss_last = True, None
     done, where = summary(made, Path("runs/a"), 2.25)
-    assert done == "stopped after 50 steps and 5 rounds, 4 of them with others: training loss 2.2500"
+    assert done == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss 2.2500"
     assert where.endswith("the same command with --resume goes on from there")
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
     made.note_lag(lag=7, lag_auto=True, late=2)
     made.wait_s = 1.25
     assert summary(made, Path(), 1.0)[1] == (
-        "training went on for 7 steps (auto) during an exchange; 2 of 5 came later, and training waited 1.2 s for the network"
+        "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training waited 1.2 s for the network"
     )
 
 

@@ -49,6 +49,15 @@ def test_peers_and_totals(authors):
     assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
 
 
+def test_a_round_is_over_when_each_fragment_was_exchanged(authors):
+    anna, bert, _ = authors
+    title = Described(time=NOW, name="first", task="text", method="noloco", fragments=4)
+    view = view_of(title, anna.heard(anna.round(10, [bert])), bert.heard(bert.round(12, [anna])))
+    assert {peer.status.name: peer.status.round for peer in view.peers.values()} == {"anna": 2, "bert": 3}
+    assert (view.totals()["round_min"], view.totals()["round_max"]) == (2, 3)
+    assert [x for x, _ in view.peers[anna.peer].loss.points] == [2.5]
+
+
 def test_each_round_is_taken_once_however_often_it_is_told(authors):
     anna, bert, _ = authors
     rounds = [anna.round(number, [bert]) for number in range(5)]
