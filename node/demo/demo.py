@@ -270,8 +270,7 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Li
         tick.wait(LOOK_S)
         events = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
         # By steps: a method may exchange several times in a round.
-        done = min((max((event["step"] for event in node if event["event"] == "round"), default=0) for node in events), default=0)
-        done //= every
+        done = min((max(map(_sent, _exchanges(node)), default=0) for node in events), default=0) // every
         if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
             shown = done
             ended = [_ended(node, done * every, every) for node in events]
@@ -283,10 +282,20 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Li
                 display.message("now the same again without any exchange, to compare")
 
 
+def _exchanges(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == "round"]
+
+
+def _sent(exchange: Mapping[str, Any]) -> int:
+    """Return the inner step at which the contribution to an exchange was sent."""
+    return int(exchange["step"] - exchange["lag"])
+
+
 def _ended(events: Sequence[dict[str, Any]], step: int, every: int) -> list[dict[str, Any]]:
-    """Return the exchanges that ended in the ``every`` steps up to ``step``, or the last before: rounds need not be steps."""
-    rounds = [event for event in events if event["event"] == "round" and event["step"] <= step]
-    return [event for event in rounds if event["step"] > step - every or event["step"] == rounds[-1]["step"]]
+    """Return the exchanges begun in the ``every`` steps up to ``step``, or the last before: rounds need not be steps."""
+    before = [event for event in _exchanges(events) if _sent(event) <= step]
+    last = max(map(_sent, before), default=0)
+    return [event for event in before if _sent(event) > step - every or _sent(event) == last]
 
 
 def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
