@@ -269,8 +269,7 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Li
     while not nodes.check():
         tick.wait(LOOK_S)
         events = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
-        # By steps: a method may exchange several times in a round.
-        done = min((max(map(_sent, _exchanges(node)), default=0) for node in events), default=0) // every
+        done = min((_done(node, every) for node in events), default=0)
         if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
             shown = done
             ended = [_ended(node, done * every, every) for node in events]
@@ -289,6 +288,16 @@ def _exchanges(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _sent(exchange: Mapping[str, Any]) -> int:
     """Return the inner step at which the contribution to an exchange was sent."""
     return int(exchange["step"] - exchange["lag"])
+
+
+def _done(events: Sequence[dict[str, Any]], every: int) -> int:
+    """Return the rounds in which all was exchanged, by steps: a method may exchange several times in a round."""
+    sent = [(exchange["fragment"], exchange["fragments"], _sent(exchange)) for exchange in _exchanges(events)]
+    latest = {fragment: max(step for other, _, step in sent if other == fragment) for fragment, _, _ in sent}
+    if len(latest) > 1:  # not each fragment's is at the end of its round
+        fragments = sent[0][1]
+        return min(-(-latest.get(fragment, 0) // every) for fragment in range(fragments))
+    return max(latest.values(), default=0) // every
 
 
 def _ended(events: Sequence[dict[str, Any]], step: int, every: int) -> list[dict[str, Any]]:

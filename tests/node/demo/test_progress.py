@@ -1,10 +1,10 @@
 """What the demo shows of a round, from the nodes' events."""
 
-from shoal.node.demo.demo import _ended, _loss, _sent
+from shoal.node.demo.demo import _done, _ended, _loss, _sent
 
 
-def exchange(sent, lag, loss=None):
-    return {"event": "round", "step": sent + lag, "lag": lag, "loss": loss}
+def exchange(sent, lag, loss=None, fragment=0, fragments=1):
+    return {"event": "round", "step": sent + lag, "lag": lag, "loss": loss, "fragment": fragment, "fragments": fragments}
 
 
 def test_a_round_shows_the_exchanges_that_were_begun_in_it():
@@ -16,6 +16,13 @@ def test_a_round_shows_the_exchanges_that_were_begun_in_it():
     assert [_sent(event) for event in _ended(events, 8, 8)] == [2, 6, 4, 8]
     assert _loss(_ended(events, 8, 8)) == 3.0
     assert [_sent(event) for event in _ended(events, 16, 8)] == [10, 12]
+
+
+def test_a_round_is_done_when_the_last_of_its_fragments_was_exchanged():
+    order = [(2, 0), (8, 3), (4, 1), (10, 0), (6, 2), (16, 3), (12, 1), (14, 2), (16, 4)]  # and the last average
+    events = [exchange(sent, 1, fragment=fragment, fragments=4) for sent, fragment in order]
+    assert [_done(events[:count], 8) for count in range(len(order) + 1)] == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert [_done([exchange(sent, 0)], 8) for sent in (7, 8, 17)] == [0, 1, 2]
 
 
 def test_a_node_whose_rounds_are_not_steps_shows_its_last_exchange():
