@@ -85,8 +85,8 @@ def title_of(sealed: bytes) -> Title:
     if not all(isinstance(text, str) for text in found):
         raise MessageError("A malformed manifest was refused: it names no task and method.")
     parts = outer.get("fragments") if isinstance(outer, dict) else None
-    texts = ("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found)
-    return Title(*texts, fragments=parts if type(parts) is int and 1 <= parts <= 1024 else 1)
+    name, task, method = ("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found)
+    return Title(name, task, method, parts if type(parts) is int and 1 <= parts <= 1024 else 1)
 
 
 def swarm_id(sealed: bytes) -> str:
