@@ -305,7 +305,7 @@ class TrainingNode:
         opt, every = p.trainer.whole, p.settings.train.eval_every
         self._activity.stepped()
         if p.member.after_step():
-            self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round}")
+            self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round // opt.fragments}")
         if p.verification is not None:
             p.verification.tell(self.display.message, self._note)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
