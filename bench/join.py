@@ -127,11 +127,11 @@ def together(every: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return shared
 
 
-def alone(home: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def alone(home: Path, number: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The phases of a node that creates a swarm and waits for nobody."""
     table = home / "alone.toml"
     table.write_text(table_of(arguments, 1))
-    node = Node(home, "alone", "up", str(table))
+    node = Node(home, f"alone{number}", "up", str(table))
     try:
         return node.phases()
     finally:
@@ -147,7 +147,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         home = Path(folder)
         table = home / "swarm.toml"
         table.write_text(table_of(arguments, 2))
-        up, helped = together([alone(home, arguments) for _ in range(arguments.ups)]) if arguments.ups else [], help_s()
+        up, helped = (
+            together([alone(home, number, arguments) for number in range(arguments.ups)]) if arguments.ups else [],
+            help_s(),
+        )
         first = Node(home, "first", "up", str(table))
         nodes = [first]
         try:

@@ -15,6 +15,7 @@ from shoal.node.metrics.log import Metrics
 from shoal.node.runtime.activity import Activity
 from shoal.node.runtime.network import join
 from shoal.node.runtime.run_options import METRICS, RunOptions
+from shoal.node.uncollected import uncollected
 from shoal.swarm.identity import Identity
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class NodeRun(RunOptions):
 
     def _prepare(self) -> None:
         """Import what trains, and set torch's threads. Raises ConfigError if there is no such device."""
-        import shoal.node.runtime.training_node  # noqa: F401  (for what follows)
+        with uncollected():  # for what follows
+            import shoal.node.runtime.training_node
+            import shoal.swarm.p2p.hivemind_adapter  # noqa: F401
 
         if self.ranks is None:
             resolve_device(self.settings.node.device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from shoal.node.uncollected import uncollected
 from shoal.node.watch.events import Event
 from shoal.node.watch.recording import replay
 from shoal.swarm.access.link import Link
@@ -86,18 +85,6 @@ class Replay(_Thread):
         replay(self._path, self._send, self._stopped.wait, self._speed)
 
 
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Pause garbage collection while modules are imported: it takes a tenth of the time to the first peer."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
 class Live(_Thread):
     """Live events of the swarm of ``link``. Slow imports happen in its thread."""
 
@@ -107,7 +94,7 @@ class Live(_Thread):
 
     def _work(self) -> None:
         try:
-            with _without_collecting():
+            with uncollected():
                 import trio
 
                 from shoal.node.watch.light_client import LightClient

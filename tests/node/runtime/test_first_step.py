@@ -15,10 +15,17 @@ from shoal.node.training.uncompiled import KEPT_OUT, without_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = """
-import json, sys
-import torch
+import gc, json, sys
 from shoal.node.config.settings import load
-from shoal.node.runtime import training_node
+from shoal.node.runtime.display import make_display
+from shoal.node.runtime.node_run import NodeRun
+from shoal.node.runtime.signals import ShutdownSignals
+
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append("torch" in sys.modules))
+NodeRun(load(None, {}), None, make_display(), ShutdownSignals())._prepare()
+gc.callbacks.clear()
+import torch
 from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.optim import Alone
@@ -32,7 +39,8 @@ trainer.close()
 import shoal.swarm.p2p.hivemind_adapter
 loaded = sorted(sys.modules)
 import hivemind
-print(json.dumps({"loaded": loaded, "steps": trainer.opt.steps, "whole": hivemind.DHT.__name__, "version": hivemind.__version__}))
+print(json.dumps({"loaded": loaded, "steps": trainer.opt.steps, "whole": hivemind.DHT.__name__, "version": hivemind.__version__,
+    "collected": sum(collections), "collects": gc.isenabled(), "kept": gc.get_freeze_count()}))
 """
 
 
@@ -45,6 +53,8 @@ def test_a_node_loads_no_compiler_and_of_hivemind_only_the_dht() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["steps"] == 3
+    assert (report["collected"], report["collects"]) == (0, True)
+    assert report["kept"] > 100_000, "what was imported is looked through at every collection"
     assert not top(report["loaded"]) & {"sympy", "scipy", "sklearn", "transformers", "prometheus_client", "tensorboard", "libp2p"}
     unused = ("torch._dynamo", "hivemind.averaging", "shoal.node.rl.task", "shoal.node.verify.service", "shoal.verification")
     assert not [name for name in report["loaded"] if name.startswith(unused)]
