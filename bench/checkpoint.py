@@ -23,7 +23,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.writer import CheckpointWriter
-from shoal.node.config.settings import resolve_device
+from shoal.node.config.device import resolve_device
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer

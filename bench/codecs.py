@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.node.config.settings import resolve_device
+from shoal.node.config.device import resolve_device
 from shoal.optim import Codec, codec_named
 
 NAMES = "float32,bfloat16,float16,int8,e3m0,sign,topk2,int8+ef,e3m0+ef,sign+ef,topk2+ef:0.95,auto:2"

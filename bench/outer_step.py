@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shoal.node.config.settings import resolve_device
+from shoal.node.config.device import resolve_device
 from shoal.optim import Alone, NoLoCo
 
 

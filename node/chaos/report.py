@@ -16,7 +16,8 @@ from shoal.node.chaos import figures
 from shoal.node.chaos.plan import draw_plan
 from shoal.node.chaos.processes_under_test import ChaosError
 from shoal.node.chaos.run import ProcessSample, RunObservations, run_swarm
-from shoal.node.config.settings import assignment, load, resolve_device, use_threads
+from shoal.node.config.device import resolve_device, use_threads
+from shoal.node.config.settings import assignment, load
 from shoal.node.demo.demo import stage
 from shoal.node.tasks.loader import load_task
 

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.node.checkpoint.folder import check_writable
-from shoal.node.config.settings import Settings, assignment, load, resolve_device
+from shoal.node.config.device import resolve_device
+from shoal.node.config.settings import Settings, assignment, load
 from shoal.node.data import manifest_options
 from shoal.node.demo.liveness import DemoError, Liveness
 from shoal.node.demo.temporary import temporary_folder

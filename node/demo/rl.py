@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.node.config.settings import Settings, assignment, load, resolve_device
+from shoal.node.config.device import resolve_device
+from shoal.node.config.settings import Settings, assignment, load
 from shoal.node.demo.demo import LOOK_S, Nodes, settings_toml, stage, start_first
 from shoal.node.demo.liveness import Liveness
 from shoal.node.metrics.factory import check_demo, flags_of_demo

@@ -55,7 +55,7 @@ def device(tell: Tell) -> str:
     """Check a small product on the device that ``auto`` chooses."""
     import torch as found
 
-    from shoal.node.config.settings import resolve_device
+    from shoal.node.config.device import resolve_device
 
     chosen = resolve_device("auto")
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.node.config.settings import Settings, use_threads
+from shoal.node.config.device import use_threads
+from shoal.node.config.settings import Settings
 from shoal.node.exit_codes import ExitCode
 from shoal.node.parallel.ranks import NodeRanks
 from shoal.node.runtime.join import make_task

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint import folder as checkpoints
-from shoal.node.config.settings import resolve_device, use_threads
+from shoal.node.config.device import resolve_device, use_threads
 from shoal.node.metrics.factory import open_sinks
 from shoal.node.metrics.log import Metrics
 from shoal.node.runtime.activity import Activity

@@ -11,7 +11,8 @@ import torch
 from shoal.node.checkpoint.disk_budget import room_maker
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter
-from shoal.node.config.settings import Settings, resolve_device
+from shoal.node.config.device import resolve_device
+from shoal.node.config.settings import Settings
 from shoal.node.metrics.factory import about
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import Sinks

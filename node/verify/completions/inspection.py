@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from shoal.node.config.settings import use_threads
+from shoal.node.config.device import use_threads
 from shoal.node.rl.environment import Env, Option
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import Policy

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.node.config import settings as config
-from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load, resolve_device
+from shoal.node.config.device import resolve_device
+from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 
