@@ -24,6 +24,8 @@ PINGS = 16  # in a window of bytes, at most
 PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer after which only a few bytes go out
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
+SPREAD = 1.25  # times the rate at which bytes arrived of late, at which more go out at most
+LINES, LINE_S, SPREAD_S = 8, 1.0, 1.0  # such rates of which the largest counts, seconds for one, and seconds to wait at most
 GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
 PACED = 256  # peers whose pace is remembered
 UNPACED = float(1 << 62)  # bytes: a window that holds nothing back
@@ -72,6 +74,8 @@ class Pace:
         self._delay = float("inf")  # the shortest since the last change: the others may have waited for a processor
         self._bases: deque[float] = deque(maxlen=BASES)  # seconds that the quickest ping took, of each of the last minutes of bulk
         self._measured = float("-inf")  # the time at which the last of these began
+        self._lines: deque[float] = deque(maxlen=LINES)  # bytes a second that arrived
+        self._mark, self._next = (0.0, 0), 0.0  # when the last of them began, with the bytes answered then; when more may go out
         self._holding, self._starting, self._young, self._full, self._ending = False, True, True, False, False
         self._moved, self._flying, self._turns = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
@@ -92,13 +96,18 @@ class Pace:
                 self._ping()
             self._moved.clear()
             await self._moved.wait()
+        if (wait := min(self._next - self._clock(), SPREAD_S)) > 0:
+            await asyncio.sleep(wait)
         size = min(most, int(grain))
+        if self._lines and not self._starting and self.window <= MOST:
+            # Answers that waited behind the peer's bulk come in lumps; bytes that went out in lumps would make a queue here.
+            self._next = max(self._next, self._clock()) + size / (SPREAD * max(self._lines))
         self._sent += size
         return size
 
     async def measure(self, echo: Echo) -> None:
         """Send pings by ``echo`` and take in the answers until the transfers have ended. Raises OSError or EOFError."""
-        self._echo = echo
+        self._echo, last = echo, False
         self._pings.clear()
         if self.window > MOST:
             self.window, self._starting, self._young, self._holding = float(FIRST), True, True, True
@@ -106,8 +115,9 @@ class Pace:
         while self._echo is echo:  # ``wait_for`` loses a cancellation that comes together with an answer (Python below 3.12)
             if not self._pings:
                 if self._ending:
-                    if self._fresh():
+                    if last and self._fresh():
                         return
+                    last = True  # at the end nothing of this node's is before it, and perhaps nothing of the peer's
                     self._ping()
                 else:
                     self._flying.clear()
@@ -170,6 +180,11 @@ class Pace:
 
     def _answer(self, ping: _Ping, delay: float) -> None:
         self._answered = max(self._answered, ping.ahead)
+        (began, before), now = self._mark, self._clock()
+        if now - began >= LINE_S:
+            if now - began < 3 * LINE_S and self._answered > before:
+                self._lines.append((self._answered - before) / (now - began))
+            self._mark = now, self._answered
         # Not in the midst of a transfer, where the peer's own bulk delays the answers.
         if self._holding or not self._bases or (self._ending and not self._pings and not self._fresh()):
             self._bases.append(delay)

@@ -196,6 +196,26 @@ def test_both_ways_at_once(loop):
     assert max(wait for at, wait in waits if at > 5) < 0.5
 
 
+def test_two_whose_bulk_begins_apart_use_the_link_without_queues(loop):
+    """The answers of each wait behind the other's bulk and come in lumps; bytes that went out in lumps made queues by turns."""
+    one, two = Net(loop, 1, 0.05), Net(loop, 1, 0.05)
+    one.down, two.down = two.up, one.up
+    took = []
+
+    async def often(net, after):
+        await asyncio.sleep(after)
+        for _ in range(6):
+            began = loop.time()
+            await net.send(1_500_000)  # 12 s of the link
+            took.append(loop.time() - began)
+            await asyncio.sleep(max(15 - took[-1], 0.0))
+
+    _, waits = run(loop, one, often(one, 0.0), often(two, 0.3))
+    late = sorted(wait for at, wait in waits if at > 15)
+    assert statistics.mean(took[2:]) < 14.5
+    assert late[int(0.99 * len(late))] < 0.3
+
+
 @pytest.mark.parametrize("peer", ["refuses", "lies", "is here"])
 def test_without_pings_nothing_is_held_back(loop, peer):
     net = Net(loop, 1000, 0.01, peer=peer)
