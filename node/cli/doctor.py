@@ -21,9 +21,10 @@ _COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red"
 @click.option(
     "--task", "--hooks", "hooks", cls=TaskOption, metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one."
 )
+@click.option("--parameters", is_flag=True, help="Name the parameters that Muon and AdamW train, where the swarm has Muon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbose: bool) -> int:
+def doctor(link: str | None, port: int, hooks: str | None, parameters: bool, as_json: bool, verbose: bool) -> int:
     """Check what keeps this machine from training and, with LINK, from joining that swarm.
 
     Prints a line for each check: ok, note (worth knowing), failed (with a remedy), or skipped (with the reason). It trains nothing
@@ -38,7 +39,7 @@ def doctor(link: str | None, port: int, hooks: str | None, as_json: bool, verbos
         click.echo(finding.trace or "", nl=False, err=True)
         click.echo(line(finding), err=as_json)
 
-    findings, code = diagnose(link, port=port, hooks=hooks, tell=tell)
+    findings, code = diagnose(link, port=port, hooks=hooks, parameters=parameters, tell=tell)
     failed = sum(finding.outcome == "failed" for finding in findings)
     checks = [{name: value for name, value in asdict(finding).items() if name != "trace"} for finding in findings]
     if as_json:

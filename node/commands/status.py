@@ -63,7 +63,9 @@ def table(report: dict[str, Any]) -> str:
     with console.capture() as capture:
         console.print(grid)
     # One line each, whatever the terminal's width, so that sentences can be copied.
-    return "\n".join([capture.get().rstrip(), *(clean(sentence) for sentence in report["findings"])])
+    muon = ["Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."]
+    inner = muon if report["optimizer"] == "muon" else []
+    return "\n".join([capture.get().rstrip(), *inner, *(clean(sentence) for sentence in report["findings"])])
 
 
 def _peers(count: int) -> str:

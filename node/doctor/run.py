@@ -12,13 +12,19 @@ from shoal.swarm.access.link import Link
 
 
 def diagnose(
-    link: str | None, *, port: int = 0, hooks: str | None = None, tell: Tell = lambda finding: None
+    link: str | None,
+    *,
+    port: int = 0,
+    hooks: str | None = None,
+    parameters: bool = False,
+    tell: Tell = lambda finding: None,
 ) -> tuple[list[CheckOutcome], ExitCode]:
     """Run all checks; return the findings and the exit code of the first failure. ``tell`` gets each finding at once. LinkError.
 
     ``port``: on which the node is to listen, 0 for any. ``hooks``: this machine's copy of the swarm's task.
+    ``parameters``: name those that Muon and AdamW train, where the swarm has Muon.
     """
-    visit = Visit(None if link is None else Link.parse(link), port, hooks)
+    visit = Visit(None if link is None else Link.parse(link), port, hooks, parameters)
     reach, agreed = network.checks(visit), agreement.checks(visit)
     # The manifest comes right after the first contact: it says whether the other checks need an invitation.
     checks = [*machine.checks(port), *reach[:2], *agreed[:1], *reach[2:], *agreed[1:]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from functools import partial
+from typing import TYPE_CHECKING
 
-from shoal.node.doctor.checkup import Check, Note, Skip, Tell, many
+from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
 from shoal.node.doctor.machine_checks import GB
 from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
@@ -14,6 +15,12 @@ from shoal.node.memory import free_memory
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.wire.state import StateRequest
+
+if TYPE_CHECKING:  # torch may be what is missing
+    from torch import nn
+
+    from shoal.node.task import Task
+    from shoal.optim.inner.split import Split
 
 COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte numbers
 
@@ -79,7 +86,8 @@ def model(visit: Visit, tell: Tell) -> str:
     torch.manual_seed(settings.train.seed)
     # Not on the device meta, which needs no memory: torch takes seconds to load it, and not every model supports it.
     try:
-        params = [parameter for parameter in task.model().parameters() if parameter.requires_grad]
+        built = task.model()
+        params = [parameter for parameter in built.parameters() if parameter.requires_grad]
     except DataError as error:
         raise Skip("its tokenizer cannot be had by its name here: `shoal join --tokenizer` compares a copy of it.") from error
     count = sum(parameter.numel() for parameter in params)
@@ -98,9 +106,25 @@ def model(visit: Visit, tell: Tell) -> str:
         )
     need, (free, _) = count * COPIES, free_memory()
     said = f"{manifest.task}, {count:,} parameters, as in the swarm"
+    if settings.train.optimizer == "muon":
+        said += f"; {_split(visit, task, built, tell)}"
     if need > free:
         raise Note(f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: end other programs.")
     return said
+
+
+def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
+    """Return what Muon and AdamW train; report the names too if the visit is to name them."""
+    from shoal.optim.inner.split import split
+
+    try:
+        found = split(built, task.hidden_matrices(built))
+    except ValueError as error:
+        raise FoundError(f"the optimizer muon cannot train this model: {error}.") from error
+    if visit.parameters:
+        for optimizer, named in (("muon", found.muon), ("adamw", found.adamw)):
+            tell(CheckOutcome(optimizer, "ok", ", ".join(f"{name} ({size:,})" for name, size in named.items()) or "nothing"))
+    return found
 
 
 def checks(visit: Visit) -> list[Check]:

@@ -33,6 +33,8 @@ class Visit:
     link: Link | None
     port: int = 0
     hooks: str | None = None
+    parameters: bool = False
+    """Name the parameters that each of several inner optimizers trains."""
     identity: Identity = field(default_factory=Identity.ephemeral)
     host: Host | None = None
     directory: Directory | None = None

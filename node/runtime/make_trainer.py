@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.runtime.join import make_task
 from shoal.node.training import resources
+from shoal.node.training.schedule import parameter_split
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.uncompiled import without_compiler
 from shoal.optim import RoundInfo
@@ -60,10 +61,17 @@ def make_trainer(
 
     task = make_task(settings)
     if ranks is not None:
-        return ranks.make_trainer(task, settings, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds)
-    if not train.compile:
-        without_compiler()
-    return Trainer(
-        task, settings.outer, train, own=train, device=device, slow_on_device=on_device, offload=node.offload, on_model=check,
-        on_round=on_round, speeds=speeds,
-    )  # fmt: skip
+        made: Trainer = ranks.make_trainer(
+            task, settings, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds
+        )
+    else:
+        if not train.compile:
+            without_compiler()
+        made = Trainer(
+            task, settings.outer, train, own=train, device=device, slow_on_device=on_device, offload=node.offload, on_model=check,
+            on_round=on_round, speeds=speeds,
+        )  # fmt: skip
+    found = parameter_split(task, train, made.model)
+    if found is not None:
+        log(f"{found}.")
+    return made

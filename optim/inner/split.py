@@ -55,11 +55,11 @@ class Split:
 
     def __str__(self) -> str:
         """Return how many values each trains, in how many parameters."""
-        return f"Muon trains {_counted(self.muon, 'matrices')}, AdamW {_counted(self.adamw, 'tensors')}"
+        return f"Muon trains {_counted(self.muon, 'matrix', 'matrices')}, AdamW {_counted(self.adamw, 'tensor', 'tensors')}"
 
 
-def _counted(found: dict[str, int], what: str) -> str:
-    return f"{sum(found.values()):,} parameters ({len(found)} {what})"
+def _counted(found: dict[str, int], one: str, several: str) -> str:
+    return f"{sum(found.values()):,} parameters ({len(found)} {one if len(found) == 1 else several})"
 
 
 def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:

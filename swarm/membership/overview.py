@@ -39,6 +39,7 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
         "task": manifest.task,
         "method": manifest.outer.method,
         "every": manifest.outer.resolved().every,
+        "optimizer": manifest.train.optimizer,
         "peers": len(members),
         "members": [
             {

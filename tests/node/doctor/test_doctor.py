@@ -55,10 +55,10 @@ class Clock:
 class Peer:
     """A member of a swarm that trains a small text model, as far as a doctor sees it. ``width``: of its own model."""
 
-    def __init__(self, width, says=16):
+    def __init__(self, width, says=16, optimizer="task"):
         self.identity, self.clock = Identity.ephemeral(), Clock()
         params = list(load_task("text", {"width": width, "layers": 1}).model().parameters())
-        settings = load(None, {"task.options.width": says, "task.options.layers": 1})
+        settings = load(None, {"task.options.width": says, "task.options.layers": 1, "train.optimizer": optimizer})
         sealed = new_manifest(settings, self.identity, model_digest(params))
         self.swarm, self.model = swarm_id(sealed), model_digest(params)
         self.host = Host.start(self.identity, validator=MemberValidator(self.swarm), must_join=False)
@@ -101,6 +101,14 @@ def strange():
     peer.close()
 
 
+@pytest.fixture(scope="module")
+def with_muon():
+    peer = Peer(width=16, optimizer="muon")
+    peer.announce()
+    yield peer
+    peer.close()
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -123,6 +131,18 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
     # One of the link's two peers is dead, which is named, and does not matter.
     assert found[f"peer {NOBODY}"].outcome == found["bootstrap"].outcome == "note"
     assert "refused the connection" in found[f"peer {NOBODY}"].said
+
+
+def test_what_muon_and_adamw_train_is_counted_and_on_request_named(with_muon):
+    found, _ = examined(with_muon.link())
+    assert "as in the swarm; Muon trains 3,072 parameters (4 matrices), AdamW 9,312 parameters (9 tensors)" in found["model"].said
+    assert "muon" not in found
+    named, _ = examined(with_muon.link(), parameters=True)
+    assert named["muon"].said == (
+        "blocks.0.attention.qkv.weight (768), blocks.0.attention.out.weight (256), blocks.0.up.weight (1,024), "
+        "blocks.0.down.weight (1,024)"
+    )
+    assert named["adamw"].said.startswith("bytes.weight (4,096), positions.weight (")
 
 
 def test_a_plan_measures_the_way_to_a_member_and_joins_nothing(healthy):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
+from shoal.node.config.settings import load
+from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.trainer import TrainingError
@@ -90,3 +92,12 @@ def test_muon_says_what_it_cannot_train():
         trainer(Vectors(), MUON)
     with pytest.raises(TrainingError, match=r"the parameter '0.bias', which Muon is to train, is not a matrix \(16\): leave it"):
         trainer(Wrong(), MUON)
+
+
+def test_the_first_lines_of_a_run_say_what_each_trains():
+    said = []
+    options = {"task.options.layers": 2, "task.options.width": 8, "task.options.heads": 2, "task.options.context": 8}
+    for optimizer in ("muon", "adamw"):
+        settings = load(None, {**options, "train.optimizer": optimizer})
+        make_trainer(settings, CPU, None, said.append, lambda info: None, lambda: ()).close()
+    assert said == ["Muon trains 1,536 parameters (8 matrices), AdamW 4,240 parameters (13 tensors)."]

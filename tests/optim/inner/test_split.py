@@ -1,10 +1,14 @@
 """Which parameters go to Muon: the rule, by models of every kind, and names of one's own."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from shoal.node.rl.tiny import TinyModel
 from shoal.node.tasks.gpt import GPT
+from shoal.node.tasks.loader import load_task
 from shoal.optim import hidden_matrices
 from shoal.optim.inner.split import split
 
@@ -100,3 +104,28 @@ def test_names_of_ones_own_are_checked():
             split(gpt, names)
     with pytest.raises(ValueError, match="no matrix for Muon"):
         split(nn.Linear(3, 3))
+
+
+TEMPLATES = Path(__file__).parents[3] / "node" / "templates"
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def test_the_template_of_pretraining():
+    task = load_task(f"{TEMPLATES}/pretrain/task.py:Pretrain", {})
+    own = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert hidden_matrices(task.model()) == [f"blocks.layers.{number}.{name}" for number in (0, 1) for name in own]
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_template_of_finetuning_whole_or_an_adapter(lora):
+    pytest.importorskip("peft" if lora else "transformers", reason="needs the extra hf")
+    found = split(load_task(f"{TEMPLATES}/finetune/task.py:Finetune", {"lora": lora}).model())
+    assert len(found.muon) == 2 * 7 * (2 if lora else 1)
+    assert all(any(layer in name for layer in LINEAR) for name in found.muon)
+    assert not any(layer in name for layer in LINEAR for name in found.adamw)
+    assert bool(found.adamw) == (not lora)
+
+
+def test_the_policy_that_reinforcement_learning_makes_itself():
+    own = ("qkv", "out", "up", "down")
+    assert hidden_matrices(TinyModel(2, 8, 2)) == [f"blocks.{number}.{name}.weight" for number in (0, 1) for name in own]
