@@ -323,7 +323,7 @@ class SimHost:
         try:
             return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
         except asyncio.TimeoutError:
-            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.") from None
+            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     async def _dial(self, peer_id: str, protocol: str) -> Stream:
         network = self.network

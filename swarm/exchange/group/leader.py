@@ -107,7 +107,7 @@ class GroupLeader:
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(ready.patience, self._patience.of(self._timeouts))
+        until = asyncio.get_running_loop().time() + min(ready.patience, self._patience.of(self._timeouts, ready.fragment))
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
         try:

@@ -88,9 +88,9 @@ class GroupMember:
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
-        now = asyncio.get_running_loop().time()
-        self._patience.begin(now)
-        pending = _RoundState(attempt, now + self._patience.of(self._timeouts))
+        now, fragment = asyncio.get_running_loop().time(), attempt.key.fragment
+        self._patience.begin(now, fragment)
+        pending = _RoundState(attempt, now + self._patience.of(self._timeouts, fragment))
         try:
             await self._meet(pending)
         except Exception:  # an error that a peer provoked costs one round, never the training

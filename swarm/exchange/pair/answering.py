@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError
@@ -9,6 +10,7 @@ from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.pair import offers
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.transfer import PartnerContribution, Withdrawn
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.pair import Answer, Offer
 
@@ -36,16 +38,35 @@ class CallAnswerer:
         if pairing is None:
             await stream.send(pack(answer), patience)
             return
-        engaged, received = pairing.engaged, None
+        engaged = pairing.engaged
         assert engaged is not None
+        meeting = asyncio.ensure_future(self._meet(stream, pairing, offer, answer))
+        try:
+            await asyncio.wait({meeting, engaged}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not meeting.done():  # this node gave the exchange up
+                meeting.cancel()
+                await asyncio.wait({meeting})
+            if not engaged.done():
+                engaged.set_result(None if meeting.cancelled() or meeting.exception() is not None else meeting.result())
+        if not meeting.cancelled():
+            meeting.result()
+
+    async def _meet(self, stream: Stream, pairing: PairingAttempt, offer: Offer, answer: Answer) -> PartnerContribution | None:
+        """Do the callee's half of a meeting."""
+        patience, peer = self._state.timeouts.chunk, stream.peer_id
         try:
             await stream.send(pack(answer), patience)
             await stream.send(offers.make_offer(self._context, pairing.attempt.contribution, offer.nonce), patience)
             received = await self._state.transfers.run(stream, pairing.attempt, offer, caller=False)
-            self._state.ended(pairing, stream.peer_id, received)
-        finally:
-            if not engaged.done():
-                engaged.set_result(received)
+        except Withdrawn as error:
+            if peer not in pairing.withdrawn:  # nobody's failure: its call and its going on crossed the answer
+                pairing.withdrawn.add(peer)
+                return None
+            pairing.attempt.failed(peer, error)
+            received = None
+        self._state.ended(pairing, peer, received)
+        return received
 
     async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer]:
         """Return the answer to a call; with "accept" also the meeting, which is then engaged."""

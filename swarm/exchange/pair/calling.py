@@ -16,6 +16,8 @@ from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.pair import Answer
 
+PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
+
 log = logging.getLogger(__name__)
 
 
@@ -34,8 +36,9 @@ class Caller:
         try:
             opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
             stream = await open_unless(pairing.called, opening)
-        except NetworkError:
-            self._state.selector.failed(peer)
+        except NetworkError as error:
+            if error.reason != "timeout" or seconds >= PROBE_S:  # what was left of a search is no time to open a stream in
+                self._state.selector.failed(peer)
             raise
         if stream is None:
             return None

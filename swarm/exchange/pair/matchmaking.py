@@ -17,7 +17,8 @@ again. If it knows beforehand that its partner is dead, it calls only peers that
 none (`PairSelector`). If a transfer breaks off it goes on at once, because the time of the round is spent. A peer that gets
 "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that slept, meets the others again.
 Where training goes on meanwhile, nobody stands still for others, so peers of different speed do not keep in step by waiting. There
-a peer waits for its partner as long as it else would, then is free for all others of its round until training needs the outcome;
+a peer waits for its partner as long as it else would, then searches the candidates without haste, so that it is turned down by
+none that listens, calls back, and is free for all others of its round until training needs the outcome;
 and no peer moves to a round that nobody has begun (`PairRounds.through`). That somebody is late or taken is then no failure.
 Each fragment is met by itself: a meeting sees the calls with its own fragment only, so several are under way at once, two of them
 with the same peer if the pairs fall so. Of one fragment a node is in one round at a time.
@@ -41,7 +42,7 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL, CallAnswerer
-from shoal.swarm.exchange.pair.calling import Caller
+from shoal.swarm.exchange.pair.calling import PROBE_S, Caller
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.pairing import PairSelector
@@ -50,7 +51,6 @@ from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerCon
 from shoal.swarm.wire.member import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
-PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
 SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all other candidates
 LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a free peer listens for others
 WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
@@ -133,18 +133,20 @@ class PairMatchmaker:
                 pairing.attempt.stats.odd += 1  # the odd one out
                 wary = self._selector.wary(pairing.key.round)
                 return await self._listen(pairing, linger if wary else 0.0) if wary or self.state.overlap else None
-            if not order:
-                return None  # the last one here, or a peer whose partner is dead while nobody is free
+            if not order:  # the last one here, or a peer whose partner is dead while nobody is free
+                return await self._listen(pairing, 0.0) if self.state.overlap and partner is not None else None
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (pairing.turned_away and called_back < TRIED):
-                if not queue:
-                    called_back += 1
-                peer = queue.popleft() if queue else pairing.turned_away.popleft()
-                if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
-                    until = loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH)
-                    until = until if self.state.overlap else min(until, deadline)
-                left = until - loop.time()
+                back = not queue
+                called_back += back
+                peer = pairing.turned_away.popleft() if back else queue.popleft()
+                if self.state.overlap:  # a search costs no training, and two that listen to each other would never meet
+                    left = PROBE_S if back or peer != partner else deadline - loop.time()
+                else:
+                    if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
+                        until = min(loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH), deadline)
+                    left = until - loop.time()
                 if left <= 0:
                     break
                 received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
@@ -189,13 +191,16 @@ class PairMatchmaker:
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
         """Let any other peer without a partner call, for ``seconds`` and until training needs the outcome."""
         until, pairing.listening = asyncio.get_running_loop().time() + seconds, True
-        if self.state.overlap:
-            either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
-            try:
-                await asyncio.wait(either, timeout=OVERLAPPED_S, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in either:
-                    task.cancel()
-        await pairing.until_called(until)
-        pairing.listening = False
-        return await pairing.outcome(self._timeouts)
+        while True:
+            if self.state.overlap:
+                either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
+                try:
+                    await asyncio.wait(either, timeout=OVERLAPPED_S, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in either:
+                        task.cancel()
+            await pairing.until_called(until)
+            called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
+            if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on
+                pairing.listening = False
+                return received

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -40,6 +39,8 @@ class PairingAttempt:
     """Set once training waits for the outcome."""
     turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
     """Peers that called while this node was calling somebody else: it calls them back before it listens."""
+    withdrawn: set[str] = field(default_factory=set)
+    """Peers that ended a call of theirs as it was accepted; of each the first time is no failure."""
     failing: bool = False
     """The newest call ended with an error."""
     accepted: bool = False
@@ -61,20 +62,25 @@ class PairingAttempt:
 
     async def until_called(self, until: float) -> None:
         """Wait until a call was accepted, or the loop's time is ``until``."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.called.wait(), max(until - asyncio.get_running_loop().time(), 0))
+        # Not wait_for, which may swallow that this meeting is cancelled if the event is set at that moment.
+        waiting = asyncio.ensure_future(self.called.wait())
+        try:
+            await asyncio.wait({waiting}, timeout=max(until - asyncio.get_running_loop().time(), 0))
+        finally:
+            waiting.cancel()
 
     async def outcome(self, timeouts: ExchangeTimeouts) -> PartnerContribution | None:
         """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
-        if self.engaged is None:
+        engaged = self.engaged
+        if engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
         bound = timeouts.longest(self.attempt.contribution.payload.nbytes) + 4 * timeouts.chunk
         try:
-            return await asyncio.wait_for(self.engaged, bound)
-        except asyncio.TimeoutError:
-            return None
+            await asyncio.wait({engaged}, timeout=bound)
+            return engaged.result() if engaged.done() else None
         finally:
+            engaged.cancel()  # if it is not done: the transfer is given up
             self.engaged = None
             self.called.clear()
 

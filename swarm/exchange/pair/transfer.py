@@ -15,7 +15,7 @@ Guarantees, whatever dies or is cut at whatever point:
    assignment in the caller's event loop.
 3. They can disagree in one case only: the caller decided, and the callee can reach it neither over the stream nor by asking
    again over a new one (OUTCOME) before its time is up: the caller died or the link broke while that one message was in flight
-   (or the callee was ordered to leave, and stopped waiting, in that same moment).
+   (or the callee was ordered to leave, or gave the exchange up, in that same moment).
    Then the caller holds the pair's mean and the callee its own contribution. Each is one whole outcome; the swarm's mean
    moves by half the pair's difference over the number of peers, once. No protocol can do better: this is the two generals'
    problem, and the callee prefers its own weights to a guess.
@@ -64,6 +64,10 @@ class PartnerContribution:
     tensors: list[Tensor]
 
 
+class Withdrawn(NetworkError):
+    """The error that a stream ended before a byte of the payload came. The caller's: it had gone on when its call was accepted."""
+
+
 Attempt = ExchangeAttempt[PartnerContribution]
 
 
@@ -77,7 +81,7 @@ class PairTransfer:
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
     async def run(self, stream: Stream, attempt: Attempt, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
-        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed."""
+        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed. Raises Withdrawn."""
         exchange = (stream.peer_id, theirs.nonce)
         if caller:
             self._undecided.add(exchange)
@@ -88,6 +92,8 @@ class PairTransfer:
             confirm = self._decide if caller else self._follow
             await confirm(stream, theirs, received, attempt.commit, self._patience(attempt, until))
         except (NetworkError, MessageError) as error:
+            if isinstance(error, Withdrawn) and not caller:
+                raise
             log.info("round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error)
             attempt.failed(stream.peer_id, error)
         else:
@@ -116,15 +122,24 @@ class PairTransfer:
         # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
         scratch = buffer(theirs.nbytes)
         incoming = scratch.numpy().data
-        hashes = HashList(incoming)
-        await stream.swap(
-            attempt.contribution.payload,
-            incoming,
-            chunk_timeout=self._timeouts.chunk,
-            deadline=deadline,
-            longest=longest,
-            on_progress=hashes.advance,
-        )
+        hashes, arrived = HashList(incoming), 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal arrived
+            arrived = nbytes
+            hashes.advance(nbytes)
+
+        try:
+            await stream.swap(
+                attempt.contribution.payload,
+                incoming,
+                chunk_timeout=self._timeouts.chunk,
+                deadline=deadline,
+                longest=longest,
+                on_progress=advance,
+            )
+        except NetworkError as error:
+            raise error if arrived or error.reason != "broken" else Withdrawn(str(error)) from None
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
         tensors = list[Tensor]()
         if hashes.digest() == theirs.sha256:

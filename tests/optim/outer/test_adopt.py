@@ -1,10 +1,12 @@
 """A peer that missed a round adopts another's slow weights by fragments and then equals the others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from shoal.optim import CO2, DiLoCo, Simulation, StreamingDiLoCo
+from shoal.optim import CO2, DiLoCo, NoLoCo, Simulation, StreamingDiLoCo
 from shoal.optim.exchange.simulation import Faults
 
 PEERS = ["a", "b", "c"]
@@ -106,3 +108,32 @@ def test_what_does_not_fit_changes_nothing(given, reason):
         opt.adopt([torch.full_like(t, 9.0) for t in opt.slow], round=3, **given)
     assert equal(before, opt.slow)
     assert opt.round == 0
+
+
+def test_what_is_dropped_is_given_up_in_the_exchange_too():
+    """Else its partner would count a contribution that is sent again here. Of a fragment that stays, nothing is."""
+    given_up = []
+
+    class Waiting:
+        def __init__(self, key):
+            self.key = key
+
+        def done(self):
+            return False
+
+        def result(self, deadline=None):
+            raise AssertionError("it would be waited for")
+
+        def close(self):
+            given_up.append(self.key.round)
+
+    exchange = SimpleNamespace(start=lambda key, tensors, weight=1.0, codec=None: Waiting(key))
+    net = model()
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.05), exchange, every=4, fragments=2, lag=3, model=net)
+    while opt.round < 2:
+        opt.step()
+    slow = [t.clone() for t in opt.slow]
+    opt.adopt(slow, round=2, applied=[0, -1])
+    assert given_up == [0]
+    opt.adopt(slow, round=2, into_model=True)
+    assert given_up == [0, 1]

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.codecs.registry import codec_named
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
@@ -46,6 +46,26 @@ def test_several_fragments_are_in_flight_at_once_in_any_order(school):
     for fragment in (1, 2, 0):
         assert school.values([handles[peer.id, fragment] for peer in three]) == [pytest.approx(10.0 * fragment + 1.0)] * 3
     assert [peer.exchange.next_round for peer in three] == [3, 3, 3]
+
+
+def test_the_patience_in_a_round_is_that_of_its_fragment(school):
+    """Of the time from one sending of a fragment to its next, at members and their leader."""
+    two = school.peers(2, fragments=3)
+    asked = []
+
+    class Recording(Patience):
+        def begin(self, now, fragment=0):
+            asked.append(("begin", fragment))
+            return super().begin(now, fragment)
+
+        def of(self, timeouts, fragment=0):
+            asked.append(("of", fragment))
+            return super().of(timeouts, fragment)
+
+    for peer in two:
+        peer.exchange._groups._patience = peer.exchange._leader._patience = Recording()
+    assert school.values([peer.start(2, 1.0, fragment=2) for peer in two]) == [1.0, 1.0]
+    assert set(asked) == {("begin", 2), ("of", 2)}
 
 
 def test_peers_in_their_own_time_always_find_their_group(school):

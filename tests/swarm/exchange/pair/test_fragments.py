@@ -1,5 +1,6 @@
 """Several meetings of one node at once, one for each fragment: each by itself, and all rounds of a node in step."""
 
+import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -12,14 +13,19 @@ from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
 from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.meeting import PairingAttempt
+from shoal.swarm.exchange.pair.offers import make_offer, receive_offer
 from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.state.adoption import in_step
+from shoal.swarm.wire.envelope import unpack
+from shoal.swarm.wire.pair import Answer
 from tests.swarm.exchange.pair.test_matchmaking import MODEL, SEED, SWARM, Peer, until, value
 from tests.swarm.exchange.pair.test_pairing import directory, selector
 
@@ -135,6 +141,73 @@ def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
     until(lambda: b.held)
     b.send(4)
     until(lambda: a.exchange.next_round >= 10)  # 14 where b, odd in round 8, asks a next, who is in its round 9 by then
+
+
+def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(network, monkeypatch):
+    """As the weights that it was made of were replaced. The caller, or the callee, learns of it by the end of the stream."""
+    swap = PairTransfer._swap
+    for giver in (0, 1):
+        caller, callee = pair = Overlapping(network, wait=LONG), Overlapping(network, wait=LONG)
+        for peer in pair:
+            peer.sees = [caller.id, callee.id]
+        both, let_go = threading.Barrier(3), threading.Event()
+
+        async def slow(self, *args, both=both, let_go=let_go):
+            await asyncio.to_thread(both.wait, LONG)
+            while not let_go.is_set():
+                await asyncio.sleep(0.01)
+            return await swap(self, *args)
+
+        monkeypatch.setattr(PairTransfer, "_swap", slow)
+        handles = [caller.send(0)]
+        until(lambda callee=callee: callee.held)
+        handles.append(callee.send(0))
+        both.wait(LONG)
+        handles[giver].close()
+        until(handles[giver].done)
+        until(lambda peer=pair[giver]: not peer.exchange._matchmaker.state.under_way)
+        let_go.set()
+        assert handles[1 - giver].result() is None
+        assert handles[giver]._attempt.commit.received is None
+
+
+def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twice(network):
+    """The node that accepted listens on, and meets who comes next."""
+    (a, later), partner = [Overlapping(network, wait=0.2, overlap=True) for _ in range(2)], network.host()
+    round = next(r for r in range(1000) if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None)
+    handle = a.send(round, 1.0)
+
+    def listens():
+        return getattr(a.exchange._matchmaker.state.under_way.get(round % 4), "listening", False)
+
+    until(listens)
+
+    async def call_and_go():
+        context = PeerContext(partner, partner.identity, SWARM, MODEL, SEED, dict)
+        mine = encode_contribution(SWARM, RoundKey(SWARM, round, round % 4), [torch.zeros(4)], 1.0, FLOAT32, 0)
+        stream = await partner.open(a.id, EXCHANGE_PROTOCOL, timeout=LONG)
+        await stream.send(make_offer(context, mine, bytes(16)), LONG)
+        answer = unpack(await stream.receive(Answer.LIMIT, LONG), Answer)
+        await receive_offer(stream, LONG)
+        stream.close()
+        return answer.verdict
+
+    missed = a.exchange._matchmaker._selector._misses
+    assert partner.submit(call_and_go()).result(LONG) == "accept"
+    until(lambda: a.exchange._matchmaker.state.under_way[round % 4].withdrawn)
+    assert not missed
+    assert not handle.done()
+    other = later.send(round, 3.0)
+    until(lambda: handle.done() and other.done())
+    assert [value(handle.result()), value(other.result())] == [2.0, 2.0]
+    round = next(r for r in range(round + 4, 1000, 4) if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None)
+    a.send(round)
+    until(listens)
+    assert partner.submit(call_and_go()).result(LONG) == "accept"
+    until(lambda: a.exchange._matchmaker.state.under_way[round % 4].engaged is None)
+    assert not missed
+    assert partner.submit(call_and_go()).result(LONG) == "accept"
+    until(lambda: list(missed) == [partner.peer_id])
 
 
 def test_the_last_average_keeps_no_step(network):
