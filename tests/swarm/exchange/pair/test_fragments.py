@@ -89,11 +89,11 @@ def test_a_meeting_that_breaks_off_leaves_the_other_fragments_alone(network, mon
     a, b = Overlapping(network, 2), Overlapping(network, 2)
     swap = PairTransfer._swap
 
-    async def broken(self, stream, attempt, theirs, until):
+    async def broken(self, stream, attempt, *args):
         if attempt.key.fragment == 0:
             stream.abort()
             raise NetworkError("cut.", "broken")
-        return await swap(self, stream, attempt, theirs, until)
+        return await swap(self, stream, attempt, *args)
 
     monkeypatch.setattr(PairTransfer, "_swap", broken)
     handles = [peer.send(round, float(number)) for round in (0, 1) for number, peer in ((1, a), (3, b))]
