@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, TypeAdapter, ValidationError, model_serializer
 
 from shoal.node.json_output import dumps
 from shoal.swarm.errors import ShoalError
@@ -41,6 +41,14 @@ class Described(_Event):
     task: Annotated[str, Field(max_length=1024)]
     method: Annotated[str, Field(max_length=64)]
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @model_serializer(mode="wrap")
+    def _plain(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields; ``fragments`` only where there are several, as recordings of before they were named."""
+        fields: dict[str, Any] = handler(self)
+        if self.fragments == 1:
+            fields.pop("fragments", None)
+        return fields
 
 
 class Connected(_Event):

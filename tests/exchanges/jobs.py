@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def train(peer, exchange, method, every=3, steps=12):
     """Return the slow weights after each round."""
     generator = torch.Generator().manual_seed(peer)
     model, members = linear(), []
-    make = {"NoLoCo": NoLoCo, "DiLoCo": DiLoCo}[method]
+    make = {"NoLoCo": partial(NoLoCo, lag=0), "DiLoCo": DiLoCo}[method]
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     opt = make(inner, exchange, every=every, on_round=lambda info: members.append(list(info.members)))
     for _ in range(steps):

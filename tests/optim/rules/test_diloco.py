@@ -53,7 +53,7 @@ def test_1_a_round_of_one_step_of_sgd_is_data_parallel_training(lab):
 
 
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("method", [partial(DiLoCo, lr=1.0, momentum=0.0), LocalSGD])
+@pytest.mark.parametrize("method", [partial(DiLoCo, lr=1.0, momentum=0.0), partial(LocalSGD, lag=0)], ids=["DiLoCo", "LocalSGD"])
 def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_optimizer(lab, method, every):
     found = lab.run(method, 12, every=every, inner=lambda weights: torch.optim.AdamW(weights, lr=0.01))
     replicas = {peer: torch.nn.Parameter(torch.tensor(lab.start())) for peer in lab.PEERS}

@@ -29,8 +29,8 @@ def half_of_the_other(patch):
     """Half of what was received counts, as if the stream had broken in the middle of writing it."""
     swap = PairTransfer._swap
 
-    async def halved(self, stream, attempt, theirs, until):
-        received = await swap(self, stream, attempt, theirs, until)
+    async def halved(self, stream, attempt, theirs, until, longest):
+        received = await swap(self, stream, attempt, theirs, until, longest)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
                    for a, b in zip(received.tensors, attempt.contribution.tensors(), strict=True)]  # fmt: skip
         return PartnerContribution(received.peer, received.weight, tensors)
@@ -88,7 +88,7 @@ def round_forgotten(patch):
 def no_deadline(patch):
     """A transfer waits for as long as it takes."""
 
-    async def watch(self, bulk, sender, chunk_timeout, deadline):
+    async def watch(self, bulk, sender, nbytes, chunk_timeout, progress):
         await asyncio.wait({sender, bulk.arrived})
         sender.result(), bulk.arrived.result()
 
