@@ -166,11 +166,15 @@ MUTANTS = {
 }
 """What each breaks, and how the first seed that finds it must put it."""
 
+FOUND_LATE = {no_deadline: 350, takes_what_it_does_not_hold: 50}
+"""Where the search begins, to save the time of the seeds before; it still goes through all."""
+
 
 @pytest.mark.parametrize(("mutant", "says"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
     mutant(monkeypatch)
-    seed, failure = seeds.first(range(SEEDS))
+    first = FOUND_LATE.get(mutant, 0)
+    seed, failure = seeds.first([*range(first, SEEDS), *range(first)])
     assert seed is not None
     assert re.search(says, repr(failure))
 
