@@ -47,7 +47,7 @@ demo: $(CORE)
 install: $(CORE)
 
 test: $(TEST)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --durations=25 $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)
