@@ -49,15 +49,20 @@ def new_manifest(
     model: str,
     terms: Terms | StretchTerms | None = None,
     agreed: Mapping[str, int | float | str | bool] | None = None,
+    fragments: int | None = None,
 ) -> bytes:
-    """Return the sealed manifest of a new swarm. ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``."""
+    """Return the sealed manifest of a new swarm.
+
+    ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``; ``fragments``: those that the model is cut into.
+    """
+    outer = settings.outer.resolved()
     manifest = Manifest(
         name=settings.swarm.name,
         created=time.time(),
         creator=identity.peer_id,
         task=task_label(settings.task.hooks),
         task_options={**task_options(settings), **(agreed or {})},
-        outer=settings.outer.resolved(),
+        outer=outer if fragments is None else outer.fitted(fragments),
         train=settings.train.shared,
         verify=settings.verify,
         terms=terms,

@@ -116,7 +116,10 @@ class TrainingNode:
                 settings = resume.with_its_task(settings, saved)
             trainer = self._make_trainer(settings, device)
             terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
-            sealed = new_manifest(settings, identity, model, terms, trainer.task.agreed_options())
+            agreed, fragments = trainer.task.agreed_options(), trainer.whole.fragments
+            if (settings.outer.fragments or 0) > fragments:
+                self.display.message(f"the model has {fragments} layers, so a round has {fragments} fragments")
+            sealed = new_manifest(settings, identity, model, terms, agreed, fragments)
         return settings, trainer, create(settings, identity, sealed)
 
     def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
@@ -213,7 +216,7 @@ class TrainingNode:
         self._newcomer = saved is None and state is not None
         member.begin(state)
         if state is not None:
-            self.display.message(f"took over the swarm's weights at round {state.round}")
+            self.display.message(f"took over the swarm's weights at round {state.round // trainer.whole.fragments}")
 
     def _state(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""

@@ -17,7 +17,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.outer.fragments import even, layers, positions, strided
+from shoal.optim.outer.fragments import even, positions, possible, strided
 from shoal.optim.outer.in_flight import RoundInfo
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.parameters import Exclude, Inner, excluded, trained
@@ -347,9 +347,8 @@ def _cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Option
     if known and len(known) == fragments:
         return known
     model, parameters = options.get("model"), _averaged(inner, options)
-    if model is None:
-        return even(parameters, min(fragments, len(parameters)))
-    return strided(model, min(fragments, len(layers(model, max(fragments, 1), parameters))), parameters)
+    fragments = possible(fragments, model, parameters)
+    return even(parameters, fragments) if model is None else strided(model, fragments, parameters)
 
 
 def _averaged(inner: Inner, options: Options) -> list[Tensor]:

@@ -69,6 +69,13 @@ def strided(model: nn.Module, fragments: int, among: Iterable[Tensor] | None = N
     return parts
 
 
+def possible(fragments: int, model: nn.Module | None, parameters: Sequence[Tensor]) -> int:
+    """Return ``fragments``, or as many as there are layers of ``model`` among ``parameters``, or parameters without a model."""
+    if fragments <= 1:
+        return 1
+    return min(fragments, len(parameters) if model is None else len(layers(model, fragments, parameters)))
+
+
 def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
     """Return the parameters in ``fragments`` lists of about equally many values: the largest first, each into the least full."""
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]

@@ -287,6 +287,10 @@ class OuterSettings(BaseModel):
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
         return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing})
 
+    def fitted(self, fragments: int) -> OuterSettings:
+        """Return the settings for a model that is cut into so many ``fragments``, fewer where it has few layers."""
+        return self.model_copy(update={"fragments": fragments}) if self.overlap() else self
+
 
 class TrainSettings(BaseModel):
     """Settings of the training run."""

@@ -201,7 +201,7 @@ class Session:
         if self._closed or self._member is None:
             return
         if self._member.after_step():
-            log.info("missed a round, and took over the swarm's weights at round %d", opt.round)
+            log.info("missed a round, and took over the swarm's weights at round %d", opt.round // opt.fragments)
         for sentence in [*self._member.self_report.events(), *self._member.lag_report.events()]:
             log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
@@ -284,7 +284,7 @@ def create(
     params, node, key = parameters_of(state), _name(node), _identity(identity)
     sealed = new_swarm(
         key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
-        by_layer=isinstance(state, nn.Module),
+        model=state if isinstance(state, nn.Module) else None,
     )  # fmt: skip
     membership = members.create(key, sealed, network or NetworkOptions())
     return _session(membership, state, params, node, first=True)

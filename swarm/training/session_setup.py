@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.optim import FLOAT32, Codec, Handle, OuterOptimizer, RoundKey
 from shoal.optim.exchange.base import NoPartner
 from shoal.optim.exchange.on_demand import OnDemand
+from shoal.optim.outer.fragments import possible
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -77,16 +78,18 @@ def new_swarm(
     shards: int,
     invite_only: bool,
     outer: dict[str, object],
-    by_layer: bool = True,
+    model: nn.Module | None = None,
 ) -> bytes:
     """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used.
 
-    ``by_layer``: the model can be cut into fragments; else it is sent as one, if ``outer`` has no number of them.
+    ``model`` is what is cut into fragments; without one the parameters are sent as one, if ``outer`` has no number of them.
     """
     try:
         settings = OuterSettings.model_validate(outer).resolved()
-        if not by_layer and settings.overlap() and outer.get("fragments") is None:
-            settings = settings.model_copy(update={"fragments": 1})
+        if model is not None:
+            settings = settings.fitted(possible(settings.fragments or 1, model, params))
+        elif outer.get("fragments") is None:
+            settings = settings.fitted(1)
         if settings.method == "none":
             raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
         manifest = Manifest(
@@ -133,7 +136,7 @@ def begin(
     state = None if first else _weights(membership, model, opt, announce)
     member.begin(state)
     if state is not None:
-        log.info("took over the swarm's weights at round %d", state.round)
+        log.info("took over the swarm's weights at round %d", state.round // opt.fragments)
     announce("waiting")
     _wait_for_start(membership, opt, member)
 

@@ -35,6 +35,12 @@ def members(*shards):
     return {m.peer: m for m in map(member, shards)}
 
 
+@pytest.mark.parametrize(("method", "written"), [("noloco", 2), ("streaming", 2), ("diloco", None)])
+def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(method, written):
+    settings = load(None, {"outer.method": method})
+    assert open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
+
+
 def test_the_folder_of_a_task_is_nobody_elses_affair():
     assert task_label("/home/somebody/task.py:Mine") == "task.py:Mine"
     assert task_label("package.module:Mine") == "package.module:Mine"

@@ -15,9 +15,10 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.file_lock import InUseError
 from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import open_manifest
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
-from shoal.swarm.training.session_setup import SessionError, parameters_of, waiting_for
+from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
@@ -35,6 +36,16 @@ def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
         (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
         opt.step()
         opt.zero_grad()
+
+
+@pytest.mark.parametrize(("given", "written"), [({}, 2), ({"fragments": 9}, 2), ({"lag": 0}, 1), ({"method": "diloco"}, None)])
+def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(given, written):
+    net = model(0)
+    sealed = new_swarm(
+        Identity.ephemeral(), parameters_of(net), name="x", seed=0, start_when=1, shards=1, invite_only=False,
+        outer={"every": 10, **given}, model=net,
+    )  # fmt: skip
+    assert open_manifest(sealed).outer.fragments == written
 
 
 def together(*jobs):
@@ -105,12 +116,12 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
     begin, met = model(0), {"anna": [], "bert": []}
     first = shoal.create(state=begin, every=EVERY, start_when=2, network=HERE, node="anna", wait_s=60.0)
     link = first.link
-    assert (first.settings.fragments, first.settings.lag) == (4, "auto")
+    assert (first.settings.fragments, first.settings.lag) == (2, "auto")  # the model has two layers
 
     def anna():
         with first as s:
             opt = s.optimizer(sgd(begin), on_round=met["anna"].append)
-            assert (opt.lag_auto, opt.fragments) == (True, 2)  # the model has two layers
+            assert (opt.lag_auto, opt.fragments) == (True, 2)
             loop(opt, begin, 1)
             return opt
 
@@ -121,6 +132,7 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
             loop(opt, other, 2)
             mine = next(member for member in s.status()["members"] if member["name"] == "bert")
             assert (mine["lag"], mine["lag_auto"]) == (2, False)
+            assert mine["round"] in (ROUNDS - 1, ROUNDS)  # of passes over the model
             return opt
 
     one, two = together(anna, bert)
