@@ -46,6 +46,9 @@ demo: $(CORE)
 
 install: $(CORE)
 
+# Else each of their hundreds of processes would compile Shoal anew where the environment says to write no bytecode.
+test test-slow coverage: export PYTHONDONTWRITEBYTECODE =
+
 test: $(TEST)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --durations=25 $(ARGS)
 

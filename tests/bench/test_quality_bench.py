@@ -77,7 +77,7 @@ def test_muon_has_the_matrices_of_the_blocks():
     assert (muon["lr"], adamw["lr"], adamw["betas"], muon["weight_decay"]) == (0.02, pytest.approx(0.006), (0.9, 0.95), 0)
 
 
-def test_report_is_written_between_its_marks(tmp_path):
+def test_report_is_written_between_its_marks(tmp_path, called):
     file, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
     run = {"codec": "float32", "peers": 4, "every": 50, "steps": 500, "batch": 32, "outer": {"lr": 0.7}, "bytes_per_token": 21.22}
     rates = [("ddp", 0.01, 0, 2.0), ("diloco", 0.01, 0, 2.3), ("diloco", 0.02, 0, 2.2), ("diloco", 0.02, 1, 2.4)]
@@ -95,7 +95,7 @@ def test_report_is_written_between_its_marks(tmp_path):
     assert "old" not in text
     assert "| diloco | float32 | 50 | 0.02 | lr 0.7 | 2.300 ± 0.141 |  | +10.0 % | 21.22 | 2 |" in text  # of seed 0
     page.write_text("no marks")
-    done = bench("--report", file, "--into", page)
+    done = called(quality.main, "--report", file, "--into", page)
     assert done.returncode == 2
     assert "no place" in done.stderr
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
-def test_json_has_every_row_and_the_same_numbers_each_time() -> None:
+def test_json_has_every_row_and_the_same_numbers_each_time(called: Callable[..., Any]) -> None:
     done = bench("--nodes", "3", "--seeds", "2", "--rounds", "20", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -32,11 +33,11 @@ def test_json_has_every_row_and_the_same_numbers_each_time() -> None:
         assert 0 < row["sd"] < row["cumulative"]
         assert row["final"] > row["cumulative"] / 20  # it learns
     assert "poison" in done.stderr  # the table is for people, so it does not mix with the JSON
-    assert bench("--nodes", "3", "--seeds", "2", "--rounds", "20", "--json").stdout == done.stdout
+    assert called(sapo.main, "--nodes", "3", "--seeds", "2", "--rounds", "20", "--json").stdout == done.stdout
 
 
-def test_sharing_pays_and_a_lie_is_not_believed() -> None:
-    done = bench("--seeds", "1", "--rounds", "60", "--json")
+def test_sharing_pays_and_a_lie_is_not_believed(called: Callable[..., Any]) -> None:
+    done = called(sapo.main, "--seeds", "1", "--rounds", "60", "--json")
     found = {name: row["cumulative"] for name, row in json.loads(done.stdout)["rows"].items()}
     assert found["4/4"] > 1.3 * found["8/0"]
     assert found["poison"] > 1.3 * found["trusting"]
