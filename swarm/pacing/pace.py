@@ -24,8 +24,10 @@ PINGS = 16  # in a window of bytes, at most
 PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer after which only a few bytes go out
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
-SPREAD = 1.25  # times the rate at which bytes arrived of late, at which more go out at most
-LINES, LINE_S, SPREAD_S = 8, 1.0, 1.0  # such rates of which the largest counts, seconds for one, and seconds to wait at most
+SPREAD, SPREAD_S = 1.25, 1.0  # times a window in a round trip, at which bytes go out at most, and seconds to wait at most
+LINES, LINE_S = 24, 0.25  # rates at which bytes arrived of late, of which the largest counts, and seconds for one
+FALLEN = 0.25  # times the largest of these: one that carries less has become slow
+FLOODED_S = 0.4  # seconds of a queue that is not let drain by degrees
 GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
 PACED = 256  # peers whose pace is remembered
 UNPACED = float(1 << 62)  # bytes: a window that holds nothing back
@@ -56,8 +58,10 @@ class Pace:
     and no more than ``window`` bytes are sent beyond the last one that was answered. The window follows FAST TCP (Wei, Jin, Low and
     Hegde, 2006), once in a round trip: window = window * least / delay + surplus, whose fixed point keeps ``surplus`` bytes in
     queues. That is what leaves in `DELAY_S`, so that a fast link is filled, and `SURPLUS`, so that two that share a link come to
-    the same rate. It begins by doubling as long as there is no queue. At the start of a transfer it does not shrink as long as more
-    bytes arrive with each round trip: then the queue is that of a TCP that begins slowly, not of the link.
+    the same rate. It begins by doubling as long as there is no queue and more arrives. At the start of a transfer it does not
+    shrink as long as more bytes arrive with each round trip: then the queue is that of a TCP that begins slowly, not of the link.
+    And it does not shrink below what the link carried of late in the empty link's delay and the longest of `DELAY_S`: a longer
+    queue than that is the peer's, who sends bulk as well, and pings wait in both.
 
     ``shared``: returns the number of peers to which bulk goes, which share the uplink.
     """
@@ -76,6 +80,7 @@ class Pace:
         self._measured = float("-inf")  # the time at which the last of these began
         self._lines: deque[float] = deque(maxlen=LINES)  # bytes a second that arrived
         self._mark, self._next = (0.0, 0), 0.0  # when the last of them began, with the bytes answered then; when more may go out
+        self._trip = 0.0  # seconds that pings took of late, on average
         self._holding, self._starting, self._young, self._full, self._ending = False, True, True, False, False
         self._moved, self._flying, self._turns = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
@@ -99,9 +104,9 @@ class Pace:
         if (wait := min(self._next - self._clock(), SPREAD_S)) > 0:
             await asyncio.sleep(wait)
         size = min(most, int(grain))
-        if self._lines and not self._starting and self.window <= MOST:
+        if not self._starting and self.window <= MOST:
             # Answers that waited behind the peer's bulk come in lumps; bytes that went out in lumps would make a queue here.
-            self._next = max(self._next, self._clock()) + size / (SPREAD * max(self._lines))
+            self._next = max(self._next, self._clock()) + size * self._trip / (SPREAD * self.window)
         self._sent += size
         return size
 
@@ -192,6 +197,7 @@ class Pace:
             self._hold(False)
         self._bases[-1] = min(self._bases[-1], delay)
         self._delay = min(self._delay, delay)
+        self._trip += (delay - self._trip) / PINGS if self._trip else delay
         if ping.ahead > self._turn:  # the last change has shown its effect
             self._adapt(self._delay, min(self._bases))
             self._turn, self._turned, self._before = self._sent, self._clock(), self._answered
@@ -205,15 +211,24 @@ class Pace:
         allowed = min(max(least / 4, DELAY_S[0]), DELAY_S[1])
         grows = rate > GROWN * self._rate
         self._starting, self._rate = self._starting and (grows or (self._young and queue < DELAY_S[0])), rate
-        self._young = self._young and self._starting
+        self._young = self._young and self._starting and (grows or not self._lines)
         surplus = SURPLUS / self._shared() + window / delay * allowed
         aim = (window + window * least / delay + surplus) / 2
         if self._starting:
             aim = 2 * window if self._young and queue < DELAY_S[0] else window
         elif queue < allowed:
             aim = max(aim, (GROWN if queue < DELAY_S[0] else 1.125) * window)
+        if self._full and delay > 2 * (least + DELAY_S[1]) and rate < FALLEN * max(self._lines, default=0.0):
+            self._lines.clear()  # the link has become slow
+        # So many bytes make no long queue here, whatever the delay. With fewer, of two that send to each other the one with more
+        # bytes on their way would starve the other, whose pings wait behind those.
+        carried = max(self._lines, default=0.0) * (least + DELAY_S[1])
+        flooded = carried > 0 and queue > FLOODED_S
         if aim < window or self._full:  # one that was not filled says nothing of a larger one
-            self.window = min(max(aim, window / 2, self._least()), 2 * window, float(MOST))
+            floor, lowest = max(min(carried, window), self._least()), window / 2
+            if flooded:
+                aim, lowest = min(aim, floor), floor
+            self.window = min(max(aim, lowest, floor), 2 * window, float(MOST))
         self._full = False
 
 

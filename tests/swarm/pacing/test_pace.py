@@ -216,6 +216,39 @@ def test_two_whose_bulk_begins_apart_use_the_link_without_queues(loop):
     assert late[int(0.99 * len(late))] < 0.3
 
 
+@pytest.mark.parametrize(("mbit", "delay"), [(20, 0.001), (20, 0.1), (100, 0.001)])
+def test_of_two_that_send_to_each_other_none_starves(loop, mbit, delay):
+    """Pings wait in both queues. Who took the other's for its own sent ever less, and a transfer took five times as long."""
+    one, two = Net(loop, mbit, delay), Net(loop, mbit, delay)
+    one.down, two.down = two.up, one.up
+    nbytes, took = 6 * mbit * MBIT, {one: [], two: []}
+
+    async def often(net, after):
+        await asyncio.sleep(after)
+        for _ in range(5):
+            began = loop.time()
+            await net.send(nbytes)
+            took[net].append((loop.time() - began) / 6)
+            await asyncio.sleep(2)
+
+    _, waits = run(loop, one, often(one, 0.0), often(two, 0.3))
+    assert all(statistics.mean(later) < 1.25 for _, *later in took.values())
+    late = sorted(wait for at, wait in waits if at > 5)
+    assert late[int(0.99 * len(late))] < 0.3
+
+
+def test_a_rate_that_was_low_for_a_moment_holds_nothing_back(loop):
+    """As while both nodes are busy. A cap by the rates of late rose by a quarter a second, and each transfer paid for it."""
+    net = Net(loop, 2, 0.001)
+
+    async def mend():
+        await asyncio.sleep(4)
+        net.up.rate = 100 * MBIT
+
+    (end, _), _ = run(loop, net, net.send(40 * MB), mend())
+    assert end < 4 + 1.3 * 40 * MB / (100 * MBIT)
+
+
 @pytest.mark.parametrize("peer", ["refuses", "lies", "is here"])
 def test_without_pings_nothing_is_held_back(loop, peer):
     net = Net(loop, 1000, 0.01, peer=peer)
