@@ -43,7 +43,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ from shoal.optim import codec_named
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 SAME = ("method", "codec", "peers", "every", "steps", "batch", "seed")
 Chosen = tuple[float, Setting]
+Run = Callable[[Any], dict[str, Any]]
 
 
 class TimeUp(Exception):
@@ -71,8 +72,8 @@ class TimeUp(Exception):
 class Runner:
     """Runs what is not in the file of results yet, and writes each result there as it comes."""
 
-    def __init__(self, file: Path | None, jobs: int, until: float) -> None:
-        self.file, self.jobs, self.until = file, jobs, until
+    def __init__(self, file: Path | None, jobs: int, until: float, kind: type[Any] = Spec, run: Run = run) -> None:
+        self.file, self.jobs, self.until, self.kind, self.run = file, jobs, until, kind, run
         self.results: dict[str, dict[str, Any]] = {}
         if file is not None and file.exists():
             text = file.read_text(encoding="utf-8")
@@ -83,8 +84,8 @@ class Runner:
                 self._keep(json.loads(line))
 
     def _keep(self, result: dict[str, Any]) -> dict[str, Any]:
-        names = [name for name in Spec.__dataclass_fields__ if name != "outer"]
-        spec = Spec(**{name: result[name] for name in names}, outer=tuple(result["outer"].items()))
+        names = [name for name in self.kind.__dataclass_fields__ if name != "outer"]
+        spec = self.kind(**{name: result[name] for name in names}, outer=tuple(result["outer"].items()))
         self.results[spec.key] = result
         return result
 
@@ -98,18 +99,18 @@ class Runner:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(result) + "\n")
 
-    def __call__(self, specs: Iterable[Spec]) -> list[dict[str, Any]]:
+    def __call__(self, specs: Iterable[Any]) -> list[dict[str, Any]]:
         """The results of these runs, in their order. TimeUp before a run that would begin too late."""
         specs = list(specs)
         missing = [spec for spec in dict.fromkeys(specs) if spec.key not in self.results]
         if self.jobs == 1 or len(missing) == 1:
             for spec in missing:
                 self._check_time()
-                self._finished(run(spec))
+                self._finished(self.run(spec))
         elif missing:
             self._check_time()
             with ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn")) as pool:
-                for result in pool.map(run, missing):
+                for result in pool.map(self.run, missing):
                     self._finished(result)
         return [self.results[spec.key] for spec in specs]
 
@@ -121,6 +122,14 @@ class Runner:
 def _validation(result: dict[str, Any]) -> float:
     value = result["validation"]
     return float("inf") if value is None else float(value)
+
+
+def by_five_runs(best: Callable[[list[Chosen]], Chosen], settings: Sequence[Setting], rates: Sequence[float]) -> Chosen:
+    """The best of three settings at the second of four rates, then at the third rate and the one beyond the better side."""
+    middle, higher = rates[1:3]
+    _, setting = best([(middle, setting) for setting in settings])
+    up = best([(middle, setting), (higher, setting)])[0] == higher
+    return best([(rate, setting) for rate in (rates[1:] if up else rates[:3])])
 
 
 class Quality:
@@ -143,11 +152,7 @@ class Quality:
         if self.lr is not None:
             return self.lr, recipe.settings[0]
         cell = Cell(method, recipe.codec, recipe.tuned_at, every, self.tune_steps)
-        rates = RATES[recipe.inner]
-        middle, higher = rates[1:3]
-        _, setting = self._best(cell, [(middle, setting) for setting in recipe.settings])
-        up = self._best(cell, [(middle, setting), (higher, setting)])[0] == higher
-        self._best(cell, [(rate, setting) for rate in (rates[1:] if up else rates[:3])])
+        by_five_runs(lambda tried: self._best(cell, tried), recipe.settings, RATES[recipe.inner])
         like = self.spec(cell, (0.0, {}), 0)  # a file of results may hold more that was tried: the best of all is taken
         tried = [result for result in self.runner.results.values() if all(result[name] == getattr(like, name) for name in SAME)]
         best = min(tried, key=_validation)

@@ -1,0 +1,132 @@
+"""The rows of bench/table.py: methods, their codecs, what each may choose from, and in which order the rows are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bench._quality_methods import METHODS, RATES, Recipe
+
+INNERS = ("adamw", "muon")
+TUNED_EVERY = 50
+TUNED_PEERS = 4
+PAPER = "topk2+ef:0.95"
+AUTHORS = "topk2-senders+ef:0.95"
+FOUR_BITS, TWO_BITS = "e3m0+ef", "auto:2+ef"
+SKIPPED = {
+    "hivemind": "its Optimizer averages parameters in the background and knows no outer optimizer, and the wall clock decides how "
+    "many steps lie between two averages: no two runs of it are alike. local-sgd is its rule, at equal steps.",
+    "gpa": "SNOO stands for the methods at K = 1.",
+}
+"""What has no row, and why."""
+
+
+def _recipes() -> dict[str, Recipe]:
+    diloco, streaming = METHODS["diloco"], METHODS["streaming"]
+    fixed = {name: value for name, value in streaming.fixed.items() if name not in ("fragments", "lag")}
+    return {
+        "ddp": METHODS["ddp"],
+        "local-sgd": METHODS["local-sgd"],
+        "snoo": replace(diloco, tuned_at=1),
+        "diloco": diloco,
+        # As late as overlapped gossip; what Streaming's authors give a fragment is a few of their much longer steps.
+        "streaming": replace(streaming, fixed=fixed, overlap=True),
+        "noloco": METHODS["noloco"],
+        "noloco-overlap": replace(METHODS["noloco-overlap"], like=None),
+        "co2": METHODS["co2"],
+        "sparseloco": METHODS["sparseloco"],
+    }
+
+
+RECIPES = _recipes()
+CODECS: dict[str, tuple[str, ...]] = {
+    "ddp": ("float32",),
+    "snoo": ("float32",),
+    "local-sgd": ("float32", "int8"),
+    "diloco": ("float32", FOUR_BITS, TWO_BITS),
+    "streaming": ("float32", FOUR_BITS),
+    "noloco": ("float32", "int8"),
+    "noloco-overlap": ("float32", "int8"),
+    "co2": ("float32", FOUR_BITS),
+    "sparseloco": (PAPER, AUTHORS),
+}
+BEST = {name: codecs[1] if len(codecs) > 1 else codecs[0] for name, codecs in CODECS.items()} | {"sparseloco": PAPER}
+"""The codec of the rows that are run first."""
+
+
+def recipe(method: str, inner: str) -> Recipe:
+    """How the method is made with that inner optimizer."""
+    if method == "ddp" and inner == "muon":
+        return METHODS["ddp-muon"]
+    return replace(RECIPES[method], inner="muon" if inner == "muon" else "adamw")
+
+
+def rates(inner: str) -> Sequence[float]:
+    """Inner learning rates to choose from; the second is tried first."""
+    return RATES[inner]
+
+
+class Cell(NamedTuple):
+    """One row to be."""
+
+    method: str
+    inner: str
+    codec: str
+    peers: int
+    every: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cells and the seeds that each is run with."""
+
+    cells: Sequence[Cell]
+    seeds: Sequence[int]
+
+
+def cell(method: str, inner: str = "muon", codec: str | None = None, peers: int = 4, every: int = 50) -> Cell:
+    """A row; DDP exchanges at every step, and SNOO with nobody."""
+    every = 1 if method == "ddp" else every
+    return Cell(method, inner, codec or BEST[method], 1 if method == "snoo" else peers, every)
+
+
+FIRST = (
+    cell("ddp", "adamw"),
+    cell("ddp"),
+    cell("diloco"),
+    cell("noloco-overlap"),
+    cell("diloco", "adamw"),
+    cell("noloco-overlap", "adamw"),
+    cell("diloco", codec=TWO_BITS),
+    cell("diloco", every=200),
+    cell("diloco", codec=TWO_BITS, every=200),
+)
+OTHERS = ("noloco", "streaming", "sparseloco", "co2", "local-sgd", "snoo")
+SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
+
+
+def _order() -> Iterator[Sequence[Cell]]:
+    yield FIRST
+    yield [cell(name) for name in OTHERS]
+    yield [cell("diloco", codec="float32"), cell("noloco-overlap", codec="float32")]
+    yield [cell(name, "adamw") for name in OTHERS]
+    yield [cell(name, every=every) for every in (10, 200) for name in SPREAD if (name, every) != ("diloco", 200)]
+    yield [cell(name, peers=8) for name in SPREAD]
+    yield [cell("sparseloco", codec=AUTHORS), cell("streaming", codec="float32"), cell("noloco", codec="float32")]
+    yield [cell(name, "adamw", peers=8) for name in SPREAD]
+    yield [cell(name, inner, peers=peers, every=every) for inner in INNERS for name in ("sparseloco", "co2", "local-sgd")
+           for peers, every in ((8, 50), (4, 10), (4, 200))]  # fmt: skip
+    yield [cell(name, peers=8, every=every) for every in (10, 200) for name in SPREAD]
+    yield [cell(name, "adamw", every=every) for every in (10, 200) for name in SPREAD]
+
+
+PLAN = [Stage(cells, (0,)) for cells in _order()] + [Stage(cells, (0, 1, 2)) for cells in _order()]
+SMALL = [Stage((*FIRST[:7], *(cell(name) for name in ("noloco", "streaming", "sparseloco", "co2", "local-sgd"))), (0,))]
+
+
+def lag(method: str, every: int) -> int:
+    """Inner steps from sending to applying in the runs."""
+    if method == "co2":
+        return every
+    return max(1, every // 5) if RECIPES[method].overlap else 0

@@ -1,0 +1,250 @@
+"""One run of bench/table.py: train as ``Spec`` says, take the held-out loss on the way and at the end, count the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import shoal
+from bench._quality_train import Diverged, Meter
+from bench._table.links import marks
+from bench._table.methods import recipe
+from bench._table.text import TableText, read
+from shoal.node.task import Shard
+from shoal.optim import Alone, Simulation, codec_named
+from shoal.optim.exchange.simulation import SimulatedExchange
+
+ON_THE_WAY = 128  # windows of the reported half for the points of the curve
+WINDOWS_AT_ONCE = 128
+
+
+class Size(NamedTuple):
+    """A model, its batches and the length of its runs."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int
+    batch: int
+    """Windows per step of all peers together."""
+    steps: int
+
+
+SIZES = {
+    "micro": Size(2, 48, 4, 64, 1024, 32, 600),
+    "tiny": Size(2, 64, 4, 64, 1024, 32, 2000),
+    "small": Size(4, 96, 4, 64, 1024, 32, 4000),
+    "1m": Size(4, 128, 4, 128, 2048, 32, 5000),
+    "20m": Size(8, 384, 6, 256, 8192, 128, 12_200),
+}
+"""0.16, 0.23, 0.65, 1.3 and 20 million parameters; 1.2, 4.1, 8.2, 20 and 400 million tokens."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run. Its JSON is its name in the file of results."""
+
+    text: str
+    """Digest of text and vocabulary."""
+    model: str
+    method: str
+    inner: str
+    codec: str
+    peers: int
+    every: int
+    steps: int
+    lr: float
+    outer: tuple[tuple[str, float | bool], ...]
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "outer": dict(self.outer)}, sort_keys=True)
+
+
+@cache
+def _shared(path: Path, size: Size) -> TableText:
+    task = TableText(read(path), layers=size.layers, width=size.width, heads=size.heads, context=size.context, batch=size.batch)
+    _ = task.halves
+    return task
+
+
+class Place(NamedTuple):
+    """Where runs find the text, and compute."""
+
+    cache: Path
+    device: str = "cpu"
+
+    def task(self, spec: Spec, share: int = 1) -> TableText:
+        """The task with the batch of one of ``share`` peers."""
+        size = SIZES[spec.model]
+        shared = _shared(self.cache / f"{spec.text}.safetensors", size)
+        task = TableText(
+            shared.corpus,
+            layers=size.layers, width=size.width, heads=size.heads, context=size.context, batch=size.batch // share,
+        )  # fmt: skip
+        task.__dict__["halves"] = shared.halves
+        return task
+
+    def model(self, spec: Spec) -> nn.Module:
+        """The same fresh one for every peer."""
+        torch.manual_seed(spec.seed)
+        return self.task(spec).model().to(self.device)
+
+    def batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.device), batch[1].to(self.device)
+
+
+def inner_optimizer(task: TableText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
+    """AdamW, or shoal's Muon with AdamW at 0.3 of its rate for all that is no hidden matrix."""
+    if spec.inner == "muon":
+        made = shoal.muon(model, lr=spec.lr)
+        adamw, beta2 = made.param_groups[1:], 0.95
+    else:
+        made = task.inner_optimizer(model.parameters())
+        adamw, beta2 = made.param_groups, 0.99
+        adamw[0]["lr"] = spec.lr
+    for group in adamw:
+        group["betas"] = (0.9, dict(spec.outer).get("beta2", beta2))
+    return made
+
+
+def backward(task: TableText, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    loss = task.loss(model, batch)
+    if not math.isfinite(value := float(loss.detach())):
+        raise Diverged(f"the training loss is {value}")
+    torch.autograd.backward([loss])
+
+
+@torch.no_grad()
+def held_out(task: TableText, model: nn.Module, half: str, most: int | None = None) -> float:
+    """Nats a token on one half."""
+    device, windows = next(model.parameters()).device, task.halves[half][:most]
+    total = 0.0
+    for part in torch.split(windows, WINDOWS_AT_ONCE):
+        part = part.to(device)
+        total += float(task.loss(model, (part[:, :-1], part[:, 1:]))) * len(part)
+    return total / len(windows)
+
+
+class Trained(NamedTuple):
+    """What a run leaves."""
+
+    models: Sequence[nn.Module]
+    sent: int
+    """Bytes that a peer handed to the exchange."""
+    curve: list[tuple[int, float]]
+    """Of the first peer, on a sample."""
+
+
+def data_parallel(spec: Spec, place: Place) -> Trained:
+    """The mean of the peers' gradients at each step: that of one batch of all their windows, in one model."""
+    task, model = place.task(spec, spec.peers), place.model(spec)
+    inner = inner_optimizer(task, model, spec)
+    scheduler = task.lr_scheduler(inner, spec.steps)
+    shards = [task.batches(Shard(index, spec.peers, spec.seed)) for index in range(spec.peers)]
+    at, curve = set(marks(spec.steps, 1)), list[tuple[int, float]]()
+    for step in range(1, spec.steps + 1):
+        parts = [next(shard) for shard in shards]
+        backward(task, model, place.batch((torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))))
+        inner.step()
+        scheduler.step()
+        inner.zero_grad()
+        if step in at:
+            curve.append((step, held_out(task, model, "loss", ON_THE_WAY)))
+    sent = 4 * sum(p.numel() for p in model.parameters()) * spec.steps if spec.peers > 1 else 0
+    return Trained([model], sent, curve)
+
+
+def outer(spec: Spec, place: Place) -> Trained:
+    """Each peer's model with its slow weights."""
+    made = recipe(spec.method, spec.inner)
+    assert made.make is not None
+    make = made.make
+    names = [f"peer{index}" for index in range(spec.peers)]
+    arguments = {**{name: value for name, value in spec.outer if name != "beta2"}, **made.arguments(spec.every)}
+    at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
+
+    def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:
+        task, model, first = place.task(spec, spec.peers), place.model(spec), exchange.peer == names[0]
+        meter = Meter(exchange if spec.peers > 1 else Alone())
+        codec = codec_named(spec.codec)
+        optimizer = make(inner_optimizer(task, model, spec), meter, every=spec.every, model=model, codec=codec, **arguments)
+        scheduler = task.lr_scheduler(optimizer, spec.steps)
+        shard = task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed))
+        for step, data in enumerate(islice(shard, spec.steps), 1):
+            backward(task, model, place.batch(data))
+            optimizer.count(data[0].numel())
+            try:
+                optimizer.step()
+            except ValueError as error:  # codecs refuse NaN and infinity
+                if all(bool(p.isfinite().all()) for p in model.parameters()):
+                    raise
+                raise Diverged(str(error)) from error
+            scheduler.step()
+            optimizer.zero_grad()
+            if first and step in at:
+                with optimizer.averaged():
+                    curve.append((step, held_out(task, model, "loss", ON_THE_WAY)))
+        optimizer.finish()
+        for parameter, slow in zip(optimizer.parameters, optimizer.slow, strict=True):
+            parameter.detach().copy_(slow)
+        return model, meter.bytes
+
+    size = 2 if made.group == "pair" else spec.peers
+    found = list(Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size).run(peer).values())
+    return Trained([model for model, _ in found], max(sent for _, sent in found) if spec.peers > 1 else 0, curve)
+
+
+def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
+    return data_parallel if spec.method == "ddp" else outer
+
+
+def corrected(curve: Sequence[tuple[int, float]], sample: float, loss: float, steps: int) -> list[tuple[int, float]]:
+    """The curve of a sample moved so that it ends where the loss on everything does."""
+    return [(step, round(value + loss - sample, 5)) for step, value in curve] + [(steps, round(loss, 5))]
+
+
+def run(spec: Spec, place: Place) -> dict[str, Any]:
+    """The result of a run as it stands in the file; ``loss`` is None if it diverged."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    result: dict[str, Any] = {**dataclasses.asdict(spec), "outer": dict(spec.outer)}
+    nothing = dict.fromkeys(("loss", "validation", "bytes_per_token"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the outer step's stability: here it is tried
+            trained = _trainer(spec)(spec, place)
+    except Diverged as error:
+        return {**result, **nothing, "diverged": str(error), "seconds": round(time.perf_counter() - began, 1)}
+    seconds = time.perf_counter() - began
+    task, size = place.task(spec), SIZES[spec.model]
+    each = {half: [held_out(task, model, half) for model in trained.models] for half in ("loss", "validation")}
+    result.update({half: sum(values) / len(values) for half, values in each.items()})
+    if not math.isfinite(result["loss"]):
+        return {**result, **nothing, "diverged": "the held-out loss is not finite", "seconds": round(seconds, 1)}
+    sample = held_out(task, trained.models[0], "loss", ON_THE_WAY)
+    params = sum(p.numel() for p in trained.models[0].parameters())
+    tokens = spec.steps * size.batch // spec.peers * size.context
+    return {
+        **result,
+        "bytes_per_token": trained.sent / tokens,
+        "bytes_per_param": trained.sent / (spec.steps / spec.every) / params,
+        "params": params,
+        "tokens": tokens,
+        "curve": corrected(trained.curve, sample, result["loss"], spec.steps),
+        "seconds": round(seconds, 1),
+    }

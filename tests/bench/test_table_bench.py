@@ -1,0 +1,328 @@
+"""The table of all methods: its text, its arithmetic, how it chooses, that it goes on where it was, and its picture."""
+
+import importlib
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
+bench = importlib.import_module("bench.table")
+figure = importlib.import_module("bench._table.figure")
+links = importlib.import_module("bench._table.links")
+methods = importlib.import_module("bench._table.methods")
+results = importlib.import_module("bench._table.results")
+text = importlib.import_module("bench._table.text")
+train = importlib.import_module("bench._table.train")
+
+
+def a_run(method="diloco", inner="muon", codec="e3m0+ef", peers=4, every=50, steps=1000, seed=0, loss=2.0, **more):
+    tokens = steps * 8 * 64 * 4 // peers
+    params = 1000
+    each = {"ddp": 4 * steps, "snoo": 0}.get(method, steps / every / 2)  # bytes of a parameter
+    return {
+        "text": "t", "model": "tiny", "method": method, "inner": inner, "codec": codec, "peers": peers, "every": every,
+        "steps": steps,
+        "lr": 0.02, "outer": {"lr": 0.7}, "seed": seed, "loss": loss, "validation": loss, "params": params, "tokens": tokens,
+        "bytes_per_token": each * params / tokens, "bytes_per_param": each * every / steps, "curve": [[10, 7.0], [steps, loss]],
+        "seconds": 1.0, **more,
+    }  # fmt: skip
+
+
+def ddp(inner, loss, seed=0, **more):
+    return a_run("ddp", inner, "float32", every=1, loss=loss, seed=seed, **more)
+
+
+def row_of(found, method, **fields):
+    (row,) = [row for row in found if row["method"] == method and all(row[name] == value for name, value in fields.items())]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("step", "loss"),
+    [(9.9, None), (10, 8.0), (20, 7.0), (40, 6.0), (20 * math.sqrt(2), 6.5), (160, 5.0), (500, 5.0)],
+)
+def test_the_loss_between_two_points_is_linear_in_the_logarithm_of_the_steps(step, loss):
+    found = links.loss_at([(10, 8.0), (40, 6.0), (80, 5.0)], step)
+    assert found is None if loss is None else found == pytest.approx(loss)
+
+
+def test_points_of_the_curve_are_ends_of_rounds_before_the_last():
+    assert links.marks(100, 50) == [50]
+    every = links.marks(1000, 1)
+    assert every == sorted(set(every))
+    assert (every[0], every[-1] < 1000) == (8, True)
+    assert max(later / step for step, later in pairwise(every)) < 1.5
+    assert all(step % 10 == 0 for step in links.marks(1000, 10))
+
+
+def test_peers_lose_the_steps_that_they_wait_and_one_alone_those_that_others_make():
+    assert links.steps_in_time(1000, 8, 0.6) == pytest.approx(600)
+    assert links.steps_in_time(1000, 1, 1.0) == 250
+
+
+def test_distances_are_taken_seed_by_seed_on_the_same_model_and_steps():
+    found = results.rows(
+        [
+            ddp("adamw", 2.0), ddp("adamw", 4.0, seed=1), ddp("adamw", 100.0, seed=2), ddp("muon", 1.0),
+            ddp("adamw", 50.0, steps=500), ddp("adamw", 50.0, model="small"),
+            a_run(loss=2.2), a_run(loss=4.0, seed=1),
+        ]
+    )  # fmt: skip
+    row = row_of(found, "diloco")
+    assert row["over_ddp_adamw"] == pytest.approx((0.1 + 0.0) / 2)
+    assert row["over_ddp_muon"] == pytest.approx(1.2)
+    assert (row["loss"], row["seeds"]) == (pytest.approx(3.1), 2)
+    assert row_of(found, "ddp", inner="adamw", model="small")["over_ddp_muon"] is None
+
+
+@pytest.mark.parametrize(("peers", "every", "ratio"), [(4, 50, 400), (8, 50, 400), (4, 200, 1600), (8, 10, 80)])
+def test_bytes_are_compared_with_data_parallel_training_of_as_many_peers(peers, every, ratio):
+    found = results.rows([ddp("adamw", 2.0), a_run(peers=peers, every=every)])
+    assert row_of(found, "diloco")["bytes_ratio"] == pytest.approx(ratio)
+    assert row_of(found, "ddp")["bytes_ratio"] == 1
+
+
+def test_one_peer_alone_sends_nothing_and_has_no_ratio():
+    row = row_of(results.rows([ddp("adamw", 2.0), a_run("snoo", codec="float32", peers=1)]), "snoo")
+    assert row["bytes_ratio"] is None
+    assert all(value == pytest.approx(0.998, abs=1e-3) for value in row["utilisation"].values())
+
+
+def test_equal_time_is_that_of_the_steps_which_the_link_leaves():
+    found = results.rows([ddp("adamw", 2.0), a_run()])
+    slow, fast = row_of(found, "ddp"), row_of(found, "diloco")
+    # 20 Mbit/s: 40 MB each way 1.5 times in a ring of four are 24 s, for a step of 0.1 s.
+    assert slow["utilisation"]["20/0"] == pytest.approx(0.1 / 24.3, rel=0.04)
+    assert slow["loss_at_equal_time"]["20/0"] is None  # some four steps: before the first point
+    for row in (slow, fast):
+        for name, utilisation in row["utilisation"].items():
+            loss = row["loss_at_equal_time"][name]
+            assert loss is None or loss == pytest.approx(7 - 5 * math.log(100 * utilisation) / math.log(100), rel=1e-3)
+    assert fast["utilisation"]["20/200"] > 10 * slow["utilisation"]["20/200"]
+
+
+def test_overlap_is_forecast_with_its_fragments_and_the_lag_that_fits():
+    rows = results.rows([a_run("noloco-overlap", codec="int8"), a_run("noloco", codec="int8"), a_run("co2")])
+    late, waits, round_late = (row_of(rows, name) for name in ("noloco-overlap", "noloco", "co2"))
+    assert late["utilisation"]["100/50"] > 0.97 > waits["utilisation"]["100/50"]
+    assert 0 < late["lag"]["100/0"] < late["lag"]["100/200"] <= 50
+    assert (waits["lag"]["100/50"], round_late["lag"]["100/50"]) == (0, 50)
+
+
+def test_of_several_settings_the_one_with_most_seeds_is_shown_and_then_the_best_by_validation():
+    wrong = a_run(loss=1.0, validation=9.0, lr=0.04)
+    assert results.rows([wrong, a_run()])[0]["loss"] == 2.0
+    assert results.rows([a_run(validation=9.5), a_run(seed=1, validation=9.5), wrong])[0]["seeds"] == 2
+
+
+def test_a_run_that_diverged_is_no_loss_and_breaks_nothing():
+    failed = a_run(seed=1) | dict.fromkeys(("loss", "validation", "bytes_per_token"))
+    both, alone = results.rows([a_run(), failed]), results.rows([failed])
+    assert (both[0]["seeds"], both[0]["diverged"], both[0]["loss"]) == (1, 1, 2.0)
+    assert (alone[0]["seeds"], alone[0]["loss"], alone[0]["bytes_ratio"]) == (0, None, None)
+    assert "diverged" in results.markdown(alone)
+
+
+def test_the_curve_of_a_sample_ends_where_the_whole_loss_is():
+    assert train.corrected([(10, 5.0), (50, 3.0)], sample=2.0, loss=2.5, steps=100) == [(10, 5.5), (50, 3.5), (100, 2.5)]
+
+
+class Recorded:
+    """A ``run`` that computes nothing."""
+
+    def __init__(self, best=0.04):
+        self.specs, self.best = [], best
+
+    def __call__(self, spec):
+        self.specs.append(spec)
+        value = abs(spec.lr - self.best) + (0 if dict(spec.outer) == {"lr": 1.0, "momentum": 0.3} else 10)
+        run = a_run(spec.method, spec.inner, spec.codec, spec.peers, spec.every, spec.steps, spec.seed, value)
+        return run | {"text": spec.text, "model": spec.model, "lr": spec.lr, "outer": dict(spec.outer)}
+
+
+def made(file, run):
+    return bench.Bench(bench.Runner(file, 1, math.inf, train.Spec, run), "t", "tiny", 2000, 1000)
+
+
+def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
+    file, run = tmp_path / "found" / "table.jsonl", Recorded()
+    stage = methods.Stage([methods.cell("diloco"), methods.cell("diloco", codec="auto:2+ef", peers=8, every=200)], (0, 1))
+    made(file, run).run(stage)
+    tuning = [spec for spec in run.specs if spec.steps == 1000]
+    assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in tuning] == [("float32", 4, 50, 0)] * 5
+    assert [spec.lr for spec in tuning] == [0.02, 0.02, 0.02, 0.04, 0.08]
+    reported = [spec for spec in run.specs if spec.steps == 2000]
+    assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in reported] == [
+        ("e3m0+ef", 4, 50, 0), ("auto:2+ef", 8, 200, 0), ("e3m0+ef", 4, 50, 1), ("auto:2+ef", 8, 200, 1),
+    ]  # fmt: skip
+    assert {(spec.lr, spec.outer) for spec in reported} == {(0.04, (("lr", 1.0), ("momentum", 0.3)))}
+    again = Recorded()
+    made(file, again).run(stage)
+    assert again.specs == []
+
+
+def test_a_last_line_that_was_cut_off_is_run_again(tmp_path):
+    file, stage = tmp_path / "table.jsonl", methods.Stage([methods.cell("diloco")], (0,))
+    made(file, Recorded()).run(stage)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-30])
+    again = Recorded()
+    made(file, again).run(stage)
+    assert [spec.steps for spec in again.specs] == [2000]
+    assert file.read_bytes() == whole
+
+
+def test_small_tunes_nothing_and_takes_over_what_was_chosen():
+    run = Recorded()
+    found = made(None, run)
+    found.tunes = False
+    found.known = [
+        a_run(codec="float32", steps=1000, loss=3.0, lr=0.08, outer={"lr": 0.5}),
+        a_run(codec="float32", steps=1000, loss=2.0, lr=0.04, outer={"lr": 0.9}),
+        a_run(codec="float32", steps=2000, loss=1.0, lr=0.01, outer={"lr": 0.1}),  # no run that chooses
+    ]
+    found.run(methods.Stage([methods.cell("diloco"), methods.cell("co2")], (0,)))
+    assert [(spec.lr, dict(spec.outer)) for spec in run.specs] == [(0.04, {"lr": 0.9}), (0.02, {"lr": 1.0, "momentum": 0.2})]
+
+
+def test_the_plan_has_what_each_method_can_do():
+    cells = {cell for stage in [*methods.PLAN, *methods.SMALL] for cell in stage.cells}
+    assert {cell.method for cell in cells} == set(methods.RECIPES)
+    assert {cell.peers for cell in cells} == {1, 4, 8}
+    for cell in cells:
+        made = methods.recipe(cell.method, cell.inner)
+        assert cell.codec in methods.CODECS[cell.method]
+        assert not (made.weights and train.codec_named(cell.codec).displacement)
+        assert len(made.settings) == 3
+
+
+LETTERS = "".join(f"line {number} of some English text, as plain as it can be\n" for number in range(2_000))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "more").mkdir()
+    (folder / "one.txt").write_text(LETTERS)
+    (folder / "more" / "two.rst").write_text(LETTERS[::-1])
+    (folder / "image.txt").write_bytes(b"\0" * 2000)
+    (folder / "code.py").write_text("x = 1\n" * 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    text.corpus(small, 300, folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_text():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "LEAST", 2**14)
+        patch.setattr(text, "PIECE", 2**11)
+        yield
+
+
+def test_text_is_cut_into_whole_lines_and_nothing_is_lost(small):
+    found = text.documents(small)
+    assert {piece.name.split("#")[0] for piece in found} == {"one.txt", "more/two.rst"}
+    one = sorted((piece for piece in found if piece.name.startswith("one")), key=lambda piece: int(piece.name.split("#")[1]))
+    assert b"".join(piece.content for piece in one) == LETTERS.encode()
+    assert all(piece.content.endswith(b"\n") for piece in one)
+
+
+def test_tokens_are_kept_under_the_hash_of_text_and_vocabulary(small, cache, monkeypatch):
+    first = text.corpus(small, 300, cache)
+    monkeypatch.setattr(text, "_make", None)  # what is kept is not made again
+    assert text.corpus(small, 300, cache).digest == first.digest
+    assert (first.vocabulary, len(first.ends)) == (300, len(first.names))
+    assert first.bytes_per_token > 1
+    monkeypatch.undo()
+    path = cache / f"{first.digest}.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert text.corpus(small, 300, cache).tokens.equal(first.tokens)
+
+
+def test_held_out_halves_and_shards_share_no_piece(small, cache):
+    size = train.SIZES["micro"]
+    task = text.TableText(
+        text.corpus(small, 300, cache), layers=1, width=8, heads=1, context=size.context, batch=size.batch
+    )  # fmt: skip
+    shards = [{d.name for d in task.shard_documents(train.Shard(index, 4, 0))} for index in range(4)]
+    held = {d.name for d in task.held_out()}
+    assert sum(map(len, shards)) + len(held) == len(task.documents)
+    assert not held & set.union(*shards)
+    assert len(set.union(*shards)) == sum(map(len, shards))
+
+
+def test_no_text_is_one_sentence_that_names_packages(tmp_path, monkeypatch, capsys):
+    (tmp_path / "short.txt").write_text("too little")
+    monkeypatch.setattr(sys, "argv", ["bench", "--data", str(tmp_path)])
+    assert bench.main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "python3.11-doc" in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [(["--methods", "magic"], "--methods"), (["--seeds", "0"], "--seeds"), (["--device", "cuda"], "--device")]
+)
+def test_a_wrong_option_is_named(options, named, refused, monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    assert named in refused(bench.main, *options)
+
+
+@pytest.mark.parametrize(
+    ("method", "inner", "codec", "peers", "sent"),
+    [("ddp", "muon", "float32", 2, 8 * 4), ("noloco-overlap", "muon", "int8", 2, None), ("diloco", "adamw", "float32", 2, 2 * 4),
+     ("snoo", "adamw", "float32", 1, 0)],
+)  # fmt: skip
+def test_a_run_has_losses_a_curve_and_its_bytes(small, cache, method, inner, codec, peers, sent, monkeypatch):
+    monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8))
+    monkeypatch.setattr(train, "marks", lambda steps, every: [4])
+    corpus = text.corpus(small, 300, cache)
+    every = 1 if method == "ddp" else 4
+    setting = tuple(methods.recipe(method, inner).settings[0].items())
+    found = train.run(
+        train.Spec(corpus.digest, "mite", method, inner, codec, peers, every, 8, 0.01, setting, 0), train.Place(cache)
+    )
+    assert 4 < found["loss"] < 7
+    assert found["validation"] != found["loss"]
+    assert [step for step, _ in found["curve"]] == [4, 8]
+    assert found["curve"][-1][1] == pytest.approx(found["loss"], abs=1e-4)
+    assert found["tokens"] == 8 * (4 // peers) * 16
+    if sent is None:
+        assert 2 * found["params"] < found["bytes_per_token"] * found["tokens"] < 2.3 * 2 * found["params"]
+    else:
+        assert found["bytes_per_token"] * found["tokens"] == pytest.approx(sent * found["params"])
+    assert json.loads(json.dumps(found))["outer"] == dict(setting)
+
+
+def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, monkeypatch):
+    file, page, picture = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "table.svg"
+    runs = [ddp("adamw", 2.0), ddp("muon", 1.9), a_run(), a_run("noloco-overlap", "adamw", "int8"), a_run(steps=500, loss=9.0)]
+    file.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    page.write_text(f"above\n{bench.BEGIN}old\n{bench.END}\nbelow\n")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["bench", "--report", str(file), "--into", str(page), "--figure", str(picture)])
+    assert bench.main() == 0
+    shown = page.read_text()
+    assert shown.startswith("above\n")
+    assert "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 | +0.0 % | +5.3 % | 400 | 0.01953 | 1 |" in shown
+    assert ("old" in shown, "9.000" in shown) == (False, False)
+    numbers = picture.with_suffix(".csv").read_text().splitlines()
+    assert len(numbers) == 5
+    svg = picture.read_text()
+    assert "prefers-color-scheme: dark" in svg
+    assert "currentColor" in svg
+    first = svg
+    assert bench.main() == 0
+    assert picture.read_text() == first
