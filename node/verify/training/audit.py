@@ -78,9 +78,10 @@ class TrainingAudit:
         if isinstance(trainer.opt.length, Steps) and not any(
             all(not schedule.at(step) for step in range(first + 1, first + terms.steps + 1)) for first in firsts
         ):
+            fewer = ", have fewer fragments (outer.fragments)" if trainer.opt.fragments > 1 else ""
             raise VerifyError(
                 f"Rounds of {every} steps leave no room to audit {terms.steps} of them between exchanges: "
-                "make rounds longer (outer.every), or do not audit training."
+                f"make rounds longer (outer.every){fewer}, or do not audit training."
             )
 
     def request(self) -> None:

@@ -19,7 +19,7 @@ from shoal.node.verify.training.checker import TrainingChecker
 from shoal.node.verify.training.material import Stretch, TrainingMaterial, TrainingTerms, projection_seed
 from shoal.node.verify.training.replica import MODEL, Replica
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.verification.calibration.calibration import Calibration, Pair
 from shoal.verification.fingerprints import WeightProjection
@@ -254,6 +254,8 @@ class TestKeeping:
         for every in (1, 5):
             with pytest.raises(VerifyError, match="leave no room to audit 5 of them"):
                 next(stretches(world.task(), world.terms, SHARD, blocking(method="local", every=every)))
+        with pytest.raises(VerifyError, match="Rounds of 12 steps .*have fewer fragments"):
+            next(stretches(world.task(), world.terms, SHARD, OuterSettings(method="noloco", every=12, fragments=4, lag=1)))
 
     def test_keeping_changes_no_bit_and_nothing_is_kept_unasked(self, world):
         ends = []
