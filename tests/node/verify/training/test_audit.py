@@ -254,7 +254,7 @@ class TestKeeping:
         for every in (1, 5):
             with pytest.raises(VerifyError, match="leave no room to audit 5 of them"):
                 next(stretches(world.task(), world.terms, SHARD, blocking(method="local", every=every)))
-        with pytest.raises(VerifyError, match="Rounds of 12 steps .*have fewer fragments"):
+        with pytest.raises(VerifyError, match=r"Rounds of 12 steps .*have fewer fragments"):
             next(stretches(world.task(), world.terms, SHARD, OuterSettings(method="noloco", every=12, fragments=4, lag=1)))
 
     def test_keeping_changes_no_bit_and_nothing_is_kept_unasked(self, world):
