@@ -32,7 +32,7 @@ class CommitState(Generic[R]):
     """True once the training thread has gone on: nothing may be committed any more."""
     awaited: bool = False
     """True once the training thread waits for the outcome."""
-    _wake: Callable[[], None] = lambda: None
+    _wake: Callable[[], object] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def commit(self, received: R) -> bool:
@@ -42,7 +42,7 @@ class CommitState(Generic[R]):
                 self.received = received
             return not self.closed
 
-    def when_awaited(self, wake: Callable[[], None]) -> None:
+    def when_awaited(self, wake: Callable[[], object]) -> None:
         """Have ``wake`` called once the training thread waits for the outcome, at once if it does."""
         with self._lock:
             self._wake, awaited = wake, self.awaited

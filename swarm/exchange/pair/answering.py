@@ -49,8 +49,11 @@ class CallAnswerer:
                 await asyncio.wait({meeting})
             if not engaged.done():
                 engaged.set_result(None if meeting.cancelled() or meeting.exception() is not None else meeting.result())
-        if not meeting.cancelled():
-            meeting.result()
+        try:
+            if not meeting.cancelled():
+                meeting.result()
+        finally:
+            del meeting  # its error names this frame: a ring, which would keep both contributions until it is collected
 
     async def _meet(self, stream: Stream, pairing: PairingAttempt, offer: Offer, answer: Answer) -> PartnerContribution | None:
         """Do the callee's half of a meeting."""

@@ -99,12 +99,11 @@ class PairMatchmaker:
         """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does."""
         loop = asyncio.get_running_loop()
         usual = loop.time() + self._patience.of(self._timeouts, pairing.key.fragment)
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(pairing.needed.set)
-
-        pairing.attempt.commit.when_awaited(wake)
-        meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(pairing.needed.wait())
+        needed = (
+            pairing.needed
+        )  # not the pairing: a ring through the commit state would keep both contributions until it is collected
+        pairing.attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
+        meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(needed.wait())
         try:
             await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({meeting}, timeout=max(usual - loop.time(), 0))
