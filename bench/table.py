@@ -6,7 +6,8 @@
 
 The text is English, from Debian's packages or the folder ``--data``, in tokens of a BPE tokenizer that is learnt from it (kept
 beside the results). A tenth of its pieces is held out, half of that to choose settings by, half to report; each peer trains on
-pieces of its own, all in one process (``optim.Simulation``). All rows of one model and length have seen equally many tokens:
+pieces of its own, all in one process (``optim.Simulation``), but "torchft" and "torchft-streaming", which torchft runs in
+processes of its own with what our "diloco" and "streaming" chose. All rows of one model and length have seen equally many tokens:
 ``--steps`` steps of all peers together, whatever their number. At K = 1 "snoo" is DiLoCo's optimizer alone. "noloco" waits for
 its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments a fifth of a round after it was
 sent.
@@ -28,6 +29,7 @@ exceeds a fifth of a round, the loss is of a run with less.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -46,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, i
 
 from bench._page import put_into
 from bench._table.figure import write as write_figure
-from bench._table.methods import CODECS, INNERS, PLAN, RECIPES, SKIPPED, SMALL, TUNED_EVERY, Cell, Stage, rates, recipe
+from bench._table.methods import CODECS, INNERS, PLAN, RECIPES, SKIPPED, SMALL, TORCHFT, TUNED_EVERY, Cell, Stage, rates, recipe
 from bench._table.results import HEADS, cells, markdown, rows, wanted
 from bench._table.text import TextError, corpus
 from bench._table.train import SIZES, Place, Spec, run
@@ -119,6 +121,7 @@ def asked(options: argparse.Namespace) -> list[Stage]:
             cell
             for cell in stage.cells
             if cell.method in options.methods
+            and (cell.method not in TORCHFT or importlib.util.find_spec("torchft") is not None)
             and cell.inner in options.inner
             and (not options.peers or cell.peers in (1, *options.peers))
             and (not options.every or cell.every in (1, *options.every))
@@ -127,6 +130,13 @@ def asked(options: argparse.Namespace) -> list[Stage]:
         if kept:
             found.append(Stage(kept, tuple(seeds)))
     return found
+
+
+def skipped() -> dict[str, str]:
+    """What has no row, and why."""
+    if importlib.util.find_spec("torchft") is not None:
+        return SKIPPED
+    return {**SKIPPED, **dict.fromkeys(TORCHFT, "torchft is not installed (pip install -e '.[bench]')")}
 
 
 def arguments() -> argparse.Namespace:
@@ -232,7 +242,7 @@ def main() -> int:
     if options.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
         took = round(time.monotonic() - began, 1)
-        print(json.dumps({"rows": found, "skipped": SKIPPED, "machine": machine, "complete": complete, "took": took}))
+        print(json.dumps({"rows": found, "skipped": skipped(), "machine": machine, "complete": complete, "took": took}))
     return 0
 
 

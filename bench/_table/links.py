@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from bench._quality_methods import FRAGMENTS
-from bench._table.methods import RECIPES, TUNED_PEERS, lag
+from bench._table.methods import RECIPES, TORCHFT_STREAMING, TUNED_PEERS, lag
 from shoal.swarm.exchange.cost import Forecast, Line, Work, forecast
 
 LINKS = tuple((mbit, delay) for mbit in (1000, 100, 20) for delay in (0, 50, 200))
@@ -27,7 +27,7 @@ def name(link: tuple[int, int]) -> str:
 def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float) -> Work:
     """What a node does in a round. DDP is counted as if it hid all of its exchange behind one step of computing."""
     recipe = RECIPES[method]
-    pieces = FRAGMENTS if recipe.overlap else 1
+    pieces = FRAGMENTS if recipe.overlap or method == TORCHFT_STREAMING else 1
     late = 1 if method == "ddp" else "auto" if recipe.overlap else lag(method, every)
     nbytes = math.ceil(bytes_per_param * PARAMETERS)
     group = "nobody" if peers == 1 else recipe.group

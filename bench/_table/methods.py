@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bench._quality_methods import METHODS, RATES, Recipe
+from bench._quality_methods import FRAGMENTS, METHODS, RATES, Recipe
 
 INNERS = ("adamw", "muon")
 TUNED_EVERY = 50
 TUNED_PEERS = 4
+TORCHFT = TORCHFT_DILOCO, TORCHFT_STREAMING = ("torchft", "torchft-streaming")
 PAPER = "topk2+ef:0.95"
 AUTHORS = "topk2-senders+ef:0.95"
 FOUR_BITS, TWO_BITS = "e3m0+ef", "auto:2+ef"
@@ -36,6 +37,8 @@ def _recipes() -> dict[str, Recipe]:
         "noloco-overlap": replace(METHODS["noloco-overlap"], like=None),
         "co2": METHODS["co2"],
         "sparseloco": METHODS["sparseloco"],
+        TORCHFT_DILOCO: replace(diloco, like="diloco"),
+        TORCHFT_STREAMING: replace(streaming, fixed={}, like="streaming"),
     }
 
 
@@ -50,6 +53,8 @@ CODECS: dict[str, tuple[str, ...]] = {
     "noloco-overlap": ("float32", "int8"),
     "co2": ("float32", FOUR_BITS),
     "sparseloco": (PAPER, AUTHORS),
+    TORCHFT_DILOCO: ("float32",),
+    TORCHFT_STREAMING: ("float32",),
 }
 BEST = {name: codecs[1] if len(codecs) > 1 else codecs[0] for name, codecs in CODECS.items()} | {"sparseloco": PAPER}
 """The codec of the rows that are run first."""
@@ -111,9 +116,11 @@ def _order() -> Iterator[Sequence[Cell]]:
     yield [cell(name) for name in OTHERS]
     yield [cell("diloco", codec="float32"), cell("noloco-overlap", codec="float32")]
     yield [cell(name, "adamw") for name in OTHERS]
+    yield [cell(TORCHFT_DILOCO, "adamw"), cell(TORCHFT_STREAMING, "adamw")]
     yield [cell(name, every=every) for every in (10, 200) for name in SPREAD if (name, every) != ("diloco", 200)]
     yield [cell(name, peers=8) for name in SPREAD]
     yield [cell("sparseloco", codec=AUTHORS), cell("streaming", codec="float32"), cell("noloco", codec="float32")]
+    yield [cell(TORCHFT_DILOCO), cell(TORCHFT_STREAMING)]
     yield [cell(name, "adamw", peers=8) for name in SPREAD]
     yield [cell(name, inner, peers=peers, every=every) for inner in INNERS for name in ("sparseloco", "co2", "local-sgd")
            for peers, every in ((8, 50), (4, 10), (4, 200))]  # fmt: skip
@@ -129,4 +136,6 @@ def lag(method: str, every: int) -> int:
     """Inner steps from sending to applying in the runs."""
     if method == "co2":
         return every
+    if method == TORCHFT_STREAMING:
+        return every // FRAGMENTS - 1
     return max(1, every // 5) if RECIPES[method].overlap else 0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shoal
 from bench._quality_train import Diverged, Meter
 from bench._table.links import marks
-from bench._table.methods import recipe
+from bench._table.methods import TORCHFT, recipe
 from bench._table.text import TableText, read
 from shoal.node.task import Shard
 from shoal.optim import Alone, Simulation, codec_named
@@ -210,6 +210,10 @@ def outer(spec: Spec, place: Place) -> Trained:
 
 
 def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
+    if spec.method in TORCHFT:
+        from bench._table.torchft import torchft
+
+        return torchft
     return data_parallel if spec.method == "ddp" else outer
 
 

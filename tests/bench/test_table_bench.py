@@ -306,6 +306,31 @@ def test_a_run_has_losses_a_curve_and_its_bytes(small, cache, method, inner, cod
     assert json.loads(json.dumps(found))["outer"] == dict(setting)
 
 
+@pytest.mark.slow(reason="starts processes of torchft")
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+def test_diloco_run_by_torchft_is_ours(small, cache, inner):
+    pytest.importorskip("torchft", reason="torchft has wheels for some machines only")
+    corpus, setting = text.corpus(small, 300, cache), (("lr", 0.7), ("momentum", 0.6))
+    specs = [
+        train.Spec(corpus.digest, "micro", method, inner, "float32", 2, 8, 24, 0.006, setting, 0)
+        for method in ("torchft", "diloco")
+    ]
+    theirs, ours = (train.run(spec, train.Place(cache)) for spec in specs)
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert theirs["bytes_per_param"] == ours["bytes_per_param"] == 4
+    assert [step for step, _ in theirs["curve"]] == [step for step, _ in ours["curve"]] == [8, 16, 24]
+
+
+def test_torchft_fragments_hold_each_parameter_once():
+    torchft = importlib.import_module("bench._table.torchft")
+    model = torchft.nn.Sequential()
+    model.extend([torchft.nn.Linear(2, 2), torchft.nn.ModuleList(torchft.nn.Linear(2, 2) for _ in range(5))])
+    parts = torchft.fragments(model, 4)
+    assert [len(list(part.parameters())) for part in parts] == [4, 4, 2, 2]
+    assert {id(p) for part in parts for p in part.parameters()} == {id(p) for p in model.parameters()}
+    assert torchft.fragments(model, 1) == [model]
+
+
 def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, monkeypatch):
     file, page, picture = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "table.svg"
     runs = [ddp("adamw", 2.0), ddp("muon", 1.9), a_run(), a_run("noloco-overlap", "adamw", "int8"), a_run(steps=500, loss=9.0)]
