@@ -15,7 +15,7 @@ overlapped = pytest.mark.parametrize("overlap", [True, pytest.param(False, marks
 )
 def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious, overlap):
     # Both have learnt the same, so nothing but the lie is between them.
-    honest, liar = nursery.pair(attack=attack, screen={"sends": "weights"}, overlap=overlap, wait=30.0, chunk=10.0)
+    honest, liar = nursery.pair(attack=attack, screen={"sends": "weights"}, overlap=overlap, wait=60.0, chunk=60.0)
     for peer in (honest, liar):
         peer.tell("mean", number=0, floats=FLOATS, round=0)
     assert "sha256" not in honest.wait("mean", round=0)
