@@ -7,6 +7,7 @@ stdin (within seconds even if it is then in the middle of an exchange) or when i
 from __future__ import annotations
 
 import json
+import os
 import queue
 import sys
 import threading
@@ -57,9 +58,13 @@ class Run:
 
 
 def listen(orders: queue.Queue[str]) -> None:
-    """Hand on stdin's lines; after its end this process has some seconds to leave by itself."""
-    for line in sys.stdin:
-        orders.put(line)
+    """Hand on stdin's lines; after its end this process has some seconds to leave by itself.
+
+    By a file of its own: what hivemind forks closes ``sys.stdin``, and would wait for ever for the lock that a reader of it holds.
+    """
+    with os.fdopen(os.dup(0)) as lines:
+        for line in lines:
+            orders.put(line)
     orders.put("")
     time.sleep(LEAVE_S)
     overdue()
