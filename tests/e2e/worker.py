@@ -194,7 +194,7 @@ class Worker:
                 self.die(number)
 
         saver = CheckpointWriter(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, notify=print, at=at)
-        assert saver.last(step) is None
+        assert saver.last(step, patience_s=600.0) is None  # of which it may be stopped for minutes
         self.say("saved", step=step)
 
     def die(self, number):
