@@ -97,6 +97,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if overlaps:
         lag = options.lag or str(STEPS // options.fragments - 1)
         outer |= {"fragments": options.fragments, "lag": int(lag) if lag.isdigit() else lag}
+    elif options.method == "noloco":
+        outer["lag"] = 0
     setup = {"layers": layers, "outer": outer, "step_s": round_s / STEPS, "rounds": options.rounds, "upload": options.upload,
              "verbose": options.verbose}  # fmt: skip
     names = [f"uplink-{os.getpid()}-{number}" for number in range(2)]

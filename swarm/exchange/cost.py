@@ -17,8 +17,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-ROUND_TRIPS = 11.0
-HANDLING = 8e-9  # seconds a byte that is sent: encryption, digests, copies, the mean
+ROUND_TRIPS = 8.5
+HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
 AT_HAND = 1e-9  # seconds a byte of float32 weights, in the training thread
 LOOP = 0.002  # of the computing time: what the loop costs a node without any exchange
 WIRE = 1.013  # bytes on the wire for each byte of payload

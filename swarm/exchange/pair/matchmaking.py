@@ -99,9 +99,7 @@ class PairMatchmaker:
         """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does."""
         loop = asyncio.get_running_loop()
         usual = loop.time() + self._patience.of(self._timeouts, pairing.key.fragment)
-        needed = (
-            pairing.needed
-        )  # not the pairing: a ring through the commit state would keep both contributions until it is collected
+        needed = pairing.needed  # not the pairing: as a ring it would keep both contributions until Python's collector came
         pairing.attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(needed.wait())
         try:

@@ -21,16 +21,18 @@ FAST = Line(12.5e6, 0.0)
 
 
 def recorded():
-    """Each figure of the record: what was done over which line, and how much of its time it computed."""
+    """The latest figure of each setting over each line: what was done, and how much of its time it computed."""
+    latest = {}
     for run in records(RECORD):
         for row in run["rows"]:
             done = work(row["method"], run["plan"])
             if done is not None:
-                name = f"{run['date']} {row['method']} {row['delay_ms']} ms"
-                yield pytest.param(done, line(run["plan"], row["delay_ms"]), row["utilisation"], run.get("loaded", False), id=name)
+                over, name = line(run["plan"], row["delay_ms"]), f"{run['date']} {row['method']} {row['delay_ms']} ms"
+                latest[done, over] = pytest.param(done, over, row["utilisation"], run.get("loaded", False), id=name)
+    return list(latest.values())
 
 
-@pytest.mark.parametrize(("done", "over", "measured", "loaded"), list(recorded()))
+@pytest.mark.parametrize(("done", "over", "measured", "loaded"), recorded())
 def test_the_formula_agrees_with_what_was_measured(done, over, measured, loaded):
     # With a lag that is set too short the wait is a small difference of long times: nobody chooses that, and the bound is wider.
     short = done.lag != "auto" and 0 < done.lag * done.step_s < exchange_s(done, over)
@@ -90,7 +92,7 @@ def test_the_automatic_lag_has_a_margin_and_ends_at_a_round():
     arrival = math.ceil(exchange_s(four, Line(12.5e6, 0.1)) / 0.1)
     assert arrival >= 16
     assert expected_lag(four, Line(12.5e6, 0.1)) == arrival + arrival // 8
-    assert expected_lag(replace(four, step_s=0.5), FAST) == 2
+    assert expected_lag(replace(four, step_s=0.6), FAST) == 2
     assert expected_lag(replace(four, step_s=60.0), FAST) == 1
     assert expected_lag(four, Line(1e4, 0.0)) == 100
     assert expected_lag(replace(PAIR, lag=7), FAST) == 7
