@@ -27,7 +27,7 @@ def test_peers_agree_on_records_and_tokenizer_and_who_has_another_is_told(shoal)
     (shoal.home / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
     tokenizer(shoal.home / "tok", 280)
     tokenizer(shoal.home / "other", 270)
-    table = shoal.toml(swarm={"start_when": 2}, outer={"every": 10}, train={"steps": 40}, options=SIZE)
+    table = shoal.toml(swarm={"start_when": 2}, outer={"every": 10, "lag": 0}, train={"steps": 40}, options=SIZE)
 
     def node(verb, what, name, *arguments):
         own = ("--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key", "--threads", "1")
