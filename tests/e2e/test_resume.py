@@ -139,7 +139,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     assert "goes on from step 20 of the checkpoint" in creator.said()
     assert "not carried over: the outer momentum of diloco (the method is noloco now)" in creator.said()
     assert starts(shoal, "second")[0]["loss_first"] == pytest.approx(first["loss_last"])
-    assert rounds(shoal, "second")[0]["step"] == 5 * EVERY
+    assert 4 * EVERY < rounds(shoal, "second")[0]["step"] <= 5 * EVERY  # each fragment has a step of its own
     assert starts(shoal, "second")[0]["swarm"] != first["swarm"]
 
     # A newcomer takes over these weights, and one with a checkpoint of another swarm must say so.
