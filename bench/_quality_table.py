@@ -30,7 +30,7 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     return row
 
 
-def _above(row: Row, other: Row | None) -> tuple[float, float | None] | None:
+def above(row: Row, other: Row | None) -> tuple[float, float | None] | None:
     """How much higher the loss is than the other's: mean and standard deviation over the seeds that both have."""
     shared = sorted(set(row["losses"]) & set(other["losses"])) if other is not None else []
     if other is None or not shared:
@@ -55,12 +55,12 @@ def rows(results: Sequence[Row]) -> list[Row]:
     for row in found:
         # Data parallel is the same mathematics for any number of peers, as long as the batch of all together is the same.
         ddp = reference.get((row["steps"], row["batch"], row["peers"]), anywhere.get((row["steps"], row["batch"])))
-        row["above_ddp"], row["above_ddp_sd"] = _above(row, ddp) or (None, None)
+        row["above_ddp"], row["above_ddp_sd"] = above(row, ddp) or (None, None)
     found.sort(key=lambda row: (row["steps"], row["peers"], row["loss"] if row["loss"] is not None else float("inf")))
     return found
 
 
-def _percent(mean: float | None, sd: float | None) -> str:
+def percent(mean: float | None, sd: float | None) -> str:
     return "" if mean is None else f"{100 * mean:+.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "") + " %"
 
 
@@ -77,7 +77,7 @@ def _cells(row: Row) -> list[str]:
         ", ".join(f"{name} {value:g}" for name, value in row["outer"].items()),
         loss,
         "" if averaged is None or averaged == row["loss"] else f"{averaged:.3f}",
-        _percent(row["above_ddp"], row["above_ddp_sd"]) if row["method"] != "ddp" else "",
+        percent(row["above_ddp"], row["above_ddp_sd"]) if row["method"] != "ddp" else "",
         "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:.4g}",
         str(row["seeds"]) + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
     ]
@@ -98,7 +98,7 @@ def tables(found: Sequence[Row]) -> list[Table]:
     return made
 
 
-def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
 
 
@@ -113,11 +113,11 @@ def _two_budgets(found: Sequence[Row]) -> str:
         return ""
     budgets = sorted({steps for gaps in several.values() for steps in gaps})
     lines = [
-        [*map(str, key), *(_percent(gaps[n]["above_ddp"], gaps[n]["above_ddp_sd"]) if n in gaps else "" for n in budgets)]
+        [*map(str, key), *(percent(gaps[n]["above_ddp"], gaps[n]["above_ddp_sd"]) if n in gaps else "" for n in budgets)]
         for key, gaps in sorted(several.items(), key=lambda item: float(item[1][max(item[1])]["above_ddp"]))
     ]
     heads = ["method", "codec", "peers", "every", *(f"{steps} steps" for steps in budgets)]
-    return "Above ddp, by the number of steps:\n\n" + _markdown(heads, lines)
+    return "Above ddp, by the number of steps:\n\n" + markdown_table(heads, lines)
 
 
 def _codecs(found: Sequence[Row]) -> str:
@@ -127,16 +127,16 @@ def _codecs(found: Sequence[Row]) -> str:
     for row in found:
         method = "diloco" if row["method"] == "sparseloco" else row["method"]
         other = plain.get((method, row["peers"], row["every"], row["steps"]))
-        above = _above(row, other) if row["codec"] != "float32" else None
-        if above is not None and other is not None:
+        over = above(row, other) if row["codec"] != "float32" else None
+        if over is not None and other is not None:
             fewer = f"{other['bytes_per_token'] / row['bytes_per_token']:.1f}"
             where = [str(row[name]) for name in ("peers", "every", "steps")]
             shared = len(set(row["losses"]) & set(other["losses"]))
-            lines.append([row["method"], row["codec"], *where, _percent(*above), fewer, str(shared)])
+            lines.append([row["method"], row["codec"], *where, percent(*over), fewer, str(shared)])
     if not lines:
         return ""
     heads = ["method", "codec", "peers", "every", "steps", "against float32", "times fewer bytes", "seeds"]
-    return "Codecs:\n\n" + _markdown(heads, lines)
+    return "Codecs:\n\n" + markdown_table(heads, lines)
 
 
 def _overlapped(found: Sequence[Row]) -> str:
@@ -146,22 +146,23 @@ def _overlapped(found: Sequence[Row]) -> str:
     for row in found:
         where = (row["peers"], row["every"], row["steps"])
         blocking = plain.get((row["method"].replace("-overlap", ""), *where))
-        above = _above(row, blocking) if "-overlap" in row["method"] and row["codec"] == "float32" else None
-        if above is None or blocking is None:
+        late = above(row, blocking) if "-overlap" in row["method"] and row["codec"] == "float32" else None
+        if late is None or blocking is None:
             continue
         muon = row["method"].endswith("-muon")
         # Data parallel is the same mathematics for any number of peers.
         parallel = plain.get(("ddp-muon" if muon else "ddp", 4, 1, row["steps"]))
-        over = _above(row, parallel)
+        over = above(row, parallel)
         shared = len(set(row["losses"]) & set(blocking["losses"]))
         losses = [f"{one['loss']:.3f}" + (f" ± {one['loss_sd']:.3f}" if one["loss_sd"] else "") for one in (blocking, row)]
         key = (row["steps"], muon, *where)
         first = ["Muon" if muon else "AdamW", *map(str, where)]
-        lines.append((key, [*first, *losses, _percent(*above), _percent(*over) if over else "", str(shared)]))
+        lines.append((key, [*first, *losses, percent(*late), percent(*over) if over else "", str(shared)]))
     if not lines:
         return ""
     heads = ["inner", "peers", "every", "steps", "blocking", "overlapped", "against blocking", "against DDP, same inner", "seeds"]
-    return "NoLoCo that overlaps (4 fragments, lag a fifth of every):\n\n" + _markdown(heads, [line for _, line in sorted(lines)])
+    title = "NoLoCo that overlaps (4 fragments, lag a fifth of every):\n\n"
+    return title + markdown_table(heads, [line for _, line in sorted(lines)])
 
 
 def markdown(found: Sequence[Row]) -> str:
@@ -169,5 +170,5 @@ def markdown(found: Sequence[Row]) -> str:
     parts = []
     for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (-pair[1], pair[0] != 4, pair[0])):
         lines = [_cells(row) for row in found if (row["peers"], row["steps"]) == (peers, steps)]
-        parts.append(f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + _markdown(HEADS, lines))
+        parts.append(f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + markdown_table(HEADS, lines))
     return "\n".join(filter(None, [_overlapped(found), _two_budgets(found), _codecs(found), *parts]))

@@ -20,7 +20,7 @@ from bench._quality_methods import METHODS
 from shoal.node.task import Shard
 from shoal.node.tasks.corpus import Document
 from shoal.node.tasks.text import TextTask, _digest
-from shoal.optim import FLOAT32, Alone, Codec, Simulation, codec_named
+from shoal.optim import FLOAT32, Alone, Codec, OuterOptimizer, Simulation, codec_named
 from shoal.optim.codecs.base import Shape
 from shoal.optim.exchange.base import Exchange, Handle, RoundKey
 from shoal.optim.exchange.simulation import SimulatedExchange
@@ -143,11 +143,28 @@ def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optim
     return as_one([torch.optim.Muon(matrices, lr=spec.lr, weight_decay=0.0), adamw]) if muon else adamw
 
 
-def _backward(task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0) -> None:
+def backward(task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0) -> None:
     loss = task.loss(model, batch)
     if not math.isfinite(value := float(loss.detach())):
         raise Diverged(f"the training loss is {value}")
     torch.autograd.backward([loss * share])
+
+
+def outer_step(optimizer: OuterOptimizer, model: nn.Module) -> None:
+    """One step; Diverged if it fails for weights that are not finite."""
+    try:
+        optimizer.step()
+    except ValueError as error:  # codecs refuse NaN and infinity
+        if all(bool(p.isfinite().all()) for p in model.parameters()):
+            raise
+        raise Diverged(str(error)) from error
+
+
+def finish(optimizer: OuterOptimizer) -> None:
+    """End the run with the slow weights in the model."""
+    optimizer.finish()
+    for parameter, slow in zip(optimizer.parameters, optimizer.slow, strict=True):
+        parameter.detach().copy_(slow)
 
 
 def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
@@ -169,7 +186,7 @@ def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
     sent = 0
     for _ in range(steps):
         for shard in shards:
-            _backward(task, model, next(shard), 1 / peers)
+            backward(task, model, next(shard), 1 / peers)
         if peers > 1:
             sent += FLOAT32.encode([p.grad for p in model.parameters() if p.grad is not None]).numel()
         inner.step()
@@ -195,19 +212,12 @@ def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
         optimizer = make(_inner(task, model, spec), meter, every=spec.every, model=model, codec=codec, **more)
         scheduler = task.lr_scheduler(optimizer, spec.steps)
         for data in islice(task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed)), spec.steps):
-            _backward(task, model, data)
+            backward(task, model, data)
             optimizer.count(data[0].numel())
-            try:
-                optimizer.step()
-            except ValueError as error:  # codecs refuse NaN and infinity
-                if all(bool(p.isfinite().all()) for p in model.parameters()):
-                    raise
-                raise Diverged(str(error)) from error
+            outer_step(optimizer, model)
             scheduler.step()
             optimizer.zero_grad()
-        optimizer.finish()
-        for parameter, slow in zip(optimizer.parameters, optimizer.slow, strict=True):
-            parameter.detach().copy_(slow)
+        finish(optimizer)
         return model, meter.bytes
 
     size = 2 if recipe.group == "pair" else spec.peers

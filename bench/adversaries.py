@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench._attacks import ATTACKS, Board, Honest, Hostile
 from bench._page import put_into
-from bench._quality_train import Diverged, QualityText, _backward
+from bench._quality_train import Diverged, QualityText, backward
 from shoal.node.task import Shard
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.simulation import SimulatedExchange
@@ -97,7 +97,7 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
         try:
             for batch in data:
                 exchange.sleep(1.0)
-                _backward(task, model, batch)
+                backward(task, model, batch)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

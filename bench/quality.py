@@ -119,7 +119,7 @@ class Runner:
             raise TimeUp
 
 
-def _validation(result: dict[str, Any]) -> float:
+def validation(result: dict[str, Any]) -> float:
     value = result["validation"]
     return float("inf") if value is None else float(value)
 
@@ -144,7 +144,7 @@ class Quality:
 
     def _best(self, cell: Cell, tried: Sequence[Chosen]) -> Chosen:
         results = self.runner(self.spec(cell, chosen, 0) for chosen in tried)
-        return min(zip(tried, results, strict=True), key=lambda pair: _validation(pair[1]))[0]
+        return min(zip(tried, results, strict=True), key=lambda pair: validation(pair[1]))[0]
 
     def tuned(self, method: str, every: int) -> Chosen:
         """The learning rate and setting of a method at one ``every``; 5 runs."""
@@ -155,7 +155,7 @@ class Quality:
         by_five_runs(lambda tried: self._best(cell, tried), recipe.settings, RATES[recipe.inner])
         like = self.spec(cell, (0.0, {}), 0)  # a file of results may hold more that was tried: the best of all is taken
         tried = [result for result in self.runner.results.values() if all(result[name] == getattr(like, name) for name in SAME)]
-        best = min(tried, key=_validation)
+        best = min(tried, key=validation)
         return best["lr"], best["outer"]
 
     def run(self, cell: Cell, seeds: Sequence[int], again: bool | Cell) -> None:
@@ -182,15 +182,15 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     return found
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     values = [int(part) for part in text.split(",")]
     if not values or min(values) < 1:
         raise argparse.ArgumentTypeError("must be whole numbers of at least 1, separated by commas")
     return values
 
 
-def _number(text: str) -> int:
-    (value,) = _numbers(text)
+def number(text: str) -> int:
+    (value,) = numbers(text)
     return value
 
 
@@ -210,16 +210,16 @@ def _codecs(text: str) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=_numbers, default=[8], help="numbers of peers, separated by commas")
-    parser.add_argument("--every", type=_numbers, default=[50], help="inner steps between two exchanges, separated by commas")
+    parser.add_argument("--peers", type=numbers, default=[8], help="numbers of peers, separated by commas")
+    parser.add_argument("--every", type=numbers, default=[50], help="inner steps between two exchanges, separated by commas")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help="separated by commas; default: all")
     parser.add_argument("--codecs", type=_codecs, help="separated by commas; default: float32, and the sparse one for sparseloco")
-    parser.add_argument("--seeds", type=_number, default=3, help="runs of each row")
-    parser.add_argument("--steps", type=_number, default=500, help="inner steps of each peer")
-    parser.add_argument("--batch", type=_number, default=32, help="windows a step of all peers together")
+    parser.add_argument("--seeds", type=number, default=3, help="runs of each row")
+    parser.add_argument("--steps", type=number, default=500, help="inner steps of each peer")
+    parser.add_argument("--batch", type=number, default=32, help="windows a step of all peers together")
     parser.add_argument("--lr", type=float, help="inner learning rate, with each method's default setting: nothing is tuned then")
-    parser.add_argument("--tune-steps", type=_number, default=500, help="inner steps of each peer in the runs that choose")
-    parser.add_argument("--jobs", type=_number, default=1, help="runs at once, each in a process with one thread")
+    parser.add_argument("--tune-steps", type=number, default=500, help="inner steps of each peer in the runs that choose")
+    parser.add_argument("--jobs", type=number, default=1, help="runs at once, each in a process with one thread")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON lines of results: what is there is not run again")
     parser.add_argument("--plan", nargs="?", const="methods", choices=PLANS, help="run a plan of bench/_quality_plan.py instead")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")

@@ -52,16 +52,11 @@ from bench._table.methods import CODECS, INNERS, PLAN, RECIPES, SKIPPED, SMALL, 
 from bench._table.results import HEADS, cells, markdown, rows, wanted
 from bench._table.text import TextError, corpus
 from bench._table.train import SIZES, Place, Spec, run
-from bench.quality import Chosen, Runner, TimeUp, by_five_runs
+from bench.quality import Chosen, Runner, TimeUp, by_five_runs, number, numbers, validation
 
 RESULTS = Path(__file__).resolve().parent / "results" / "table.jsonl"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
-
-
-def validation(result: dict[str, Any]) -> float:
-    value = result["validation"]
-    return float("inf") if value is None else float(value)
 
 
 class Bench:
@@ -140,14 +135,6 @@ def skipped() -> dict[str, str]:
 
 
 def arguments() -> argparse.Namespace:
-    def number(text: str) -> int:
-        if int(text) < 1:
-            raise argparse.ArgumentTypeError("must be a whole number of at least 1")
-        return int(text)
-
-    def numbers(text: str) -> list[int]:
-        return [number(part) for part in text.split(",")]
-
     def among(known: Sequence[str]) -> Any:
         def names(text: str) -> list[str]:
             found = text.split(",")

@@ -7,9 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench._quality_table import _above as above
-from bench._quality_table import _markdown as table
-from bench._quality_table import _percent as percent
+from bench._quality_table import above, markdown_table, percent
 from bench._table import links
 
 Row = dict[str, Any]
@@ -134,7 +132,7 @@ def markdown(found: Sequence[Row]) -> str:
         _, model, steps = key
         params = next((row["params"] for row in mine if row["params"]), 0)
         about = f"model `{model}` ({params:,} parameters), {steps:,} steps"
-        parts.append(f"At equal tokens, {about}:\n\n" + table(HEADS, [*map(cells, mine)]))
+        parts.append(f"At equal tokens, {about}:\n\n" + markdown_table(HEADS, [*map(cells, mine)]))
         heads = (*HEADS[:5], *(f"{mbit} Mbit/s, {delay} ms" for mbit, delay in links.LINKS))
-        parts.append("The same at equal time, loss (utilisation):\n\n" + table(heads, [*map(_timed, mine)]))
+        parts.append("The same at equal time, loss (utilisation):\n\n" + markdown_table(heads, [*map(_timed, mine)]))
     return "\n".join(parts)

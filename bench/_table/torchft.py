@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench._quality_methods import FRAGMENTS
-from bench._quality_train import Diverged
+from bench._quality_train import Diverged, backward
 from bench._table.links import marks
 from bench._table.methods import TORCHFT_STREAMING, lag
-from bench._table.train import ON_THE_WAY, Place, Spec, Trained, backward, held_out, inner_optimizer
+from bench._table.train import ON_THE_WAY, Place, Spec, Trained, held_out, inner_optimizer
 from shoal.node.task import Shard
 
 HERE = "127.0.0.1"

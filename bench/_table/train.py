@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from bench._quality_train import Diverged, Meter
+from bench._quality_train import Diverged, Meter, backward, finish, outer_step
 from bench._table.links import marks
 from bench._table.methods import TORCHFT, recipe
 from bench._table.text import TableText, read
@@ -122,13 +122,6 @@ def inner_optimizer(task: TableText, model: nn.Module, spec: Spec) -> torch.opti
     return made
 
 
-def backward(task: TableText, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    loss = task.loss(model, batch)
-    if not math.isfinite(value := float(loss.detach())):
-        raise Diverged(f"the training loss is {value}")
-    torch.autograd.backward([loss])
-
-
 @torch.no_grad()
 def held_out(task: TableText, model: nn.Module, half: str, most: int | None = None) -> float:
     """Nats a token on one half."""
@@ -188,20 +181,13 @@ def outer(spec: Spec, place: Place) -> Trained:
         for step, data in enumerate(islice(shard, spec.steps), 1):
             backward(task, model, place.batch(data))
             optimizer.count(data[0].numel())
-            try:
-                optimizer.step()
-            except ValueError as error:  # codecs refuse NaN and infinity
-                if all(bool(p.isfinite().all()) for p in model.parameters()):
-                    raise
-                raise Diverged(str(error)) from error
+            outer_step(optimizer, model)
             scheduler.step()
             optimizer.zero_grad()
             if first and step in at:
                 with optimizer.averaged():
                     curve.append((step, held_out(task, model, "loss", ON_THE_WAY)))
-        optimizer.finish()
-        for parameter, slow in zip(optimizer.parameters, optimizer.slow, strict=True):
-            parameter.detach().copy_(slow)
+        finish(optimizer)
         return model, meter.bytes
 
     size = 2 if made.group == "pair" else spec.peers
