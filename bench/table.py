@@ -9,8 +9,8 @@ beside the results). A tenth of its pieces is held out, half of that to choose s
 pieces of its own, all in one process (``optim.Simulation``), but "torchft" and "torchft-streaming", which torchft runs in
 processes of its own with what our "diloco" and "streaming" chose. All rows of one model and length have seen equally many tokens:
 ``--steps`` steps of all peers together, whatever their number. At K = 1 "snoo" is DiLoCo's optimizer alone. "noloco" waits for
-its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments a fifth of a round after it was
-sent.
+its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments 16 steps after it was sent, in
+rounds of 10 steps 2.
 
 Tuning is the same for every method and inner optimizer, DDP's too: 5 runs of half the length with 4 peers in rounds of 50 (three
 settings, then rates), by the validation half. Codecs, numbers of peers and lengths of rounds take that choice over. ``--small``
@@ -22,8 +22,8 @@ bytes a peer hands to the exchange than in data parallel training of as many pee
 ring over K peers sends each payload 2 (K - 1) / K times, a pair once, and sparse ones are gathered. "utilisation": computed, for
 a model of 10 million parameters with steps of 0.1 s, on links of Mbit/s "/" milliseconds one way. "loss_at_equal_time": the loss
 after those steps that fit into the time in which peers that never wait make all of them, interpolated in the curve of the same
-run (whose learning rate was made for more steps). "lag": the steps that an exchange takes there, at most a round; where that
-exceeds a fifth of a round, the loss is of a run with less.
+run (whose learning rate was made for more steps). "lag": the steps that an exchange takes there, at most a round; the loss
+is that of a run with 16, whatever the link.
 """
 
 from __future__ import annotations

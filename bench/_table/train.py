@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shoal
 from bench._quality_train import Diverged, Meter, backward, finish, outer_step
 from bench._table.links import marks
-from bench._table.methods import TORCHFT, recipe
+from bench._table.methods import TORCHFT, lag, recipe
 from bench._table.text import TableText, read
 from shoal.node.task import Shard
 from shoal.optim import Alone, Simulation, codec_named
@@ -169,6 +169,8 @@ def outer(spec: Spec, place: Place) -> Trained:
     make = made.make
     names = [f"peer{index}" for index in range(spec.peers)]
     arguments = {**{name: value for name, value in spec.outer if name != "beta2"}, **made.arguments(spec.every)}
+    if made.overlap:
+        arguments["lag"] = lag(spec.method, spec.every)
     at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
 
     def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:

@@ -351,3 +351,9 @@ def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, m
     first = svg
     assert bench.main() == 0
     assert picture.read_text() == first
+
+
+def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by():
+    what = links.work("noloco-overlap", "int8", 4, 50, 2.03)
+    assert methods.lag("noloco-overlap", 50) == methods.lag("streaming", 200) == links.on((100, 50), what).lag
+    assert (methods.lag("noloco-overlap", 10), methods.lag("noloco", 50), methods.lag("co2", 50)) == (2, 0, 50)
