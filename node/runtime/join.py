@@ -13,6 +13,7 @@ from shoal.node.runtime.fixed_settings import check_not_fixed
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
+from shoal.node.training.schedule import resolved
 from shoal.optim import OuterOptimizer
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
@@ -63,7 +64,7 @@ def new_manifest(
         task=task_label(settings.task.hooks),
         task_options={**task_options(settings), **(agreed or {})},
         outer=outer if fragments is None else outer.fitted(fragments),
-        train=settings.train.shared,
+        train=resolved(settings.train.shared),
         verify=settings.verify,
         terms=terms,
         model=model,

@@ -31,6 +31,9 @@ from shoal.swarm.state.snapshot import State
 PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
 """The fields of a learning-rate scheduler that change as it goes on, besides those with an underscore; the rest identify it."""
 
+INNER = ("optimizer", "lr", "adamw_lr", "momentum", "weight_decay")
+"""Settings of the inner optimizer, whose state a checkpoint holds."""
+
 
 @dataclass(frozen=True)
 class SavedRun:
@@ -97,8 +100,12 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
 
 
 def with_its_task(settings: Settings, saved: SavedRun) -> Settings:
-    """Return ``settings`` of a new swarm, with the checkpoint's task and options where the user gave none."""
-    task, manifest = settings.task, saved.manifest
+    """Return ``settings`` of a new swarm, with the checkpoint's inner optimizer, task and options where the user gave none."""
+    train, manifest = settings.train, saved.manifest
+    if not train.model_fields_set & {*INNER}:
+        train = train.model_copy(update={name: getattr(manifest.train, name) for name in INNER})
+        settings = settings.model_copy(update={"train": train})
+    task = settings.task
     if task.model_fields_set or manifest.task not in BUILT_IN_TASKS:
         return settings
     options = dict(manifest.task_options)

@@ -78,12 +78,13 @@ def migrate_state(
 
 
 def _inner(mine: dict[str, Any], theirs: Mapping[str, Any], groups: bool, dropped: list[str]) -> dict[str, Any]:
-    """Return the inner optimizer's state to load. ValueError if the parameters are grouped in another way."""
+    """Return the inner optimizer's state to load. ValueError if it has another number of parameters."""
     own, saved = mine["param_groups"], theirs["param_groups"]
-    if [len(group["params"]) for group in own] != [len(group["params"]) for group in saved]:
+    sizes, others = ([len(group["params"]) for group in groups] for groups in (own, saved))
+    if sum(sizes) != sum(others):
         raise ValueError("the saved inner optimizer has other parameter groups")
-    # Another version of torch may add a setting; another optimizer both lacks settings and has others.
-    if not all(set(a) <= set(b) or set(b) <= set(a) for a, b in zip(_plain(own), _plain(saved), strict=True)):
+    # Another version of torch may add a setting; another optimizer both lacks settings and has others, or groups of its own (Muon).
+    if sizes != others or not all(set(a) <= set(b) or set(b) <= set(a) for a, b in zip(_plain(own), _plain(saved), strict=True)):
         dropped.append("the inner optimizer's state (it is another optimizer now)")
         return mine
     merged = [{**a, **b} if groups else {**b, **a} for a, b in zip(own, saved, strict=True)]

@@ -41,6 +41,23 @@ def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(method, written
     assert open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
 
 
+MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.006, "momentum": 0.95, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({}, {}),
+        ({"train.optimizer": "adamw"}, {"optimizer": "adamw", "lr": 3e-4, "weight_decay": 0.01}),
+        ({"train.optimizer": "muon", "train.lr": 0.1}, MUON | {"lr": 0.1, "adamw_lr": 0.03}),
+        ({"train.optimizer": "muon", "train.momentum": 0.9}, MUON | {"momentum": 0.9}),
+    ],
+)
+def test_a_new_manifest_has_the_inner_optimizers_rates_written_down(given, written):
+    train = manifest(**given).train
+    assert train.model_dump(exclude_unset=True) == {"steps": 0, "seed": 5, "eval_every": 0} | written
+
+
 def test_the_folder_of_a_task_is_nobody_elses_affair():
     assert task_label("/home/somebody/task.py:Mine") == "task.py:Mine"
     assert task_label("package.module:Mine") == "package.module:Mine"
@@ -64,7 +81,8 @@ OWN_TRAINING = {"precision": "bfloat16", "accumulate": 4, "compile": True, "reco
 
 def test_how_a_node_computes_is_its_own_and_in_no_manifest():
     assert set(OWN_TRAINING) == set(OwnTraining.model_fields)
-    agreed = {"optimizer": "adamw", "lr": 0.01, "schedule": "cosine", "warmup": 5, "clip": 1.0, "steps": 50, "seed": 5}
+    agreed = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "schedule": "cosine", "warmup": 5, "clip": 1.0, "steps": 50}
+    agreed["seed"] = 5
     own = {f"train.{name}": value for name, value in OWN_TRAINING.items()}
     theirs = manifest(**own, **{f"train.{name}": value for name, value in agreed.items()})
     assert type(theirs.train) is TrainSettings

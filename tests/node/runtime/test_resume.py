@@ -216,6 +216,15 @@ def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity
     assert (made.task.hooks, made.task.options, made.rl.env) == ("rl", {}, "sapo9")
 
 
+def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_another(identity):
+    ours, adamw = saved(identity, **{"train.optimizer": "muon", "train.lr": 0.03, "train.seed": 5}), saved(identity)
+    for given, kept in (({}, ("muon", 0.03, 0)), ({"train.optimizer": "muon"}, ("muon", None, 0))):
+        train = with_its_task(load(None, given), ours).train
+        assert (train.optimizer, train.lr, train.seed) == kept
+    assert with_its_task(load(), adamw).train.optimizer == "task"
+    assert with_its_task(load(None, {"train.optimizer": "muon"}), adamw).train.optimizer == "muon"
+
+
 @pytest.mark.parametrize(
     ("method", "round", "applied", "away", "newer"),
     [

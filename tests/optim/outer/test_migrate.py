@@ -18,6 +18,7 @@ from shoal.optim import (
     codec_named,
     method_named,
     migrate_state,
+    muon,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -187,6 +188,16 @@ def test_another_inner_optimizer_begins_anew_and_is_named():
     new.inner = torch.optim.SGD(new.net.parameters(), lr=0.1, momentum=0.9)
     new.opt = NoLoCo(new.inner, Alone(), every=4, lag=0)
     assert new.begin_from(old) == ["the inner optimizer's state (it is another optimizer now)"]
+    assert same(new.opt.slow, old.opt.slow)
+    new.train(4)
+
+
+def test_from_adamw_to_muon_the_weights_come_over():
+    old, new = Run("noloco").train(6), Run("noloco")
+    new.inner = muon(new.net)
+    new.opt = NoLoCo(new.inner, Alone(), every=4, lag=0, model=new.net)
+    # As nodes save it: torch's form counts parameters by the inner optimizer's groups.
+    assert migrate_state(new.opt, old.opt.whole_state()) == ["the inner optimizer's state (it is another optimizer now)"]
     assert same(new.opt.slow, old.opt.slow)
     new.train(4)
 
