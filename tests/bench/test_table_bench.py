@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -348,9 +349,27 @@ def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, m
     svg = picture.read_text()
     assert "prefers-color-scheme: dark" in svg
     assert "currentColor" in svg
+    assert not {figure.INK, figure.FADED} & set(re.findall("#[0-9a-f]{6}", svg))
+    assert ">NoLoCo, overlapped<" in svg
+    assert ">4 bits, every 50<" in svg
     first = svg
     assert bench.main() == 0
     assert picture.read_text() == first
+
+
+def a_row(nbytes, over, **more):
+    return {"bytes_per_token": nbytes, "over_ddp_adamw": over, "peers": 4, "method": "diloco", **more}
+
+
+def test_the_line_in_the_picture_joins_what_nothing_beats_in_both_bytes_and_loss():
+    rows = [a_row(100, 0.0), a_row(10, 0.02), a_row(10, 0.01), a_row(1, 0.05), a_row(20, 0.03), a_row(5, 0.05)]
+    assert figure.frontier(rows) == [rows[3], rows[2], rows[0]]
+
+
+def test_the_picture_is_of_four_peers_that_send_something_and_have_a_distance():
+    rows = [a_row(1, 0.1), a_row(1, 0.1, peers=8), a_row(0, 0.1, peers=1), a_row(1, None)]
+    assert figure.points(rows) == rows[:1]
+    assert set(figure.LOOKS) | {"snoo"} == set(methods.RECIPES)
 
 
 def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by():
