@@ -156,7 +156,7 @@ def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
     made(file, run).run(stage)
     tuning = [spec for spec in run.specs if spec.steps == 1000]
     assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in tuning] == [("float32", 4, 50, 0)] * 5
-    assert [spec.lr for spec in tuning] == [0.02, 0.02, 0.02, 0.04, 0.08]
+    assert [spec.lr for spec in tuning] == [0.04, 0.04, 0.04, 0.08, 0.02]
     reported = [spec for spec in run.specs if spec.steps == 2000]
     assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in reported] == [
         ("e3m0+ef", 4, 50, 0), ("auto:2+ef", 8, 200, 0), ("e3m0+ef", 4, 50, 1), ("auto:2+ef", 8, 200, 1),
@@ -188,7 +188,7 @@ def test_small_tunes_nothing_and_takes_over_what_was_chosen():
         a_run(codec="float32", steps=2000, loss=1.0, lr=0.01, outer={"lr": 0.1}),  # no run that chooses
     ]
     found.run(methods.Stage([methods.cell("diloco"), methods.cell("co2")], (0,)))
-    assert [(spec.lr, dict(spec.outer)) for spec in run.specs] == [(0.04, {"lr": 0.9}), (0.02, {"lr": 1.0, "momentum": 0.2})]
+    assert [(spec.lr, dict(spec.outer)) for spec in run.specs] == [(0.04, {"lr": 0.9}), (0.04, {"lr": 1.0, "momentum": 0.2})]
 
 
 def test_the_plan_has_what_each_method_can_do():
