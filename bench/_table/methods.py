@@ -134,7 +134,17 @@ def _order() -> Iterator[Sequence[Cell]]:
 
 
 PLAN = [Stage(cells, (0,)) for cells in _order()] + [Stage(cells, (0, 1, 2)) for cells in _order()]
-SMALL = [Stage((*FIRST[:7], *(cell(name) for name in ("noloco", "streaming", "sparseloco", "co2", "local-sgd"))), (0,))]
+SMALL = [
+    Stage(
+        (
+            *FIRST,
+            *(cell(name, peers=8) for name in ("diloco", "noloco-overlap")),
+            *(cell(name) for name in ("noloco", "streaming", "sparseloco", "co2", "local-sgd")),
+        ),
+        (0,),
+    )
+]
+"""What the aims are about, and one row of each other method."""
 
 
 def lag(method: str, every: int) -> int:

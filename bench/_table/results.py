@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._quality_table import above, markdown_table, percent
-from bench._table import links
+from bench._table import aims, links
 
 Row = dict[str, Any]
 CELL = ("text", "model", "method", "inner", "codec", "peers", "every", "steps")
@@ -106,7 +106,7 @@ def cells(row: Row) -> list[str]:
     ratio, each = row["bytes_ratio"], row["bytes_per_token"]
     return [
         *_name(row),
-        loss + (f" ± {row['loss_sd']:.3f}" if row["loss_sd"] is not None else ""),
+        loss + (f" ± {row['loss_sd']:.3f}" if row["loss_sd"] is not None else " (one seed)" if row["seeds"] == 1 else ""),
         percent(row["over_ddp_adamw"], row["over_ddp_adamw_sd"]),
         percent(row["over_ddp_muon"], row["over_ddp_muon_sd"]),
         "" if ratio is None else f"{ratio:,.0f}",
@@ -125,14 +125,18 @@ def _timed(row: Row) -> list[str]:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """The tables for docs/benchmarks.md: for each model and length of run at equal tokens, then at equal time."""
+    """The tables for docs/benchmarks.md: for each model and length of run the aims, then all rows at equal tokens and time."""
     parts = []
     for key in dict.fromkeys(tuple(row[name] for name in RUN) for row in found):
         mine = [row for row in found if tuple(row[name] for name in RUN) == key]
-        _, model, steps = key
+        text, model, steps = key
         params = next((row["params"] for row in mine if row["params"]), 0)
-        about = f"model `{model}` ({params:,} parameters), {steps:,} steps"
-        parts.append(f"At equal tokens, {about}:\n\n" + markdown_table(HEADS, [*map(cells, mine)]))
+        about = f"model `{model}` ({params:,} parameters), {steps:,} steps, text `{text}`"
+        parts.append(f"What was aimed at before the runs were made, {about}:\n\n" + aims.markdown(mine))
+        parts.append(f"All rows at equal tokens, the lowest loss first, {about}:\n\n" + markdown_table(HEADS, [*map(cells, mine)]))
         heads = (*HEADS[:5], *(f"{mbit} Mbit/s, {delay} ms" for mbit, delay in links.LINKS))
-        parts.append("The same at equal time, loss (utilisation):\n\n" + markdown_table(heads, [*map(_timed, mine)]))
+        computed = "both computed, from the curves of the runs and by the formulas of `shoal plan`"
+        parts.append(
+            f"The same rows at equal time, loss (utilisation), {computed}:\n\n" + markdown_table(heads, [*map(_timed, mine)])
+        )
     return "\n".join(parts)

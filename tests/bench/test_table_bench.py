@@ -1,46 +1,24 @@
-"""The table of all methods: its text, its arithmetic, how it chooses, that it goes on where it was, and its picture."""
+"""The table of all methods: its text, its arithmetic, how it chooses, and that it goes on where it was."""
 
 import importlib
 import json
 import math
-import re
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.bench.table_runs import a_run, ddp, row_of
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
 bench = importlib.import_module("bench.table")
-figure = importlib.import_module("bench._table.figure")
 links = importlib.import_module("bench._table.links")
 methods = importlib.import_module("bench._table.methods")
 results = importlib.import_module("bench._table.results")
 text = importlib.import_module("bench._table.text")
 train = importlib.import_module("bench._table.train")
-
-
-def a_run(method="diloco", inner="muon", codec="e3m0+ef", peers=4, every=50, steps=1000, seed=0, loss=2.0, **more):
-    tokens = steps * 8 * 64 * 4 // peers
-    params = 1000
-    each = {"ddp": 4 * steps, "snoo": 0}.get(method, steps / every / 2)  # bytes of a parameter
-    return {
-        "text": "t", "model": "tiny", "method": method, "inner": inner, "codec": codec, "peers": peers, "every": every,
-        "steps": steps,
-        "lr": 0.02, "outer": {"lr": 0.7}, "seed": seed, "loss": loss, "validation": loss, "params": params, "tokens": tokens,
-        "bytes_per_token": each * params / tokens, "bytes_per_param": each * every / steps, "curve": [[10, 7.0], [steps, loss]],
-        "seconds": 1.0, **more,
-    }  # fmt: skip
-
-
-def ddp(inner, loss, seed=0, **more):
-    return a_run("ddp", inner, "float32", every=1, loss=loss, seed=seed, **more)
-
-
-def row_of(found, method, **fields):
-    (row,) = [row for row in found if row["method"] == method and all(row[name] == value for name, value in fields.items())]
-    return row
 
 
 @pytest.mark.parametrize(
@@ -330,46 +308,6 @@ def test_torchft_fragments_hold_each_parameter_once():
     assert [len(list(part.parameters())) for part in parts] == [4, 4, 2, 2]
     assert {id(p) for part in parts for p in part.parameters()} == {id(p) for p in model.parameters()}
     assert torchft.fragments(model, 1) == [model]
-
-
-def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, monkeypatch):
-    file, page, picture = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "table.svg"
-    runs = [ddp("adamw", 2.0), ddp("muon", 1.9), a_run(), a_run("noloco-overlap", "adamw", "int8"), a_run(steps=500, loss=9.0)]
-    file.write_text("".join(json.dumps(run) + "\n" for run in runs))
-    page.write_text(f"above\n{bench.BEGIN}old\n{bench.END}\nbelow\n")
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["bench", "--report", str(file), "--into", str(page), "--figure", str(picture)])
-    assert bench.main() == 0
-    shown = page.read_text()
-    assert shown.startswith("above\n")
-    assert "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 | +0.0 % | +5.3 % | 400 | 0.01953 | 1 |" in shown
-    assert ("old" in shown, "9.000" in shown) == (False, False)
-    numbers = picture.with_suffix(".csv").read_text().splitlines()
-    assert len(numbers) == 5
-    svg = picture.read_text()
-    assert "prefers-color-scheme: dark" in svg
-    assert "currentColor" in svg
-    assert not {figure.INK, figure.FADED} & set(re.findall("#[0-9a-f]{6}", svg))
-    assert ">NoLoCo, overlapped<" in svg
-    assert ">4 bits, every 50<" in svg
-    first = svg
-    assert bench.main() == 0
-    assert picture.read_text() == first
-
-
-def a_row(nbytes, over, **more):
-    return {"bytes_per_token": nbytes, "over_ddp_adamw": over, "peers": 4, "method": "diloco", **more}
-
-
-def test_the_line_in_the_picture_joins_what_nothing_beats_in_both_bytes_and_loss():
-    rows = [a_row(100, 0.0), a_row(10, 0.02), a_row(10, 0.01), a_row(1, 0.05), a_row(20, 0.03), a_row(5, 0.05)]
-    assert figure.frontier(rows) == [rows[3], rows[2], rows[0]]
-
-
-def test_the_picture_is_of_four_peers_that_send_something_and_have_a_distance():
-    rows = [a_row(1, 0.1), a_row(1, 0.1, peers=8), a_row(0, 0.1, peers=1), a_row(1, None)]
-    assert figure.points(rows) == rows[:1]
-    assert set(figure.LOOKS) | {"snoo"} == set(methods.RECIPES)
 
 
 def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by():
