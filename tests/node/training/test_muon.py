@@ -1,5 +1,7 @@
 """The optimizer muon in a node's training: the pair of torch's optimizers, its schedule, and a run that goes on bit by bit."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.trainer import TrainingError
 from shoal.swarm.manifest.outer import TrainSettings
-from tests.node.training.loops import CPU, STEPS, Small, float16, run, same, trainer
+from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, same, trainer
 
 
 class Deep(Small):
@@ -77,6 +79,21 @@ def test_muon_resumes_bit_by_bit(tmp_path, own):
     again.run()
     assert same(list(whole.model.state_dict().values()), list(again.model.state_dict().values()))
     assert whole.inner_step.state_dict() == again.inner_step.state_dict()
+
+
+@pytest.mark.slow(reason="compiles a model")
+def test_a_compiled_model_takes_the_same_steps_and_its_matrices_are_muons():
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("needs a C++ compiler")
+    made = trainer(Deep(), MUON, compile=True)
+    first = [tensor.clone() for tensor in made.model.state_dict().values()]
+    made.run()
+    groups = [[tuple(p.shape) for p in group["params"]] for group in made.opt.inner.param_groups]
+    assert groups == [[(16, 4), (16, 16)], [(16,), (16,), (1, 16), (1,)]]
+    compiled = list(made.model.state_dict().values())
+    # Muon iterates in bfloat16, where another last bit of a gradient is one of 2**-8.
+    assert near(compiled, run(Deep(), MUON), 5e-3)
+    assert not near(compiled, first, 5e-2)
 
 
 def test_muon_says_what_it_cannot_train():
