@@ -12,9 +12,10 @@ processes of its own with what our "diloco" and "streaming" chose. All rows of o
 its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments 16 steps after it was sent, in
 rounds of 10 steps 2.
 
-Tuning is the same for every method and inner optimizer, DDP's too: 5 runs of half the length with 4 peers in rounds of 50 (three
-settings, then rates), by the validation half. Codecs, numbers of peers and lengths of rounds take that choice over. ``--small``
-tunes nothing: it takes what was chosen in the results that come with the benchmark.
+Tuning is the same for every method and inner optimizer, DDP's too: 5 short runs with 4 peers in rounds of 50 (three settings, then
+rates), by the validation half; then, as long runs want lower rates, one of full length with half of the rate found beside the row's
+own, the first row of the method deciding for all of them. Codecs, numbers of peers and lengths of rounds take that choice over.
+``--small`` tunes nothing: it takes what was chosen by the short runs in the results that come with the benchmark.
 
 "loss": nats a token on the reported half, of the slow weights; where peers differ in the end, the mean over their losses.
 "over_ddp_adamw": how much higher than data parallel training's, seed by seed, as a part. "bytes_ratio": how many times fewer
@@ -48,7 +49,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, i
 
 from bench._page import put_into
 from bench._table.figure import write as write_figure
-from bench._table.methods import CODECS, INNERS, PLAN, RECIPES, SKIPPED, SMALL, TORCHFT, TUNED_EVERY, Cell, Stage, rates, recipe
+from bench._table.methods import (
+    BEST,
+    CODECS,
+    INNERS,
+    PLAN,
+    RECIPES,
+    SKIPPED,
+    SMALL,
+    TORCHFT,
+    TUNED_EVERY,
+    Cell,
+    Stage,
+    rates,
+    recipe,
+)
 from bench._table.results import HEADS, cells, markdown, rows, wanted
 from bench._table.text import TextError, corpus
 from bench._table.train import SIZES, Place, Spec, run
@@ -97,12 +112,23 @@ class Bench:
 
         return by_five_runs(best_of, made.settings, rates(inner))
 
+    def chosen(self, method: str, inner: str) -> Chosen:
+        """What was tuned, or half of its rate if that is better at full length, in the row whose codec is the method's best."""
+        lr, outer = self.tuned(method, inner)
+        if not self.tunes:
+            return lr, outer
+        place = self._tuning(recipe(method, inner).like or method, inner)
+        row = place._replace(codec=BEST[place.method])
+        tried = [(lr, outer), (lr / 2, outer)]
+        found = self.runner(self.spec(row, choice, 0, self.steps) for choice in tried)
+        return min(zip(tried, found, strict=True), key=lambda pair: validation(pair[1]))[0]
+
     def run(self, stage: Stage) -> None:
         """All seeds of all its cells."""
         specs = []
         for seed in stage.seeds:
             for cell in stage.cells:
-                spec = self.spec(cell, self.tuned(cell.method, cell.inner), seed, self.steps)
+                spec = self.spec(cell, self.chosen(cell.method, cell.inner), seed, self.steps)
                 if self.tunes:
                     self.runner([spec])
                 specs.append(spec)
@@ -200,7 +226,8 @@ def main() -> int:
     model = options.model or ("micro" if options.small else "tiny")
     size, file = SIZES[model], options.resume or (None if options.small else RESULTS)
     steps, stages = options.steps or size.steps, asked(options)
-    uneven = [cell.every for stage in stages for cell in stage.cells if steps % cell.every or steps // 2 % TUNED_EVERY]
+    tune = min(size.tune, max(steps // 2, 1))
+    uneven = [cell.every for stage in stages for cell in stage.cells if steps % cell.every or tune % TUNED_EVERY]
     if uneven and not (options.small and all(steps % every == 0 for every in uneven)):
         print(f"bench: --steps {steps} must be a multiple of {2 * TUNED_EVERY} and of {uneven[0]}.", file=sys.stderr)
         return 2
@@ -212,7 +239,7 @@ def main() -> int:
         return 2
     jobs = options.jobs or (len(os.sched_getaffinity(0)) if options.small else 1)
     runner = Runner(file, jobs, began + 60 * options.minutes, Spec, partial(run, place=Place(cache, options.device)))
-    bench = Bench(runner, text.digest, model, steps, max(steps // 2, 1))
+    bench = Bench(runner, text.digest, model, steps, tune)
     if options.small:
         bench.tunes, bench.known = False, list(Runner(RESULTS, 1, 0, Spec).results.values())
     done: list[tuple[Any, ...]] = []

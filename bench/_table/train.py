@@ -41,16 +41,18 @@ class Size(NamedTuple):
     batch: int
     """Windows per step of all peers together."""
     steps: int
+    tune: int
+    """Steps of the runs that choose settings."""
 
 
 SIZES = {
-    "micro": Size(2, 48, 4, 64, 1024, 32, 600),
-    "tiny": Size(2, 64, 4, 64, 1024, 32, 2000),
-    "small": Size(4, 96, 4, 64, 1024, 32, 4000),
-    "1m": Size(4, 128, 4, 128, 2048, 32, 5000),
-    "20m": Size(8, 384, 6, 256, 8192, 128, 12_200),
+    "micro": Size(2, 48, 4, 64, 1024, 32, 600, 300),
+    "tiny": Size(2, 64, 4, 64, 1024, 32, 6000, 1000),
+    "small": Size(4, 96, 4, 64, 1024, 32, 4000, 1000),
+    "1m": Size(4, 128, 4, 128, 2048, 32, 5000, 1000),
+    "20m": Size(8, 384, 6, 256, 8192, 128, 12_200, 3000),
 }
-"""0.16, 0.23, 0.65, 1.3 and 20 million parameters; 1.2, 4.1, 8.2, 20 and 400 million tokens."""
+"""0.16, 0.23, 0.65, 1.3 and 20 million parameters; 1.2, 12.3, 8.2, 20 and 400 million tokens."""
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,12 @@ def test_the_curve_of_a_sample_ends_where_the_whole_loss_is():
 class Recorded:
     """A ``run`` that computes nothing."""
 
-    def __init__(self, best=0.04):
+    def __init__(self, best=lambda steps: 0.04):
         self.specs, self.best = [], best
 
     def __call__(self, spec):
         self.specs.append(spec)
-        value = abs(spec.lr - self.best) + (0 if dict(spec.outer) == {"lr": 1.0, "momentum": 0.3} else 10)
+        value = abs(spec.lr - self.best(spec.steps)) + (0 if dict(spec.outer) == {"lr": 1.0, "momentum": 0.3} else 10)
         run = a_run(spec.method, spec.inner, spec.codec, spec.peers, spec.every, spec.steps, spec.seed, value)
         return run | {"text": spec.text, "model": spec.model, "lr": spec.lr, "outer": dict(spec.outer)}
 
@@ -136,13 +136,28 @@ def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
     assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in tuning] == [("float32", 4, 50, 0)] * 5
     assert [spec.lr for spec in tuning] == [0.04, 0.04, 0.04, 0.08, 0.02]
     reported = [spec for spec in run.specs if spec.steps == 2000]
-    assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in reported] == [
-        ("e3m0+ef", 4, 50, 0), ("auto:2+ef", 8, 200, 0), ("e3m0+ef", 4, 50, 1), ("auto:2+ef", 8, 200, 1),
+    assert [(spec.codec, spec.peers, spec.every, spec.seed, spec.lr) for spec in reported] == [
+        ("e3m0+ef", 4, 50, 0, 0.04), ("e3m0+ef", 4, 50, 0, 0.02), ("auto:2+ef", 8, 200, 0, 0.04),
+        ("e3m0+ef", 4, 50, 1, 0.04), ("auto:2+ef", 8, 200, 1, 0.04),
     ]  # fmt: skip
-    assert {(spec.lr, spec.outer) for spec in reported} == {(0.04, (("lr", 1.0), ("momentum", 0.3)))}
+    assert {spec.outer for spec in reported} == {(("lr", 1.0), ("momentum", 0.3))}
     again = Recorded()
     made(file, again).run(stage)
     assert again.specs == []
+
+
+def test_half_of_the_rate_is_taken_where_it_is_better_at_full_length(tmp_path):
+    run = Recorded(best=lambda steps: 0.04 if steps == 1000 else 0.02)
+    made(tmp_path / "table.jsonl", run).run(methods.Stage([methods.cell("diloco"), methods.cell("diloco", peers=8)], (0, 1)))
+    long = [(spec.peers, spec.seed, spec.lr) for spec in run.specs if spec.steps == 2000]
+    assert long == [(4, 0, 0.04), (4, 0, 0.02), (8, 0, 0.02), (4, 1, 0.02), (8, 1, 0.02)]
+
+
+def test_what_torchft_runs_takes_over_what_the_full_length_decided(tmp_path):
+    run = Recorded(best=lambda steps: 0.012 if steps == 1000 else 0.006)
+    made(tmp_path / "table.jsonl", run).run(methods.Stage([methods.cell("torchft", "adamw")], (0,)))
+    long = [(spec.method, spec.codec, spec.lr) for spec in run.specs if spec.steps == 2000]
+    assert long == [("diloco", "e3m0+ef", 0.012), ("diloco", "e3m0+ef", 0.006), ("torchft", "float32", 0.006)]
 
 
 def test_a_last_line_that_was_cut_off_is_run_again(tmp_path):
