@@ -23,7 +23,7 @@ from bench._table.links import marks
 from bench._table.methods import TORCHFT, lag, recipe
 from bench._table.text import TableText, read
 from shoal.node.task import Shard
-from shoal.optim import Alone, Simulation, codec_named
+from shoal.optim import Alone, OuterOptimizer, Simulation, codec_named
 from shoal.optim.exchange.simulation import SimulatedExchange
 
 ON_THE_WAY = 128  # windows of the reported half for the points of the curve
@@ -164,8 +164,12 @@ def data_parallel(spec: Spec, place: Place) -> Trained:
     return Trained([model], sent, curve)
 
 
-def outer(spec: Spec, place: Place) -> Trained:
-    """Each peer's model with its slow weights."""
+Steer = Callable[[OuterOptimizer, int], None]
+"""Called before each step, with its number from 1 on."""
+
+
+def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
+    """Each peer's model with its slow weights; ``steer`` may change every peer's outer settings on the way."""
     made = recipe(spec.method, spec.inner)
     assert made.make is not None
     make = made.make
@@ -185,6 +189,8 @@ def outer(spec: Spec, place: Place) -> Trained:
         for step, data in enumerate(islice(shard, spec.steps), 1):
             backward(task, model, place.batch(data))
             optimizer.count(data[0].numel())
+            if steer is not None:
+                steer(optimizer, step)
             outer_step(optimizer, model)
             scheduler.step()
             optimizer.zero_grad()
@@ -212,7 +218,7 @@ def corrected(curve: Sequence[tuple[int, float]], sample: float, loss: float, st
     return [(step, round(value + loss - sample, 5)) for step, value in curve] + [(steps, round(loss, 5))]
 
 
-def run(spec: Spec, place: Place) -> dict[str, Any]:
+def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
     """The result of a run as it stands in the file; ``loss`` is None if it diverged."""
     torch.set_num_threads(1)
     began = time.perf_counter()
@@ -221,7 +227,7 @@ def run(spec: Spec, place: Place) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the outer step's stability: here it is tried
-            trained = _trainer(spec)(spec, place)
+            trained = _trainer(spec)(spec, place) if steer is None else outer(spec, place, steer)
     except Diverged as error:
         return {**result, **nothing, "diverged": str(error), "seconds": round(time.perf_counter() - began, 1)}
     seconds = time.perf_counter() - began

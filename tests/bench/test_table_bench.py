@@ -280,7 +280,7 @@ def test_a_wrong_option_is_named(options, named, refused, monkeypatch):
      ("snoo", "adamw", "float32", 1, 0)],
 )  # fmt: skip
 def test_a_run_has_losses_a_curve_and_its_bytes(small, cache, method, inner, codec, peers, sent, monkeypatch):
-    monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8))
+    monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8, 8))
     monkeypatch.setattr(train, "marks", lambda steps, every: [4])
     corpus = text.corpus(small, 300, cache)
     every = 1 if method == "ddp" else 4
