@@ -1,10 +1,11 @@
 """Codecs by their names.
 
-    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2, topk2-senders, sign,
-                            auto:BITS
+    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2[:PART],
+                            topk2-senders[:PART], sign, auto:BITS
 
 ``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
-``auto:2`` spends 2 bits a value, more on some tensors than on others. The ``name`` of a codec is its one canonical spelling.
+``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2 bits a value, more on some tensors than on
+others. The ``name`` of a codec is its one canonical spelling.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ _CODECS: dict[str, Codec] = {
 }
 _SHORT: dict[str, Codec] = {"fp32": FLOAT32, "fp16": FLOAT16, "bf16": BFLOAT16}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_NAME = re.compile(rf"(?P<base>[a-z0-9-]+)(?::(?P<bits>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?", re.ASCII)
+_NAME = re.compile(rf"(?P<base>[a-z0-9-]+)(?::(?P<number>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?", re.ASCII)
 
 
 def codec_named(name: str) -> Codec:
     """Return the codec of that name, a new instance if it has state. ValueError for an unknown name lists the known ones."""
     match = _NAME.fullmatch(name) if len(name) <= 64 else None
-    codec = _base(match["base"], match["bits"]) if match else None
+    codec = _base(match["base"], match["number"]) if match else None
     if match is None or codec is None:
         known = ", ".join(_CODECS)
         raise ValueError(
-            f"unknown codec {name[:64]!r}: choose one of {known} or auto:BITS, each with +ef or +ef:BETA for error feedback"
+            f"unknown codec {name[:64]!r}: choose one of {known}, topk2:PART or auto:BITS, each with +ef or +ef:BETA for error "
+            "feedback"
         )
     return ErrorFeedback(codec, float(match["beta"] or 1)) if match["ef"] else codec
 
 
-def _base(base: str, bits: str | None) -> Codec | None:
+def _base(base: str, number: str | None) -> Codec | None:
     if base == "auto":
-        return AutoCodec(float(bits), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)) if bits else None
-    return None if bits else _CODECS.get(base) or _SHORT.get(base)
+        return AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)) if number else None
+    known = _CODECS.get(base) or _SHORT.get(base)
+    if number is None:
+        return known
+    return type(known)(float(number)) if isinstance(known, TopK2Codec) else None

@@ -11,7 +11,7 @@ from shoal.optim.codecs.topk import TopK2Codec
 class TopK2SendersCodec(TopK2Codec):
     """``TopK2Codec``, with the mean of SparseLoCo's authors' code in place of their paper's (``exchange.averaging``)."""
 
-    name = "topk2-senders"
+    base = "topk2-senders"
 
 
 def beyond_senders(codec: Codec) -> int | None:

@@ -1,7 +1,8 @@
-"""SparseLoCo's codec (2508.15706): the 64 largest of each chunk of 4,096 values, with two bits of value each."""
+"""SparseLoCo's codec (2508.15706): the largest of each chunk of 4,096 values, 64 or as many as one asks, with two bits each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,54 +10,71 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
 from shoal.optim.codecs.bitpack import pack, pack12, packed_bytes, unpack, unpack12
-from shoal.optim.codecs.blockwise import CPU_SLAB, GPU_SLAB, SectionCodec, check_received, check_sent, numel
+from shoal.optim.codecs.blockwise import CPU_SLAB, GPU_SLAB, SectionCodec, blocks, check_received, check_sent, numel
 
-CHUNK, SIDE, KEEP = 4096, 64, 64
+CHUNK, SIDE = 4096, 64
+PART, MOST = 1 / 64, 0.25
+EVEN = 16
+"""A whole chunk keeps a multiple of so many values: its indices and signs fill whole bytes, and its levels lie at even bytes."""
 
 
 class TopK2Codec(SectionCodec):
-    """Codec that keeps 1 value in 64 as one of +-lo, +-hi; all others become 0. 108 bytes for 16,384: a ratio of 151.7.
+    """Codec that keeps ``part`` of the values as one of +-lo, +-hi; all others become 0. By default 1 in 64: 108 bytes for 16,384.
 
     A chunk is a square of 64 x 64 of a matrix both of whose sides are multiples of 64, else a run of 4,096 values in row-major
-    order, the last run perhaps shorter (of n values it keeps n/64, rounded up). Of the kept values, ordered by magnitude, the
-    larger half become hi and the others lo, which are the means of their magnitudes (one step of Lloyd's algorithm; the text
-    of the paper that was available to us does not give its levels). lo and hi are sent as bfloat16, which has float32's range.
+    order, the last run perhaps shorter. A whole chunk keeps its part rounded up to a multiple of 16 values (64 by default, 416
+    for a tenth), a short one of n values n times ``part``, rounded up. A kept value takes 13 bits.
+
+    Of the kept values, ordered by magnitude, the larger half become hi and the others lo, which are the means of their magnitudes
+    (one step of Lloyd's algorithm; the text of the paper that was available to us does not give its levels). lo and hi are sent as
+    bfloat16, which has float32's range.
 
     A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all signs (1 bit each, 1 for
     negative). Indices and signs of the larger half come first, so the bit that tells hi from lo need not be sent. A chunk with
     fewer nonzero values than it may keep repeats its first index, which has no effect: zero stays zero.
 
     Meant for error feedback ("topk2+ef:0.95"): without it a value that is never among the largest is never sent.
+
+    Raises:
+        ValueError: ``part`` is not in [1/4096, 1/4].
     """
 
-    name = "topk2"
+    base = "topk2"
+
+    def __init__(self, part: float = PART) -> None:
+        if not 1 / CHUNK <= part <= MOST:
+            raise ValueError(
+                f"{self.base} keeps a part of the values from 1/{CHUNK} to {MOST:g}, got {part:g}: to send more, choose auto:BITS"
+            )
+        self.part = float(f"{part:g}")  # as the name says it, or two peers would keep different numbers of values
+        self.name = self.base if self.part == PART else f"{self.base}:{self.part:g}"
 
     def section(self, shape: Shape) -> int:
         """Return the bytes of the whole chunks and of the short one."""
         whole, rest = divmod(numel(shape), CHUNK)
-        return whole * _chunk_bytes(CHUNK) + (_chunk_bytes(rest) if rest else 0)
+        return whole * _chunk_bytes(self._kept(CHUNK)) + (_chunk_bytes(self._kept(rest)) if rest else 0)
 
     def write(self, tensor: Tensor, section: Tensor) -> None:
         """Encode one tensor."""
         whole, rest = divmod(tensor.numel(), CHUNK)
-        at = whole * _chunk_bytes(CHUNK)
+        at = whole * _chunk_bytes(self._kept(CHUNK))
         if whole:
             first = 0
-            levels, indices, signs = _parts(section[:at], whole, CHUNK)
+            levels, indices, signs = _parts(section[:at], whole, self._kept(CHUNK))
             for chunks in _chunks(tensor, whole):
                 span = slice(first, first + len(chunks))
-                _select(chunks, levels[span], indices[span], signs[span])
+                _select(chunks, self._kept(CHUNK), levels[span], indices[span], signs[span])
                 first += len(chunks)
         if rest:
-            _select(tensor.reshape(-1)[-rest:].view(1, rest), *_parts(section[at:], 1, rest))
+            _select(tensor.reshape(-1)[-rest:].view(1, rest), self._kept(rest), *_parts(section[at:], 1, self._kept(rest)))
 
     def read(self, section: Tensor, shape: Shape) -> Tensor:
         """Decode one tensor; only the kept values are written."""
         flat = torch.zeros(numel(shape), dtype=torch.float32, device=section.device)
         whole, rest = divmod(flat.numel(), CHUNK)
-        at = whole * _chunk_bytes(CHUNK)
+        at = whole * _chunk_bytes(self._kept(CHUNK))
         if whole:
-            places, values = _restore(section[:at], whole, CHUNK)
+            places, values = _restore(section[:at], whole, CHUNK, self._kept(CHUNK))
             chunk = torch.arange(whole, device=flat.device).unsqueeze(1)
             if _square(shape):
                 across, width = shape[1] // SIDE, shape[1]
@@ -66,9 +84,14 @@ class TopK2Codec(SectionCodec):
                 places += chunk * CHUNK
             flat[places.view(-1)] = values.view(-1)
         if rest:
-            places, values = _restore(section[at:], 1, rest)
+            places, values = _restore(section[at:], 1, rest, self._kept(rest))
             flat[places.view(-1) + whole * CHUNK] = values.view(-1)
         return flat.view(shape)
+
+    def _kept(self, size: int) -> int:
+        """Return how many values of a chunk are sent."""
+        count = math.ceil(size * self.part)
+        return blocks(count, EVEN) * EVEN if size == CHUNK else count
 
 
 def _square(shape: Shape) -> bool:
@@ -91,24 +114,19 @@ def _chunks(tensor: Tensor, whole: int) -> Iterator[Tensor]:
             yield flat[first * CHUNK : end * CHUNK].view(-1, CHUNK)
 
 
-def _kept(size: int) -> int:
-    return (size + SIDE - 1) // SIDE
+def _chunk_bytes(keep: int) -> int:
+    return 4 + packed_bytes(keep, 12) + packed_bytes(keep, 1)
 
 
-def _chunk_bytes(size: int) -> int:
-    return 4 + packed_bytes(_kept(size), 12) + packed_bytes(_kept(size), 1)
-
-
-def _parts(section: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of a section that holds ``chunks`` chunks of ``size`` values: levels, packed indices, signs, row by row."""
-    sizes = [chunks * 4, chunks * packed_bytes(_kept(size), 12), chunks * packed_bytes(_kept(size), 1)]
+def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of a section of ``chunks`` chunks that keep so many values each: levels, packed indices, signs, row by row."""
+    sizes = [chunks * 4, chunks * packed_bytes(keep, 12), chunks * packed_bytes(keep, 1)]
     levels, indices, signs = torch.split(section, sizes)
     return levels.view(torch.bfloat16).view(chunks, 2), indices.view(chunks, -1), signs.view(chunks, -1)
 
 
-def _select(chunks: Tensor, levels: Tensor, indices: Tensor, signs: Tensor) -> None:
+def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor) -> None:
     """Encode rows of equal size."""
-    keep = _kept(chunks.shape[1])
     magnitudes, places = chunks.abs().topk(keep, dim=1)
     levels.copy_(torch.stack([_mean(half) for half in _halves(magnitudes)], dim=1))
     check_sent(levels)
@@ -132,10 +150,9 @@ def _mean(magnitudes: Tensor) -> Tensor:
     return magnitudes.sum(1) / (magnitudes != 0).sum(1).clamp(min=1)
 
 
-def _restore(section: Tensor, chunks: int, size: int) -> tuple[Tensor, Tensor]:
+def _restore(section: Tensor, chunks: int, size: int, keep: int) -> tuple[Tensor, Tensor]:
     """Return places within the chunks and values, both (chunks, kept). ValueError for bytes that ``_select`` never writes."""
-    keep = _kept(size)
-    levels, indices, signs = _parts(section, chunks, size)
+    levels, indices, signs = _parts(section, chunks, keep)
     check_received(levels)
     places = unpack12(indices, keep)
     ordered, head = places.sort(dim=1).values, places[:, :1]

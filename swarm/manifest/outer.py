@@ -136,7 +136,7 @@ class OuterSettings(BaseModel):
         default=None,
         max_length=64,
         description="Number format on the wire: float32, float16, bfloat16, int8, and for methods that send pseudo-gradients e3m0, "
-        "topk2, topk2-senders, sign or auto:BITS, each also with +ef or +ef:BETA (error feedback).",
+        "topk2[:PART], topk2-senders[:PART], sign or auto:BITS, each also with +ef or +ef:BETA (error feedback).",
     )
     finish: Literal["none", "average"] = Field(
         default="none",

@@ -152,13 +152,18 @@ def test_codecs_are_found_by_name():
     assert [codec_named(codec.name) for codec in CODECS] == CODECS
     assert [codec_named(name) for name in ("fp32", "fp16", "bf16")] == CODECS
     assert [codec_named(codec.name) for codec in (INT8, E3M0, SIGN, TOPK2)] == [INT8, E3M0, SIGN, TOPK2]
-    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef", "topk2-senders+ef:0.95"):
+    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef", "topk2-senders+ef:0.95",
+                 "topk2:0.1+ef:0.9", "topk2-senders:0.05+ef"):  # fmt: skip
         assert codec_named(name).name == name
         assert codec_named(name) is not codec_named(name)  # each has a state of its own
         assert re.fullmatch(r"[a-z0-9_.:,=+-]{1,64}", name)  # what a message between peers admits
     spellings = {"topk2+ef:0.950": "topk2+ef:0.95", "sign+ef:1": "sign+ef", "auto:02.0": "auto:2", "bf16+ef": "bfloat16+ef"}
+    spellings |= {"topk2:0.10+ef": "topk2:0.1+ef", "topk2:0.015625": "topk2", "topk2-senders:0.01562500": "topk2-senders"}
+    spellings |= {"topk2:0.12345678": "topk2:0.123457"}
     for short, name in spellings.items():
         assert codec_named(short).name == name
+    exact, named = codec_named("topk2:0.12345649"), codec_named("topk2:0.123456")  # a peer is told the name alone
+    assert [exact.nbytes([(n,)]) for n in range(1, 4000)] == [named.nbytes([(n,)]) for n in range(1, 4000)]
 
 
 UNKNOWN = ["int3", "", "int8+", "int8+ef+ef", "int8:4", "auto", "auto:", "topk2+ef:", "INT8", " int8", "int8\n"]
@@ -175,6 +180,9 @@ def test_numbers_out_of_range_are_explained():
         codec_named("int8+ef:1.5")
     with pytest.raises(ValueError, match="above 0 and up to 32, got 40"):
         codec_named("auto:40")
+    for part in ("0", "0.0002", "0.26", "10"):
+        with pytest.raises(ValueError, match=rf"topk2 keeps a part of the values from 1/4096 to 0.25, got {part}: "):
+            codec_named(f"topk2:{part}+ef")
 
 
 def test_whole_weights_are_not_sent_through_what_is_for_displacements():
