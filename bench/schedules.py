@@ -38,7 +38,7 @@ from shoal.optim.schedule.schedule import Apply, Send
 RESULTS = Path(__file__).resolve().parent / "results" / "schedules.jsonl"
 MODEL, LR = "tiny", 0.04
 TRIED = {
-    ("diloco", 0.7, 0.6): ("even", "qsr:25", "to-mean", "momentum-line:0:1.5", "lr-line:1:0.5"),
+    ("diloco", 0.7, 0.6): ("even", "qsr:25", "to-mean", "momentum-line:0:1.5", "lr-line:1:0.5", "lr-line:0.5:1"),
     ("diloco", 0.7, 0.9): ("even", "restarts:5"),
     ("noloco-overlap", 1.0, 0.3): ("even", "qsr:25"),
 }
