@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from bench._quality_methods import FRAGMENTS
-from bench._table.methods import RECIPES, TORCHFT_STREAMING, TUNED_PEERS, lag
-from shoal.swarm.exchange.cost import Forecast, Line, Work, forecast
+from bench._table.methods import RECIPES, TORCHFT, TORCHFT_STREAMING, TUNED_PEERS, lag
+from shoal.swarm.exchange.cost import AT_HAND, MEASURED, Costs, Forecast, Line, Work, forecast
 
 LINKS = tuple((mbit, delay) for mbit in (1000, 100, 20) for delay in (0, 50, 200))
 """Mbit/s each way, and milliseconds one way."""
@@ -25,14 +25,21 @@ def name(link: tuple[int, int]) -> str:
 
 
 def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float) -> Work:
-    """What a node does in a round. DDP is counted as if it hid all of its exchange behind one step of computing."""
+    """What a node does in a round. What gloo sends (DDP, torchft) is counted at its best: a ring that takes the link's time and
+    nothing else. DDP hides all of it behind one step of computing.
+    """
     recipe = RECIPES[method]
     pieces = FRAGMENTS if recipe.overlap or method == TORCHFT_STREAMING else 1
     late = 1 if method == "ddp" else "auto" if recipe.overlap else lag(method, every)
     nbytes = math.ceil(bytes_per_param * PARAMETERS)
     group = "nobody" if peers == 1 else recipe.group
     assert group in ("pair", "everyone", "nobody")
-    return Work(group, nbytes, PARAMETERS, peers, every, STEP_S, pieces, late, sums=codec == "float32")  # type: ignore[arg-type]
+    costs = MEASURED
+    if method == "ddp" or method in TORCHFT:
+        costs = Costs(round_trips=peers - 1, handling=0, at_hand=0 if method == "ddp" else AT_HAND)
+    return Work(
+        group, nbytes, PARAMETERS, peers, every, STEP_S, pieces, late, sums=codec == "float32", costs=costs,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def on(link: tuple[int, int], what: Work) -> Forecast:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ROUND_TRIPS = 8.5
 HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
@@ -38,6 +38,17 @@ class Line:
     round_trip: float
 
 
+class Costs(NamedTuple):
+    """What an implementation takes beside the bytes on the link: by default what shoal's exchanges took."""
+
+    round_trips: float = ROUND_TRIPS
+    handling: float = HANDLING
+    at_hand: float = AT_HAND
+
+
+MEASURED = Costs()
+
+
 @dataclass(frozen=True)
 class Work:
     """What a node is to do in a round."""
@@ -57,6 +68,7 @@ class Work:
     sums: bool = True
     """Whether a group may all-reduce: plain floats, no robust rule."""
     max_group: int = 32
+    costs: Costs = MEASURED
 
     @property
     def computing_s(self) -> float:
@@ -120,7 +132,7 @@ def sent(work: Work) -> int:
 def exchange_s(work: Work, line: Line) -> float:
     """Return the seconds from sending one fragment to its mean."""
     each = sent(work) / work.fragments
-    return each / line.rate + ROUND_TRIPS * line.round_trip + each * HANDLING if each else 0.0
+    return each / line.rate + work.costs.round_trips * line.round_trip + each * work.costs.handling if each else 0.0
 
 
 def expected_lag(work: Work, line: Line) -> int:
@@ -136,7 +148,7 @@ def forecast(work: Work, line: Line) -> Forecast:
     computing, moved, takes, lag = work.computing_s, sent(work), exchange_s(work, line), expected_lag(work, line)
     waiting = work.fragments * max(takes - lag * work.step_s, 0.0) if moved else 0.0
     waiting = max(waiting, moved / line.rate - computing)
-    busy = computing * (1 + LOOP) + (AT_HAND * FLOAT32 * work.params if moved else 0.0)
+    busy = computing * (1 + LOOP) + (work.costs.at_hand * FLOAT32 * work.params if moved else 0.0)
     round_s = busy + waiting
     return Forecast(computing / round_s, round_s, takes, lag, moved, moved / line.rate / computing)
 

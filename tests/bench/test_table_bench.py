@@ -75,14 +75,22 @@ def test_one_peer_alone_sends_nothing_and_has_no_ratio():
 def test_equal_time_is_that_of_the_steps_which_the_link_leaves():
     found = results.rows([ddp("adamw", 2.0), a_run()])
     slow, fast = row_of(found, "ddp"), row_of(found, "diloco")
-    # 20 Mbit/s: 40 MB each way 1.5 times in a ring of four are 24 s, and 1.8 s at 30 ns a byte, for a step of 0.1 s.
-    assert slow["utilisation"]["20/0"] == pytest.approx(0.1 / 26.1, rel=0.02)
+    # 40 MB each way 1.5 times in a ring of four, 1.3 % of headers, for a step of 0.1 s; and six ways of 0.2 s.
+    assert slow["utilisation"]["20/0"] == pytest.approx(0.1 / 24.3, rel=0.01)
+    assert slow["utilisation"]["1000/200"] == pytest.approx(0.1 / (0.486 + 1.2), rel=0.01)
     assert slow["loss_at_equal_time"]["20/0"] is None  # some four steps: before the first point
     for row in (slow, fast):
         for name, utilisation in row["utilisation"].items():
             loss = row["loss_at_equal_time"][name]
             assert loss is None or loss == pytest.approx(7 - 5 * math.log(100 * utilisation) / math.log(100), rel=1e-3)
     assert fast["utilisation"]["20/200"] > 10 * slow["utilisation"]["20/200"]
+
+
+def test_torchft_waits_for_the_link_alone_and_ours_for_its_handling_too():
+    found = results.rows([a_run("torchft", codec="float32"), a_run("diloco", codec="float32")])
+    theirs, ours = (row_of(found, name)["utilisation"]["1000/0"] for name in ("torchft", "diloco"))
+    sent = 1.013 * 0.75 * (0.5 + 4) * 10_000_000  # a ring of four: half a byte a parameter in a_run, and means in float32
+    assert ours < theirs == pytest.approx(5 / (5 * 1.002 + 0.04 + sent / 125e6), rel=1e-3)
 
 
 def test_overlap_is_forecast_with_its_fragments_and_the_lag_that_fits():
