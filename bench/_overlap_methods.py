@@ -43,6 +43,8 @@ class Setup:
     fragments: int
     lag: int | None
     """Inner steps that an exchange of ours may take; None: what each node finds."""
+    codec: str | None
+    """Of ours; None: each method's own."""
     earlier: list[dict[str, Any]]
     """``address`` of the nodes that were started before, in order."""
 
@@ -146,6 +148,8 @@ class Ours(Method):
             options |= {"fragments": self.setup.fragments} | {"lag": "auto" if self.setup.lag is None else self.setup.lag}
         if self.setup.method == "noloco-blocking":
             options |= {"lag": 0}
+        if self.setup.codec is not None:
+            options |= {"codec": optim.codec_named(self.setup.codec)}
         makers: dict[str, Callable[..., optim.OuterOptimizer]] = {
             "noloco": optim.NoLoCo,
             "noloco-blocking": optim.NoLoCo,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.optim import codec_named
 from shoal.swarm.exchange.cost import Line, Work, forecast
 
 NAMES = {
@@ -23,6 +24,8 @@ NAMES = {
 }
 PAIRS = ("noloco", "noloco-blocking")
 FRAGMENTS = ("noloco", "streaming")
+SHAPE = (1000, 1000)
+"""Of a layer."""
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -40,9 +43,13 @@ def work(method: str, plan: dict[str, Any]) -> Work | None:
         fragments, lag = plan["fragments"], "auto" if plan["lag"] is None else plan["lag"]
     elif method == "co2":
         lag = plan["every"]
-    nbytes = plan["model_bytes"]
+    nbytes, parameters = plan["model_bytes"], plan["model_bytes"] // 4
+    codec = plan.get("codec")
+    if codec is not None:  # the same for all of its equal layers
+        nbytes = codec_named(codec).nbytes([SHAPE] * (parameters // (SHAPE[0] * SHAPE[1])))
     group: Literal["pair", "everyone"] = "pair" if method in PAIRS else "everyone"
-    return Work(group, nbytes, nbytes // 4, plan["nodes"], plan["every"], plan["step_s"], fragments, lag)
+    sums = codec is None or codec == "float32"
+    return Work(group, nbytes, parameters, plan["nodes"], plan["every"], plan["step_s"], fragments, lag, sums=sums)
 
 
 def predicted(method: str, delay_ms: int, plan: dict[str, Any]) -> float | None:

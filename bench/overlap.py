@@ -49,6 +49,7 @@ from bench._overlap_report import records, tables
 from bench._page import put_into
 from bench._relay import Relays
 from bench.exchange import BenchError, Process
+from shoal.optim import codec_named
 
 NEEDS = {"torchft": "torchft", "torchft-streaming": "torchft", "hivemind": "hivemind"}
 ANNOUNCES = {
@@ -78,6 +79,8 @@ class Plan:
     warm: int
     fragments: int
     lag: int | None
+    """Of ours, if it is set."""
+    codec: str | None = None
     """Of ours, if it is set."""
 
     @property
@@ -117,7 +120,7 @@ def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
         for rank in range(plan.nodes):
             setup = Setup(
                 method, rank, plan.nodes, link.ip(rank), link.port(rank), link.announced(rank), plan.step_s, plan.every,
-                plan.layers, WIDTH, plan.fragments, plan.lag, addresses,
+                plan.layers, WIDTH, plan.fragments, plan.lag, plan.codec, addresses,
             )  # fmt: skip
             command = [sys.executable, "-m", "bench._overlap_node", json.dumps(asdict(setup)), limit]
             ends.append(Process(method, rank, [*link.enter(rank), *scheduled(method), *command]))
@@ -268,6 +271,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm", type=count, default=2, help="rounds before those, which are not measured")
     parser.add_argument("--fragments", type=count, default=4, help="of the streaming methods")
     parser.add_argument("--lag", type=count, help="inner steps that a fragment of ours may take; else each node finds its own")
+    parser.add_argument("--codec", help="of ours, as in `shoal up --codec`; else each method's own")
     parser.add_argument("--link", choices=("auto", "namespaces", "relay"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing: tables of the last run in such a file")
@@ -277,6 +281,11 @@ def arguments() -> argparse.Namespace:
         parser.error("argument --nodes: at least 2 are needed")
     if options.fragments > min(options.layers, options.every) or (options.lag is not None and options.lag >= options.every):
         parser.error("argument --fragments: at most as many as layers and steps of a round; --lag: less than those steps")
+    if options.codec is not None:
+        try:
+            codec_named(options.codec)
+        except ValueError as error:
+            parser.error(f"argument --codec: {error}")
     return options
 
 
@@ -301,7 +310,7 @@ def main() -> int:
         return 0
     plan = Plan(
         options.nodes, options.mbit, options.layers, options.every, options.step / 1000, options.rounds, options.warm,
-        options.fragments, options.lag,
+        options.fragments, options.lag, options.codec,
     )  # fmt: skip
 
     def end(*_: Any) -> None:

@@ -12,10 +12,11 @@ processes of its own with what our "diloco" and "streaming" chose. All rows of o
 its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments 16 steps after it was sent, in
 rounds of 10 steps 2.
 
-Tuning is the same for every method and inner optimizer, DDP's too: 5 short runs with 4 peers in rounds of 50 (three settings, then
-rates), by the validation half; then, as long runs want lower rates, one of full length with half of the rate found beside the row's
-own, the first row of the method deciding for all of them. Codecs, numbers of peers and lengths of rounds take that choice over.
-``--small`` tunes nothing: it takes what was chosen by the short runs in the results that come with the benchmark.
+Tuning is the same for every method and inner optimizer, DDP's too: 5 short runs with 4 peers in rounds of 50 (three settings,
+then rates), by the validation half; then, as long runs want lower rates, half of the rate found at full length, and half of that,
+until it is no better, the first row of the method deciding for all of them. Codecs, numbers of peers and lengths of rounds take
+that choice over. ``--small`` tunes nothing: it takes what was chosen by the short runs in the results that come with the
+benchmark.
 
 "loss": nats a token on the reported half, of the slow weights; where peers differ in the end, the mean over their losses.
 "over_ddp_adamw": how much higher than data parallel training's, seed by seed, as a part. "bytes_ratio": how many times fewer
@@ -113,15 +114,18 @@ class Bench:
         return by_five_runs(best_of, made.settings, rates(inner))
 
     def chosen(self, method: str, inner: str) -> Chosen:
-        """What was tuned, or half of its rate if that is better at full length, in the row whose codec is the method's best."""
+        """What was tuned, its rate halved while that is better at full length, in the row whose codec is the method's best."""
         lr, outer = self.tuned(method, inner)
         if not self.tunes:
             return lr, outer
         place = self._tuning(recipe(method, inner).like or method, inner)
         row = place._replace(codec=BEST[place.method])
-        tried = [(lr, outer), (lr / 2, outer)]
-        found = self.runner(self.spec(row, choice, 0, self.steps) for choice in tried)
-        return min(zip(tried, found, strict=True), key=lambda pair: validation(pair[1]))[0]
+        (best,) = self.runner([self.spec(row, (lr, outer), 0, self.steps)])
+        while True:
+            (slower,) = self.runner([self.spec(row, (lr / 2, outer), 0, self.steps)])
+            if validation(slower) >= validation(best):
+                return lr, outer
+            lr, best = lr / 2, slower
 
     def run(self, stage: Stage) -> None:
         """All seeds of all its cells."""

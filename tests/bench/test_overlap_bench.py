@@ -100,6 +100,8 @@ def test_the_record_has_a_table_of_figures_and_one_of_predictions():
     assert shown[8].endswith(f" | {expected:.3f} / 0.500 |")
     assert work("torchft", plan) is None
     assert (work("noloco", plan).lag, work("streaming", {**plan, "lag": 7}).lag) == ("auto", 7)
+    four_bits = work("diloco", {**plan, "codec": "e3m0+ef"})  # gathered, not summed: half a byte a value and a scale a tensor
+    assert (four_bits.nbytes, four_bits.params, four_bits.sums) == (5_000_040, 10_000_000, False)
     assert (work("noloco-blocking", plan).lag, work("co2", plan).lag, work("diloco", plan).group) == (0, 100, "everyone")
 
 
@@ -117,7 +119,15 @@ def test_a_rival_that_is_not_installed_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [["--delay", "-1"], ["--methods", "smoke"], ["--mbit", "0"], ["--nodes", "1"], ["--fragments", "11"], ["--lag", "100"]],
+    [
+        ["--delay", "-1"],
+        ["--methods", "smoke"],
+        ["--mbit", "0"],
+        ["--nodes", "1"],
+        ["--fragments", "11"],
+        ["--lag", "100"],
+        ["--codec", "smoke"],
+    ],
 )
 def test_a_wrong_option_is_named(options, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["overlap.py", *options])

@@ -154,18 +154,18 @@ def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
     assert again.specs == []
 
 
-def test_half_of_the_rate_is_taken_where_it_is_better_at_full_length(tmp_path):
-    run = Recorded(best=lambda steps: 0.04 if steps == 1000 else 0.02)
+def test_the_rate_is_halved_while_that_is_better_at_full_length(tmp_path):
+    run = Recorded(best=lambda steps: 0.04 if steps == 1000 else 0.01)
     made(tmp_path / "table.jsonl", run).run(methods.Stage([methods.cell("diloco"), methods.cell("diloco", peers=8)], (0, 1)))
     long = [(spec.peers, spec.seed, spec.lr) for spec in run.specs if spec.steps == 2000]
-    assert long == [(4, 0, 0.04), (4, 0, 0.02), (8, 0, 0.02), (4, 1, 0.02), (8, 1, 0.02)]
+    assert long == [(4, 0, 0.04), (4, 0, 0.02), (4, 0, 0.01), (4, 0, 0.005), (8, 0, 0.01), (4, 1, 0.01), (8, 1, 0.01)]
 
 
 def test_what_torchft_runs_takes_over_what_the_full_length_decided(tmp_path):
     run = Recorded(best=lambda steps: 0.012 if steps == 1000 else 0.006)
     made(tmp_path / "table.jsonl", run).run(methods.Stage([methods.cell("torchft", "adamw")], (0,)))
     long = [(spec.method, spec.codec, spec.lr) for spec in run.specs if spec.steps == 2000]
-    assert long == [("diloco", "e3m0+ef", 0.012), ("diloco", "e3m0+ef", 0.006), ("torchft", "float32", 0.006)]
+    assert long == [*(("diloco", "e3m0+ef", rate) for rate in (0.012, 0.006, 0.003)), ("torchft", "float32", 0.006)]
 
 
 def test_a_last_line_that_was_cut_off_is_run_again(tmp_path):
