@@ -38,8 +38,8 @@ class NoLoCoRule:
     values that diverge for a = 0.9); other values cause a warning.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.5
+    lr: float = 1.0
+    momentum: float = 0.3
     pull: float | None = None
     """None: equal to ``lr``."""
     weighted: bool = False

@@ -104,7 +104,7 @@ def test_the_flags_of_a_table_make_the_same_table_again():
 @pytest.mark.parametrize(
     ("key", "wanted", "had"),
     [
-        ("outer.lr", 0.5, "outer.lr=0.7"),
+        ("outer.lr", 0.5, "outer.lr=1.0"),
         ("outer.method", "diloco", "outer.method='noloco'"),
         ("outer.every", 3, "outer.every=7"),
         ("outer.codec", "int8", "outer.codec='float32'"),

@@ -85,7 +85,7 @@ def test_its_own_codec_is_the_one_it_uses(name):
 
 def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
-        "every": 50, "lr": 0.7, "momentum": 0.5, "pull": None, "fragments": None, "lag": GOSSIP_LAG,
+        "every": 50, "lr": 1.0, "momentum": 0.3, "pull": None, "fragments": None, "lag": GOSSIP_LAG,
     }  # fmt: skip
     assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.9, "nesterov": True}
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}

@@ -177,7 +177,16 @@ def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(d
 @pytest.mark.parametrize("pull", [None, 0.3])
 def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
     net, infos = model(), []
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Partner(None), every=3, lr=0.7, pull=pull, on_round=infos.append, lag=0)
+    opt = NoLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Partner(None),
+        every=3,
+        lr=0.7,
+        momentum=0.5,
+        pull=pull,
+        on_round=infos.append,
+        lag=0,
+    )
     slow = [s.clone() for s in opt.slow]
     velocity = [torch.zeros_like(s) for s in slow]
     for round in range(4):

@@ -225,7 +225,7 @@ def test_9_when_the_partner_is_gone_it_goes_on_as_lookahead_on_its_own_data(pull
 
 def test_9_a_partner_that_stays_silent_costs_at_most_the_wait():
     lost = Faults(drop=lambda peer, key: peer == "bert" and key.round % 3 == 1)
-    found = simulate(PEERS[:2], faults=lost)
+    found = simulate(PEERS[:2], lr=0.7, momentum=0.5, faults=lost)
     for _, members, now in found.values():
         assert members == [() if round % 3 == 1 else ("anna", "bert") for round in range(ROUNDS)]
         assert now == pytest.approx(ROUNDS * EVERY * STEP_S + 4 * 10.0)

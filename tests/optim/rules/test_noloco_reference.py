@@ -86,7 +86,7 @@ def test_it_is_the_authors_recursion(lab, count, size, lr, momentum, pull, lost)
 def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
     peers = [*lab.PEERS, "emil"]
     expected = noloco(lab, peers, size, 0.7, 0.5, 0.7 if pull is None else pull, LOST, WEIGHTS)
-    check(lab, NoLoCo, peers, size, expected, pull=pull, lost=LOST, weights=WEIGHTS)
+    check(lab, NoLoCo, peers, size, expected, lr=0.7, momentum=0.5, pull=pull, lost=LOST, weights=WEIGHTS)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
@@ -101,7 +101,7 @@ def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him
         return opt
 
     expected = noloco(lab, lab.PEERS, size, 0.7, 0.5, 0.7 if pull is None else pull, weights=weights, listens=listens)
-    check(lab, listening, lab.PEERS, size, expected, pull=pull, weights=weights)
+    check(lab, listening, lab.PEERS, size, expected, lr=0.7, momentum=0.5, pull=pull, weights=weights)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])

@@ -19,7 +19,7 @@ WEIGHTS = {"anna": 1.0, "bert": 2.0, "cleo": 0.75, "dora": 1.5}
 class NoLoCoReference:
     """v <- a v + b mean(slow - fast) + c (slow - mean(slow)); slow <- slow - v. All as sent, but v."""
 
-    def __init__(self, lr=0.7, momentum=0.5, pull=None, weights=None):
+    def __init__(self, lr=1.0, momentum=0.3, pull=None, weights=None):
         self.lr, self.momentum, self.pull, self.weights = lr, momentum, lr if pull is None else pull, weights
 
     def first(self, slow):
@@ -143,7 +143,7 @@ def test_two_peers_and_an_odd_one(lab, lag, peers):
     check(lab, NoLoCo, NoLoCoReference(), peers, 5 * EVERY, 2, lag, lost=LOST)
 
 
-FORMS = [{"pull": 0.3}, {"lr": 0.4, "momentum": 0.2, "pull": 1.1}, {"momentum": 0.0}, {"lr": 1.0, "momentum": 0.3}]
+FORMS = [{"pull": 0.3}, {"lr": 0.4, "momentum": 0.2, "pull": 1.1}, {"momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]
 
 
 @pytest.mark.parametrize("knobs", FORMS, ids=str)

@@ -217,7 +217,7 @@ def alone():
             lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5, lag=0),
             "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5",
         ),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 0.7 and not 0.5"),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 1.0 and not 0.5"),
         (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
         (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
         (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not float32"),
