@@ -224,8 +224,10 @@ def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: 
 
 
 def settings_toml(settings: Settings) -> str:
-    """Return the tables that ``shoal up`` needs, as TOML."""
+    """Return the tables that ``shoal up`` needs, as TOML. An optimizer that is not given is left to it."""
     tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True)
+    if "optimizer" in settings.train.model_fields_set:  # "task" too, which a manifest leaves out
+        tables["train"]["optimizer"] = settings.train.optimizer
     options = tables["task"].pop("options")
     lines = []
     for name, table in {**tables, "task.options": options}.items():

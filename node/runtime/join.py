@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
+import torch
+
 from shoal.node.config.rl import RLSettings, env_label
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
@@ -42,6 +44,18 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
         return agreement.shared(settings.task.options)
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
     return {**settings.task.options, **own}
+
+
+def for_new_swarm(settings: Settings) -> Settings:
+    """Return the settings of a new swarm: the built-in text task has Muon, unless the user chose an optimizer or the task's rate.
+
+    Where training is verified it keeps its own: the thresholds and figures of docs/verification.md are AdamW's.
+    """
+    train, task = settings.train, settings.task
+    chosen = "optimizer" in train.model_fields_set or "lr" in task.options or settings.verify.kind == "training"
+    if task.hooks != agreement.TEXT or chosen or not hasattr(torch.optim, "Muon"):
+        return settings
+    return settings.model_copy(update={"train": train.model_copy(update={"optimizer": "muon"})})
 
 
 def new_manifest(

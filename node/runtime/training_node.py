@@ -23,6 +23,7 @@ from shoal.node.runtime.join import (
     RL,
     await_others,
     choose_shard,
+    for_new_swarm,
     make_task,
     new_manifest,
     swarm_settings,
@@ -114,6 +115,7 @@ class TrainingNode:
         else:
             if saved is not None:
                 settings = resume.with_its_task(settings, saved)
+            settings = for_new_swarm(settings)
             trainer = self._make_trainer(settings, device)
             terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
             agreed, fragments = trainer.task.agreed_options(), trainer.whole.fragments

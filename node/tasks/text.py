@@ -50,7 +50,7 @@ class TextTask(Task):
         order: random (windows from random places of what is in memory), or epochs (each document once); empty: epochs for streams.
         shuffle: tokens of a stream that are collected and shuffled together.
         layers, width, heads, context: the model. batch: windows a step. max_bytes: most text held in memory.
-        lr, warmup: AdamW's peak learning rate and the steps up to it; a cosine then leads down to 10 %.
+        lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; a cosine then leads down to 10 %.
 
     Raises:
         DataError: an option is out of range, or (on first use of the data) the text is missing or too short.

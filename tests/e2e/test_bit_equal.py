@@ -66,7 +66,7 @@ def assert_equal_bits(real, reference):
 def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     options = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2}
     rounds, every = 5, 4
-    train = TrainSettings(steps=rounds * every, seed=SEED)
+    train = TrainSettings(steps=rounds * every, seed=SEED, optimizer="muon")  # the default of the built-in task
     outer = blocking(every=every, wait_s=60.0)
     file = shoal.toml(
         options=options,

@@ -43,7 +43,7 @@ def reference(shoal, outer, steps, peers, total=0):
     def peer(exchange):
         index = peers.index(exchange.peer)
         rounds = []
-        train = TrainSettings(steps=total, seed=SEED)
+        train = TrainSettings(steps=total, seed=SEED, optimizer="muon")  # the default of the built-in task
         trainer = Trainer(
             TextTask(data=str(shoal.text), **OPTIONS), outer, train, own=OwnTraining(accumulate=2),
             on_round=lambda info: rounds.append([t.clone() for t in trainer.opt.slow]),

@@ -30,7 +30,7 @@ from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.optim import Alone
 
-settings = load(None, {"task.options": {"layers": 1, "width": 8, "batch": 1}, "outer.every": 2})
+settings = load(None, {"task.options": {"layers": 1, "width": 8, "batch": 1}, "outer.every": 2, "train.optimizer": "muon"})
 trainer = make_trainer(settings, torch.device("cpu"), None, print, lambda info: None, lambda: ())
 trainer.connect(Alone(), "alone", Shard(0, 1, 0))
 for _ in range(3):

@@ -6,7 +6,8 @@ from shoal.node.cli.main import cli
 from shoal.node.cli.options import computing_overrides, node_overrides
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train import OwnTraining, TrainTable
-from shoal.node.runtime.join import choose_shard, new_manifest, own_data, swarm_settings, task_label
+from shoal.node.demo.demo import settings_toml
+from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, own_data, swarm_settings, task_label
 from shoal.node.runtime.make_trainer import with_own_lag
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError
@@ -47,15 +48,36 @@ MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.006, "momentum": 0.95, "w
 @pytest.mark.parametrize(
     ("given", "written"),
     [
-        ({}, {}),
+        ({}, MUON),
+        ({"task.options": {"width": 32, "warmup": 9}, "outer.method": "diloco", "train.seed": 3}, MUON | {"seed": 3}),
+        ({"train.optimizer": "task"}, {}),
         ({"train.optimizer": "adamw"}, {"optimizer": "adamw", "lr": 3e-4, "weight_decay": 0.01}),
         ({"train.optimizer": "muon", "train.lr": 0.1}, MUON | {"lr": 0.1, "adamw_lr": 0.03}),
-        ({"train.optimizer": "muon", "train.momentum": 0.9}, MUON | {"momentum": 0.9}),
+        ({"task.options": {"lr": 0.01}}, {}),  # which is AdamW's
+        ({"task.hooks": "task.py:Mine"}, {}),
+        ({"task.hooks": "task.py:Mine", "train.optimizer": "muon", "train.momentum": 0.9}, MUON | {"momentum": 0.9}),
+        ({"task.hooks": "rl"}, {}),
+        ({"verify.kind": "training"}, {}),
     ],
 )
-def test_a_new_manifest_has_the_inner_optimizers_rates_written_down(given, written):
-    train = manifest(**given).train
-    assert train.model_dump(exclude_unset=True) == {"steps": 0, "seed": 5, "eval_every": 0} | written
+def test_a_new_manifest_has_muon_for_the_built_in_task_and_writes_its_rates_down(given, written):
+    settings = for_new_swarm(load(None, given))
+    made = open_manifest(new_manifest(settings, ME, "0" * 64)).train
+    assert made.model_dump(exclude_unset=True) | {"seed": made.seed} == {"steps": 0, "seed": 0, "eval_every": 0} | written
+    assert swarm_settings(load(None, {"task.hooks": given.get("task.hooks", "text")}), manifest(**given)).train.optimizer == (
+        load(None, given).train.optimizer
+    )  # who joins takes what the manifest says, or leaves out
+
+
+@pytest.mark.parametrize(("given", "trained"), [({}, "muon"), ({"train.optimizer": "task"}, "task")])
+def test_a_demo_hands_on_the_optimizer_that_was_given_and_no_other(tmp_path, given, trained):
+    (tmp_path / "swarm.toml").write_text(settings_toml(load(None, given)))
+    assert for_new_swarm(load(tmp_path / "swarm.toml")).train.optimizer == trained
+
+
+def test_without_muon_in_torch_the_built_in_task_has_its_own_optimizer(monkeypatch):
+    monkeypatch.delattr("torch.optim.Muon")
+    assert for_new_swarm(load()) == load()
 
 
 def test_the_folder_of_a_task_is_nobody_elses_affair():

@@ -9,7 +9,7 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.config.settings import load
 from shoal.node.runtime import resume as beginning
-from shoal.node.runtime.join import new_manifest
+from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import SavedRun, check_same_outer, find, is_newer, migrate_state, restore, with_its_task
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, TrainingError
@@ -219,10 +219,10 @@ def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity
 def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_another(identity):
     ours, adamw = saved(identity, **{"train.optimizer": "muon", "train.lr": 0.03, "train.seed": 5}), saved(identity)
     for given, kept in (({}, ("muon", 0.03, 0)), ({"train.optimizer": "muon"}, ("muon", None, 0))):
-        train = with_its_task(load(None, given), ours).train
+        train = for_new_swarm(with_its_task(load(None, given), ours)).train
         assert (train.optimizer, train.lr, train.seed) == kept
-    assert with_its_task(load(), adamw).train.optimizer == "task"
-    assert with_its_task(load(None, {"train.optimizer": "muon"}), adamw).train.optimizer == "muon"
+    assert for_new_swarm(with_its_task(load(), adamw)).train.optimizer == "task"
+    assert for_new_swarm(with_its_task(load(None, {"train.optimizer": "muon"}), adamw)).train.optimizer == "muon"
 
 
 @pytest.mark.parametrize(
