@@ -1,8 +1,11 @@
 """docs/wire.md says what the code does: every message with its limit and seal, every protocol, every bound it names."""
 
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
+import shoal.swarm
 from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access.link import MAX_CHARS
@@ -55,6 +58,8 @@ SEALED = {
 def test_every_message_is_in_the_table_with_its_limit():
     rows = re.findall(r"^\| `([a-z-]+)` \| (\d+) \| (yes|no) \|", PAGE, re.M)
     documented = {kind: (int(limit), sealed == "yes") for kind, limit, sealed in rows}
+    for module in pkgutil.walk_packages(shoal.swarm.__path__, "shoal.swarm."):
+        importlib.import_module(module.name)  # else only those messages are known that this file or another test imports
     # What node/ makes of messages is no message of the swarm's, and there only if another test has imported it.
     sent = [kind for kind in Message.__subclasses__() if kind.__module__.startswith("shoal.swarm.")]
     assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in sent}
