@@ -94,7 +94,7 @@ def test_digits_are_learnt_better_together():
 
     def train(exchange):
         task = load_task(f"{ROOT}/examples/digits.py:Digits", {"width": 8})
-        trainer = Trainer(task, blocking(every=20), TrainSettings(steps=120))
+        trainer = Trainer(task, blocking(every=20), TrainSettings(steps=240))
         trainer.connect(exchange, "run", Shard(int(exchange.peer), 16, 0))
         trainer.run()
         return trainer.evaluate()

@@ -31,7 +31,7 @@ class DiLoCoRule:
 
     shared: ClassVar[tuple[str, ...]] = ("momentum",)
     lr: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.6
     nesterov: bool = True
     mix: float = 0.0
 
@@ -103,7 +103,7 @@ class DecoupledRule:
 
     shared: ClassVar[tuple[str, ...]] = ("momentum",)
     lr: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.6
     plain: frozenset[tuple[int, int]] = frozenset()
     """(fragment, position in it) of the parameters that get a plain mean, as the paper has it for embeddings."""
 

@@ -87,8 +87,9 @@ class Process:
     def error(self, code=2):
         """The one sentence with which the command must have ended."""
         assert (self.wait(), self.lines) == (code, []), self.said()
-        # On a busy machine a start takes over ten seconds, and the node reports that it is alive.
-        said = [line for line in self.said().splitlines() if not re.search(r", \d+ s so far( \(nothing moves\))?$", line)]
+        # Before it may stand what Muon trains and, as a start takes over ten seconds on a busy machine, that the node is alive.
+        known = r"^Muon trains |, \d+ s so far( \(nothing moves\))?$"
+        said = [line for line in self.said().splitlines() if not re.search(known, line)]
         assert len(said) == 1, said
         assert said[0].startswith("Error: "), said
         return said[0].removeprefix("Error: ")

@@ -87,7 +87,7 @@ def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
         "every": 50, "lr": 1.0, "momentum": 0.3, "pull": None, "fragments": None, "lag": GOSSIP_LAG,
     }  # fmt: skip
-    assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.9, "nesterov": True}
+    assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.6, "nesterov": True}
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}
     assert "nesterov" not in method_named("diloco-hb").knobs
     assert methods_with("pull") == ["noloco"]

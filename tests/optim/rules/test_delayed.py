@@ -229,7 +229,7 @@ def test_eager_without_lag_is_diloco(lab):
         return OuterOptimizer(inner, exchange, rule=EagerRule(0.4, 0.9), schedule=Every(every), on_round=on_round)
 
     found = lab.run(method, STEPS, every=EVERY)
-    for peer, expected in lab.run(DiLoCo, STEPS, every=EVERY, lr=0.4).items():
+    for peer, expected in lab.run(DiLoCo, STEPS, every=EVERY, lr=0.4, momentum=0.9).items():
         lab.close(found[peer].slow, expected.slow)
 
 
@@ -313,7 +313,7 @@ def test_an_eager_part_widens_the_region(share, momentum):
 def test_warnings_name_the_knob():
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.warns(UserWarning, match=r"lr 1.5 with momentum 0.9 may diverge .*: keep lr below 1.36 or lower the momentum"):
-        DiLoCo(inner, Alone(), lr=1.5)
+        DiLoCo(inner, Alone(), lr=1.5, momentum=0.9)
     with pytest.warns(UserWarning, match=r"outer lr 0.7 with momentum 0.9 and a mean that comes 1 round late .* below 0.253"):
         warn_if_unstable(0.7, 0.9, 1, nesterov=True)
     with pytest.warns(UserWarning, match=r"a mean that comes 1 round late .* keep lr below 0.1 or"):

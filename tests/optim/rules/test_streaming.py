@@ -64,7 +64,7 @@ def two(peer, weights):
 def test_it_is_the_reference_with_fragments_in_flight(lab, lag, mix):
     """With a lag of more than EVERY / 2 both fragments are in flight at once."""
     found = lab.run(StreamingDiLoCo, 40, every=EVERY, fragments=two, lag=lag, mix=mix)
-    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[FIRST, SECOND], lag=lag, mix=mix, lr=0.4, momentum=0.9)
+    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[FIRST, SECOND], lag=lag, mix=mix, lr=0.7, momentum=0.6)
     for peer in lab.PEERS:
         lab.close(found[peer].slow, expected[peer][0])
         lab.close(found[peer].fast, expected[peer][1])
@@ -96,8 +96,8 @@ def test_2_when_all_but_one_fragment_are_frozen_it_is_diloco_on_that_one(lab, mo
             for _ in range(steps):
                 fast[part] -= lab.RATE * lab.gradient(peer, fast)[part]
             moved.append(slow - fast)
-        velocity = 0.9 * velocity + np.mean(moved, axis=0)
-        slow = slow - 0.7 * (np.mean(moved, axis=0) + 0.9 * velocity)
+        velocity = 0.6 * velocity + np.mean(moved, axis=0)
+        slow = slow - 0.7 * (np.mean(moved, axis=0) + 0.6 * velocity)
         path.append(slow)
         for peer in lab.PEERS:
             lab.close(found[peer].slow[sent - 1], slow)
@@ -315,7 +315,7 @@ def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
         return opt
 
     found = lab.run(method, 40, every=EVERY)
-    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[slice(0, 5)], lag=2, mix=0.0, lr=0.7, momentum=0.9, merge=merge)
+    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[slice(0, 5)], lag=2, mix=0.0, lr=0.7, momentum=0.6, merge=merge)
     for peer in lab.PEERS:
         lab.close(found[peer].slow, expected[peer][0])
     alone = lab.run(DecoupledDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, weight=lambda *_: 1.0)["anna"]
