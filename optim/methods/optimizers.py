@@ -90,7 +90,7 @@ class NoLoCo(OuterOptimizer):
 
     With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after another and each to a partner of its
     own, and a mean is applied ``lag`` inner steps after it was sent; the fast weights keep what was learnt since
-    (`shoal.optim.rules.gossip`). "auto": the least lag with which nearly all exchanges are in time (``AutoLag``), which may differ
+    (`shoal.optim.rules.gossip`). "auto": as soon as it is there (``AutoLag``), which may differ
     between peers. lag 0: the whole model (unless in ``fragments``), waited for.
 
     The paper's rate and momentum are 0.7 and 0.5; the defaults ended lower in what was measured (docs/methods.md). ``pull=None``

@@ -37,7 +37,8 @@ class OuterRounds(OuterState):
         For simulations, which may take the steps up to there at once.
         """
         if self._auto is not None:
-            left = (1 if p.arrived is None else p.position + p.lag - self.position for p in self._in_flight)
+            least = self._auto.least
+            left = (1 if p.arrived is None else p.position + least - self.position for p in self._in_flight)
             most = min([most, *(max(positions, 1) for positions in left)])
         return next((number for number in range(1, most) if self.schedule.at(self.position + number)), most)
 
@@ -62,10 +63,14 @@ class OuterRounds(OuterState):
                     yield due.handle
                 self._due(action.fragment, due)
         for pending in self._in_flight if self._auto is not None else ():
-            if self.position - pending.position >= pending.lag and self._there(pending) and not self._deferred(pending):
+            if self._asked(pending) and self._there(pending) and not self._deferred(pending):
                 if pending.handle is not None:
                     yield pending.handle
                 self._apply(pending)
+
+    def _asked(self, pending: PendingExchange) -> bool:
+        """Return True if the exchange was sent at least as long ago as the quickest of the last ones took: asking has a price."""
+        return self._auto is not None and self.position - pending.position >= self._auto.least
 
     def _there(self, pending: PendingExchange) -> bool:
         """Return True if the exchange is over, in all ranks: rank 0 decides."""

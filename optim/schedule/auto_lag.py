@@ -1,7 +1,10 @@
-"""A lag that is found by watching: the least with which nearly all exchanges would have arrived in time.
+"""A lag that is found by watching: each exchange is applied once it is there; how long nearly all take is what is reported.
 
 It needs no clock. An exchange in flight is polled between steps, so when it arrives is known in positions of the schedule, the unit
 in which it is applied. (Ours.)
+
+Arrivals may differ much, as a partner that is behind sends later. Were all of them applied as late as nearly the latest, the peers
+that are ahead would train on means of a whole round ago, and gain nothing by it.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ WINDOW = 24
 
 
 class AutoLag:
-    """The lag of the next exchange, from the arrivals of the last ones that had a partner.
+    """The lag to expect of the next exchange, from the arrivals of the last ones that had a partner.
 
-    Of ``WINDOW`` arrivals two may be late, of four one: such an exchange is applied when it is there, which does no harm. On the
-    latest of the others comes an eighth as a margin. Before the first arrival it is 1, and never more than ``every``.
+    Of ``WINDOW`` arrivals two may be later, of four one. On the latest of the others comes an eighth as a margin. Before the first
+    arrival it is 1, and never more than ``every``.
 
     ValueError if ``every`` is below 1.
     """
@@ -40,6 +43,11 @@ class AutoLag:
         late = (len(self._arrivals) + 8) // 12
         latest = sorted(self._arrivals)[-1 - late]
         return min(latest + latest // 8, self.every)
+
+    @property
+    def least(self) -> int:
+        """The least of the last arrivals, from which on it is worth asking whether an exchange is there; 1 before the first."""
+        return min(self._arrivals, default=1)
 
     def observe(self, positions: int) -> None:
         """Remember that an exchange was there so many positions after it was sent; one that was waited for: when the wait began."""

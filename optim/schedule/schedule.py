@@ -74,7 +74,7 @@ def _due(step: int, every: int, fragments: int) -> int | None:
 class Streaming:
     """Schedule of ``fragments`` evenly apart, each once every ``every`` steps, applied ``lag`` later (Streaming DiLoCo 2501.18512).
 
-    lag "auto": it says only when to send. The optimizer applies a mean once it is there, and not before its own lag (``AutoLag``).
+    lag "auto": it says only when to send. The optimizer applies a mean once it is there (``AutoLag``).
     Unlike torchft's it allows several fragments in flight, and an ``every`` that is no multiple of ``fragments``.
     """
 

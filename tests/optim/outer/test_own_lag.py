@@ -90,7 +90,7 @@ def reference(plan):
                 round += 1
         for place in sorted(flying):
             number, at, sent, left, arrived, lag = flying[place]
-            if arrived is not None and step - at >= lag:
+            if arrived is not None and step - at >= min(arrivals[-24:], default=1):
                 apply(place)
         seen.append(list(fast))
     return seen, applied
