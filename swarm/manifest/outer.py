@@ -112,7 +112,7 @@ class OuterSettings(BaseModel):
     lag: Lag = Field(
         default=None,
         description="noloco, local, gasloc, streaming, decoupled: inner steps between sending a part and applying its mean: a "
-        "number below every, 0 to wait for each exchange, or auto (each node finds the least that its exchanges need).",
+        "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
     )
     mix: float | None = Field(
         default=None,
