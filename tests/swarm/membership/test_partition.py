@@ -197,7 +197,7 @@ def test_the_larger_part_does_not_lose_what_it_learnt(swarm):
     (smaller,), larger = whole.split(1)
     whole.train(4)
     whole.heal()
-    whole.train(2)
+    whole.train(6)
     assert whole.spread() == pytest.approx(0, abs=1e-6)
     assert smaller.took_over == 1
     assert [node.took_over for node in larger] == [0, 0, 0]
