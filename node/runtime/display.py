@@ -54,7 +54,7 @@ def per_second(tokens_per_s: float, mfu: float | None) -> str:
 
 
 def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
-    """Return a lag in inner steps for people: whether the node chose it, and whether an exchange came later than it was to."""
+    """Return a lag in inner steps for people: whether the node chose it, and whether an exchange came later than expected."""
     return f"{lag} step{'' if lag == 1 else 's'}" + (" (auto)" if auto else "") + (" (late)" if late else "")
 
 

@@ -19,6 +19,7 @@ from shoal.node.config.settings import NodeSettings, Settings, TaskSettings
 from shoal.node.data.errors import DataError
 from shoal.node.runtime.join import BUILT_IN_TASKS, RL
 from shoal.node.task import Shard
+from shoal.node.training.schedule import MUON_KNOBS
 from shoal.node.training.trainer import Trainer, TrainingError, plain
 from shoal.optim import OuterOptimizer, method_named
 from shoal.optim import migrate_state as migrate_outer_state
@@ -31,7 +32,7 @@ from shoal.swarm.state.snapshot import State
 PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
 """The fields of a learning-rate scheduler that change as it goes on, besides those with an underscore; the rest identify it."""
 
-INNER = ("optimizer", "lr", "adamw_lr", "momentum", "weight_decay")
+INNER = ("optimizer", *MUON_KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
 
 

@@ -19,7 +19,8 @@ from shoal.optim.inner.split import Split, split
 from shoal.swarm.manifest.outer import TrainSettings
 
 LR, WEIGHT_DECAY, BETAS = 3e-4, 0.01, (0.9, 0.99)
-MUON_KNOBS = ("lr", "adamw_lr", "momentum", "weight_decay")
+ADAMW_KNOBS = ("lr", "weight_decay")
+MUON_KNOBS = (*ADAMW_KNOBS, "adamw_lr", "momentum")
 LAST = 0.1  # of the peak: where a cosine ends
 DECAY = 0.2  # of the steps: the end of warm-up-stable-decay
 
@@ -41,17 +42,16 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
 
     TrainingError if Muon finds no matrix in it, or torch has no Muon.
     """
+    train = resolved(train)
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if train.optimizer == "task":
         return task.inner_optimizer(params)
     if train.optimizer == "muon":
-        given = {name: getattr(train, name) for name in MUON_KNOBS if getattr(train, name) is not None}
         with _explained():
-            return muon(model, matrices=task.hidden_matrices(model), **given)
+            return muon(model, matrices=task.hidden_matrices(model), **{name: getattr(train, name) for name in MUON_KNOBS})
     # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
     fused = True if all(p.device.type == "cpu" for p in params) else None
-    lr, decay = LR if train.lr is None else train.lr, WEIGHT_DECAY if train.weight_decay is None else train.weight_decay
-    return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=decay, fused=fused)
+    return torch.optim.AdamW(params, betas=BETAS, fused=fused, **{name: getattr(train, name) for name in ADAMW_KNOBS})
 
 
 def parameter_split(task: Task, train: TrainSettings, model: torch.nn.Module) -> Split | None:

@@ -49,7 +49,7 @@ class PendingExchange:
     position: int
     """Position in the schedule at which it was sent."""
     lag: int
-    """Positions after which it is to be applied; under a fixed schedule that says when."""
+    """Positions after which it is applied under a fixed schedule; with lag "auto" those that were expected when it was sent."""
     absent: bool = False
     """True if this peer stayed out of the round."""
     fast: Sequence[Tensor] = ()
@@ -187,4 +187,4 @@ class RoundInfo:
     lag: int
     """Inner steps between sending and applying."""
     late: bool = False
-    """True if it was applied later than the lag that it was sent with, because it was not there then."""
+    """True if it was not there within the lag that was expected when it was sent (lag "auto")."""
