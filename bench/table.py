@@ -179,7 +179,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", help="text files; default: what Debian's packages left in /usr/share"
     )
-    parser.add_argument("--model", choices=tuple(SIZES), help="default: tiny, with --small: micro")
+    parser.add_argument("--model", choices=tuple(SIZES), help="default: mini, with --small: micro")
     parser.add_argument("--steps", type=number, help="inner steps of each peer; default: the model's")
     parser.add_argument("--small", action="store_true", help="some rows of the smallest model, without tuning")
     parser.add_argument("--methods", type=among(tuple(RECIPES)), default=list(RECIPES), help="of the plan, separated by commas")
@@ -227,7 +227,7 @@ def main() -> int:
     if options.report is not None:
         return report(options)
     began = time.monotonic()
-    model = options.model or ("micro" if options.small else "tiny")
+    model = options.model or ("micro" if options.small else "mini")
     size, file = SIZES[model], options.resume or (None if options.small else RESULTS)
     steps, stages = options.steps or size.steps, asked(options)
     tune = min(size.tune, max(steps // 2, 1))

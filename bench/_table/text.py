@@ -24,6 +24,7 @@ from shoal.node.tasks.corpus import Document
 from shoal.node.tasks.gpt import GPT
 
 ENDINGS = (".txt", ".rst", ".md", ".dict")
+SHARE = Path("/usr/share")
 PACKED = (".gz", ".dz")  # dictzip is gzip that can be read from the middle
 PLACES = (
     "doc/linux-doc*/**/*",
@@ -61,13 +62,14 @@ def _content(path: Path) -> bytes:
 
 
 def _files(folder: Path | None) -> dict[str, Path]:
-    """By their names, which do not depend on where the folder is."""
-    if folder is None:
-        share = Path("/usr/share")
-        found = [(share, path) for pattern in PLACES for path in share.glob(pattern)]
-    else:
-        found = [(folder, path) for path in folder.rglob("*")]
-    return {path.relative_to(root).as_posix(): path for root, path in found if path.is_file() and _readable(path)}
+    """By their names, which do not depend on where the folder is. Each file once: a text under two names, one of them a link, would
+    be held out and trained on."""
+    root = folder or SHARE
+    found = root.rglob("*") if folder is not None else (path for pattern in PLACES for path in root.glob(pattern))
+    once = dict[Path, str]()
+    for path in sorted(path for path in found if path.is_file() and _readable(path)):
+        once.setdefault(path.resolve(), path.relative_to(root).as_posix())
+    return {name: path for path, name in once.items()}
 
 
 def _pieces(name: str, content: bytes) -> Iterator[Document]:

@@ -26,6 +26,9 @@ from shoal.node.task import Shard
 from shoal.optim import Alone, OuterOptimizer, Simulation, codec_named
 from shoal.optim.exchange.simulation import SimulatedExchange
 
+BETA1 = {"adamw": 0.8, "muon": 0.9}
+"""AdamW's, alone and beside Muon. Alone, data parallel training (mini, 800 steps, rate 0.012) ends at 2.836 with 0.8, 2.873 with
+0.9 and 2.968 with 0.95."""
 ON_THE_WAY = 128  # windows of the reported half for the points of the curve
 WINDOWS_AT_ONCE = 128
 
@@ -48,11 +51,13 @@ class Size(NamedTuple):
 SIZES = {
     "micro": Size(2, 48, 4, 64, 1024, 32, 600, 300),
     "tiny": Size(2, 64, 4, 64, 1024, 32, 6000, 1000),
+    "mini": Size(4, 64, 4, 64, 512, 64, 3200, 800),
     "small": Size(4, 96, 4, 64, 1024, 32, 4000, 1000),
     "1m": Size(4, 128, 4, 128, 2048, 32, 5000, 1000),
     "20m": Size(8, 384, 6, 256, 8192, 128, 12_200, 3000),
 }
-"""0.16, 0.23, 0.65, 1.3 and 20 million parameters; 1.2, 12.3, 8.2, 20 and 400 million tokens."""
+"""0.16, 0.23, 0.27, 0.65, 1.3 and 20 million parameters; 1.2, 12.3, 13.1, 8.2, 20 and 400 million tokens. Of tiny's parameters
+42 % are hidden matrices, which Muon trains, and of mini's 74 %, as in models of useful size; "mini" is cut into larger batches."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Place(NamedTuple):
 
 
 def inner_optimizer(task: TableText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
-    """AdamW, or shoal's Muon with AdamW at 0.3 of its rate for all that is no hidden matrix."""
+    """AdamW, or shoal's Muon, with AdamW at its rate for all that is no hidden matrix."""
     if spec.inner == "muon":
         made = shoal.muon(model, lr=spec.lr)
         adamw, beta2 = made.param_groups[1:], 0.95
@@ -120,7 +125,7 @@ def inner_optimizer(task: TableText, model: nn.Module, spec: Spec) -> torch.opti
         adamw, beta2 = made.param_groups, 0.99
         adamw[0]["lr"] = spec.lr
     for group in adamw:
-        group["betas"] = (0.9, dict(spec.outer).get("beta2", beta2))
+        group["betas"] = (BETA1[spec.inner], dict(spec.outer).get("beta2", beta2))
     return made
 
 
@@ -153,8 +158,8 @@ def data_parallel(spec: Spec, place: Place) -> Trained:
     shards = [task.batches(Shard(index, spec.peers, spec.seed)) for index in range(spec.peers)]
     at, curve = set(marks(spec.steps, 1)), list[tuple[int, float]]()
     for step in range(1, spec.steps + 1):
-        parts = [next(shard) for shard in shards]
-        backward(task, model, place.batch((torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))))
+        for shard in shards:  # one by one: less memory than the batch of all, and as fast or faster
+            backward(task, model, place.batch(next(shard)), 1 / spec.peers)
         inner.step()
         scheduler.step()
         inner.zero_grad()

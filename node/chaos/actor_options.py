@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROGRAM = ("-m", "shoal.node.cli.chaos_actor")
+PROGRAM = ("shoal.node.cli.chaos_actor",)
 HONEST = "honest"
 LIES = ("sign-flip", "x1000", "nan", "stale")
 """False contributions of hostile nodes (`shoal.node.cli.chaos_actor`)."""

@@ -21,11 +21,11 @@ from shoal.node.chaos import processes
 from shoal.node.chaos.actor_options import HONEST, PROGRAM
 from shoal.node.chaos.figures import Life
 from shoal.node.checkpoint.folder import steps as saved_steps
-from shoal.node.demo.demo import Nodes, read_line
 from shoal.node.demo.liveness import DemoError
+from shoal.node.demo.nodes import Nodes, Process, read_line
 from shoal.node.exit_codes import ExitCode
 
-END_S = 20.0  # seconds for all nodes together to end in good order
+END_S, END_EACH_S = 20.0, 1.0  # seconds for all nodes together to end in good order, and more for each
 GONE_S = 5.0  # seconds for the guards to end the daemons of killed nodes
 TICK_S = 0.05
 MARK = "SHOAL_CHAOS"
@@ -41,7 +41,7 @@ class Running:
     """Running process of a node."""
 
     life: Life
-    process: subprocess.Popen[str]
+    process: Process
     log: Path
     """File in which it notes its steps."""
     read: int = 0
@@ -64,10 +64,10 @@ class ProcessesUnderTest(Nodes):
     """
 
     def __init__(self, folder: Path, *, peers: int, step_s: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
-        super().__init__(folder)
+        self._mark = secrets.token_hex(8)
+        super().__init__(folder, {**os.environ, MARK: self._mark})
         self._step_s, self.lies, self._flags = step_s, lies, list(flags)
         self._ports = free_ports(peers)
-        self._mark = secrets.token_hex(8)
         self.running: list[Running] = []
         self._stopped_pids: dict[int, list[int]] = {}
         """Stopped process ids by node."""
@@ -85,7 +85,6 @@ class ProcessesUnderTest(Nodes):
             [*arguments, "--listen", f"/ip4/127.0.0.1/tcp/{self._ports[peer]}", "--threads", "1", *self._flags],
             f"peer-{peer}",
             program=[*PROGRAM, str(log), str(self._step_s), self.lies.get(peer, HONEST)],
-            env={**os.environ, MARK: self._mark},
         )
         self.running.append(Running(life, process, log))
         return self.running[-1]
@@ -160,7 +159,8 @@ class ProcessesUnderTest(Nodes):
         alive = [running for running in self.running if running.alive]
         for running in alive:
             running.process.terminate()
-        until, said = time.monotonic() + END_S, []
+        allowed, said = END_S + END_EACH_S * len(alive), []
+        until = time.monotonic() + allowed
         for running in alive:
             name = f"peer-{running.life.peer}"
             try:
@@ -168,12 +168,13 @@ class ProcessesUnderTest(Nodes):
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()
-                said.append(f"{name} did not end within {END_S:g} s of being asked to")
+                said.append(f"{name} did not end within {allowed:g} s of being asked to")
                 continue
             # During its imports a node is ended by the signal itself, or by Python's KeyboardInterrupt.
             young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
             if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
                 said.append(f"{name} ended with code {code} when it was asked to end: {self.last_log_line(running.life.peer)}")
+        self.end_server()
         return said
 
     def left_behind(self) -> list[str]:

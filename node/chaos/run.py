@@ -22,6 +22,7 @@ from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
 from shoal.node.demo.demo import LINK_S, settings_toml
 from shoal.node.runtime.display import Display
+from shoal.node.runtime.join import for_new_swarm
 from shoal.node.runtime.result import write_json
 from shoal.node.runtime.run_options import METRICS
 from shoal.node.task import Shard
@@ -261,7 +262,8 @@ def run_swarm(
 
 def held_out(settings: Settings, folder: Path, peers: Sequence[int]) -> dict[int, float]:
     """Return the held-out loss of each node's last checkpoint, without nodes that saved nothing usable."""
-    task, found = load_task(settings.task.hooks, settings.task.options), {}
+    settings, found = for_new_swarm(settings), {}  # with the optimizer of the checkpoints
+    task = load_task(settings.task.hooks, settings.task.options)
     for peer in peers:
         try:
             _, state = checkpoint.load(folder / f"peer-{peer}")

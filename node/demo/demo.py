@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,124 +17,17 @@ from shoal.node.checkpoint.folder import check_writable
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import Settings, assignment, load
 from shoal.node.data import manifest_options
-from shoal.node.demo.liveness import DemoError, Liveness
+from shoal.node.demo.liveness import Liveness
+from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
 from shoal.node.demo.temporary import temporary_folder
-from shoal.node.exit_codes import ExitCode
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.join import task_label
 from shoal.node.runtime.result import RESULT
-from shoal.node.runtime.signals import handle_all
 from shoal.node.runtime.slow_weights import ROUNDS
 from shoal.node.tasks.loader import load_task
 
 LINK_S = 60.0  # seconds for the first node of a chaos run to print its link
-STOP_S = 8.0  # seconds that the nodes have to end orderly
-LOOK_S = 0.5
-TRACEBACK, USERS_ERROR = "Traceback (most recent call last):", "Error: Your "  # in the log of a node whose task failed
-
-
-class Nodes:
-    """Processes of a demo. All are ended when the block is left, whatever happened."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: list[subprocess.Popen[str]] = []
-        self._logs: list[IO[str]] = []
-        self._stopped = False
-
-    def __enter__(self) -> Nodes:
-        handle_all(self._interrupt)
-        return self
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._stopped and number == signal.SIGHUP:  # a closed terminal sends several
-            return
-        if self._stopped:  # the second signal: end at once
-            self.kill()
-            os._exit(ExitCode.INTERRUPTED)
-        self._stopped = True
-        raise KeyboardInterrupt
-
-    def start(
-        self,
-        arguments: Sequence[str],
-        name: str,
-        *,
-        program: Sequence[str] = ("-m", "shoal"),
-        env: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[str]:
-        """Start ``shoal ARGUMENTS`` as the node ``name``."""
-        log = (self.folder / f"{name}.log").open("a", encoding="utf-8")
-        self._logs.append(log)
-        command = [*interpreter(), *program, *arguments, "--name", name, "--folder", str(self.folder / name)]
-        command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(os.getpid())]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=env,
-            start_new_session=True,  # Ctrl-C is for the demo, which then ends its nodes orderly
-        )
-        self.processes.append(process)
-        return process
-
-    def check(self) -> bool:
-        """Return whether all have ended well. Raises DemoError, with the end of its log, if one failed."""
-        for index, process in enumerate(self.processes):
-            if process.poll() not in (None, 0):
-                raise self.failure(index, process.returncode)
-        return all(process.poll() == 0 for process in self.processes)
-
-    def failure(self, index: int, code: int, what: str = "ended") -> DemoError:
-        """Return the error of a node that ended with ``code``. If its task failed, that is the user's own error here too."""
-        said = self.last_log_line(index)
-        error = DemoError(f"Node peer-{index} {what} with code {code}: {said}")
-        if code == ExitCode.BAD_INPUT:
-            error.exit_code = ExitCode.BAD_INPUT
-            log = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace")
-            begin = log.rfind(TRACEBACK)
-            if begin >= 0 and said.startswith(USERS_ERROR):
-                error.trace = log[begin : log.rfind(said)]
-        return error
-
-    def last_log_line(self, index: int) -> str:
-        """Return the last line that a node logged."""
-        lines = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it logged nothing; run again with --verbose."
-
-    def kill(self) -> None:
-        """Kill all at once; their guards end the daemons."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-
-    def __exit__(self, *error: object) -> None:
-        until = time.monotonic() + STOP_S
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(max(until - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(5.0)
-            if process.stdout is not None:
-                process.stdout.close()
-        for log in self._logs:
-            log.close()
-
-
-def interpreter() -> list[str]:
-    """Return the command of this Python, for ``-m``, which alone would put the present folder before all that is installed.
-
-    There a file of the user's, such as queue.py, would hide a module of Python's own; before 3.11 it cannot be prevented.
-    """
-    safe = sys.version_info >= (3, 11) and sys.path[:1] != [os.getcwd()]  # of this process, if its user wanted it so
-    return [sys.executable, *(["-P"] if safe else [])]
 
 
 def run_demo(
@@ -182,7 +70,7 @@ def run_demo(
     # Errors of the task and device are raised here at once, and not by every node.
     load_task(hooks, settings.task.options)
     resolve_device(device)
-    began = time.monotonic()
+    began, began_at = time.monotonic(), time.time()
     with stage(keep) as (folder, display):
         check_demo(settings.node, peers, display.message)
         with Nodes(folder) as nodes:
@@ -190,10 +78,11 @@ def run_demo(
             flags = ["--device", device, *(["--verbose"] if verbose else []), *(["--baseline"] if compare else [])]
             _start(nodes, settings, flags, display, liveness)
             _watch(nodes, rounds, settings.outer.every or every, display, liveness, compare)
+            start_s = _all_began(liveness.look(peers)) - began_at
         display.close()
         results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
         distances = consensus_distances([folder / f"peer-{index}" / ROUNDS for index in range(peers)])
-        return report(results, distances, time.monotonic() - began)
+        return report(results, distances, start_s, time.monotonic() - began)
 
 
 @contextmanager
@@ -203,24 +92,6 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
         check_writable(keep)
     with nullcontext(keep) if keep is not None else temporary_folder(name) as place:
         yield place.resolve(), make_display()
-
-
-def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: Liveness) -> str:
-    """Start the node that creates the swarm; return the link. Raises DemoError if it ends or moves no more before it prints it."""
-    lines: list[str] = []
-    reader = threading.Thread(target=_read_line, args=(nodes.start(arguments, "peer-0"), lines), daemon=True)
-    reader.start()
-    while reader.is_alive():  # a large model takes minutes to load
-        reader.join(LOOK_S)
-        liveness.look()
-    link = lines[0].strip()
-    if not link:
-        with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
-            nodes.processes[0].wait(1.0)
-        nodes.check()
-        raise DemoError(f"The first node printed no link: {nodes.last_log_line(0)}")
-    display.message(f"the swarm is up: {link}")
-    return link
 
 
 def settings_toml(settings: Settings) -> str:
@@ -252,20 +123,6 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
         nodes.start(["join", link, "--task", hooks, *own(index)], f"peer-{index}")
 
 
-def read_line(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return the first line of a node's stdout, or "" when it ended or the time is up."""
-    lines: list[str] = []
-    reader = threading.Thread(target=_read_line, args=(process, lines), daemon=True)
-    reader.start()
-    reader.join(seconds)
-    return lines[0].strip() if lines else ""
-
-
-def _read_line(process: subprocess.Popen[str], lines: list[str]) -> None:
-    assert process.stdout is not None
-    lines.append(process.stdout.readline())
-
-
 def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Liveness, compare: bool) -> None:
     """Show the rounds until all nodes have ended."""
     shown, tick = 0, threading.Event()
@@ -286,6 +143,11 @@ def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Li
 
 def _exchanges(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "round"]
+
+
+def _all_began(nodes: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """Return the Unix time at which the last of the nodes had done its first inner step."""
+    return max(float(event["time"]) for events in nodes for event in events if event["event"] == "begun")
 
 
 def _sent(exchange: Mapping[str, Any]) -> int:
@@ -333,8 +195,11 @@ def _distance(peers: Sequence[Mapping[str, torch.Tensor]]) -> float:
     return float((apart.mean() / size.mean()).sqrt())
 
 
-def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: float) -> dict[str, Any]:
-    """Return the report that ``shoal demo --json`` prints last: means over peers except for counts."""
+def report(results: Sequence[dict[str, Any]], distances: list[float], start_s: float, seconds: float) -> dict[str, Any]:
+    """Return the report that ``shoal demo --json`` prints last: means over peers except for counts.
+
+    ``start_s``: seconds until the last of the nodes had done its first inner step; ``seconds``: those of the whole demo.
+    """
 
     def mean(key: str) -> float | None:
         values = [result[key] for result in results]
@@ -358,6 +223,7 @@ def report(results: Sequence[dict[str, Any]], distances: list[float], seconds: f
         "wall_s": mean("wall_s"),
         "spread": distances,
         "params": results[0]["params"],
+        "start_s": start_s,
         "seconds": seconds,
     }
 

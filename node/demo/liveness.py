@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from shoal.node.runtime.run_options import METRICS
 from shoal.swarm.errors import ShoalError
 
 QUIET_S = 120.0  # seconds in which no node writes anything, or says that it moves, after which the demo is given up
+CROWD = 8  # nodes on a processor; more of them have as many times as long, for each gets less of it than tells that it moves
 LONG_S = 3600.0  # seconds for which a node may compute without a step or anything else that it writes: an endless loop computes too
 
 
@@ -43,9 +45,10 @@ class EventReader:
 
 
 class Liveness:
-    """Watcher of the nodes with these ``folders``, which need not exist yet; ``clock``: seconds."""
+    """Watcher of the nodes with these ``folders``, which need not exist yet, on so many ``processors``; ``clock``: seconds."""
 
-    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic, processors: int | None = None) -> None:
+        self._quiet_s = QUIET_S * max(len(folders) / (CROWD * (processors or os.cpu_count() or 1)), 1.0)
         self._names = [folder.name for folder in folders]
         self._readers = [EventReader(folder / METRICS) for folder in folders]
         self._clock = clock
@@ -56,7 +59,7 @@ class Liveness:
         """Return all events of each node so far. ``ended``: the number of nodes that have ended well.
 
         Raises:
-            DemoError: nothing moved for `QUIET_S` seconds, or nodes only computed, without an end, for `LONG_S`.
+            DemoError: nothing moved for `QUIET_S` seconds (`CROWD`), or nodes only computed, without an end, for `LONG_S`.
         """
         events, now = [reader.read() for reader in self._readers], self._clock()
         said = [event for node in events for event in node if event["event"] == ACTIVITY]
@@ -67,8 +70,8 @@ class Liveness:
             self._moved, self._moved_at, self._alive_at = moved, now, now
         if alive != self._alive:
             self._alive, self._alive_at = alive, now
-        if now - self._alive_at > QUIET_S:
-            raise DemoError(f"No node made progress for {QUIET_S:g} s{self._doing(events)}: {_REMEDY}")
+        if now - self._alive_at > self._quiet_s:
+            raise DemoError(f"No node made progress for {self._quiet_s:g} s{self._doing(events)}: {_REMEDY}")
         if now - self._moved_at > LONG_S:
             raise DemoError(f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: {_REMEDY}")
         return events

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.node.task import Task
 from shoal.node.training.errors import TrainingError
-from shoal.optim.inner.muon import ADAMW_PART, muon
 from shoal.optim.inner.muon import LR as MUON_LR
 from shoal.optim.inner.muon import MOMENTUM as MUON_MOMENTUM
 from shoal.optim.inner.muon import WEIGHT_DECAY as MUON_WEIGHT_DECAY
+from shoal.optim.inner.muon import muon
 from shoal.optim.inner.split import Split, split
 from shoal.swarm.manifest.outer import TrainSettings
 
@@ -31,7 +31,7 @@ def resolved(train: TrainSettings) -> TrainSettings:
         return train
     if train.optimizer == "muon":
         lr = MUON_LR if train.lr is None else train.lr
-        usual = {"lr": lr, "adamw_lr": ADAMW_PART * lr, "momentum": MUON_MOMENTUM, "weight_decay": MUON_WEIGHT_DECAY}
+        usual = {"lr": lr, "adamw_lr": lr, "momentum": MUON_MOMENTUM, "weight_decay": MUON_WEIGHT_DECAY}
     else:
         usual = {"lr": LR, "weight_decay": WEIGHT_DECAY}
     return train.model_copy(update={name: value for name, value in usual.items() if getattr(train, name) is None})

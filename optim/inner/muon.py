@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shoal.optim.inner.split import split
 from shoal.optim.outer.inner import Combined
 
-LR, ADAMW_PART, MOMENTUM, WEIGHT_DECAY, BETAS = 0.02, 0.3, 0.95, 0.0, (0.9, 0.95)
-"""What docs/benchmarks.md measured ("Gossip that overlaps"): AdamW's rate is a part of Muon's."""
+LR, MOMENTUM, WEIGHT_DECAY, BETAS = 0.02, 0.9, 0.0, (0.9, 0.95)
+"""What docs/methods.md measured ("The inner optimizer: Muon")."""
 
 
 def muon(
@@ -32,7 +32,7 @@ def muon(
 
     Args:
         lr: learning rate of Muon, with Nesterov momentum; torch multiplies it by ``sqrt(max(1, rows / columns))`` of each matrix.
-        adamw_lr: learning rate of AdamW, with betas (0.9, 0.95); None: 0.3 times ``lr``.
+        adamw_lr: learning rate of AdamW, with betas (0.9, 0.95); None: ``lr``.
         momentum: Muon's.
         weight_decay: of both, decoupled: a step takes ``lr * weight_decay`` of each weight away.
         matrices: names of the parameters that Muon trains; None: those of ``hidden_matrices``.
@@ -49,7 +49,7 @@ def muon(
     if others:
         # The fused kernel halves AdamW's time on the CPU; elsewhere torch chooses.
         fused = True if all(p.device.type == "cpu" for p in others) else None
-        rate = ADAMW_PART * lr if adamw_lr is None else adamw_lr
+        rate = lr if adamw_lr is None else adamw_lr
         parts.append(torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused))
     return Combined(parts, order=list(named.values()))
 

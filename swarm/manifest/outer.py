@@ -310,9 +310,9 @@ class TrainSettings(BaseModel):
         default=None, gt=0, le=10, description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02)."
     )
     adamw_lr: float | None = Field(
-        default=None, gt=0, le=10, description="muon: peak learning rate of what adamw trains beside it; not given, 0.3 times lr."
+        default=None, gt=0, le=10, description="muon: peak learning rate of what adamw trains beside it; not given, lr."
     )
-    momentum: float | None = Field(default=None, ge=0, lt=1, description="muon: its momentum; not given, 0.95.")
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="muon: its momentum; not given, 0.9.")
     weight_decay: float | None = Field(
         default=None, ge=0, le=10, description="adamw, muon: weight decay; not given, 0.01 (muon: 0)."
     )

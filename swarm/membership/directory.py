@@ -36,6 +36,7 @@ MET = 256  # of the peers met last, whose records are looked for however many ot
 DRAW = 60.0  # seconds after which other newcomers get a place, if there is no room for all
 GAP = 1.0  # seconds between two publications or two readings, at least
 HASTE = 0.5  # seconds between readings while a caller waits for members
+SLOW, REST = 1.0, 3.0  # seconds of a reading, or of a publication, beyond which so many times as many follow in which there is none
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
 MAX_ADDRESSES = 8
 HERE: tuple[State, ...] = ("waiting", "training")
@@ -298,6 +299,7 @@ class Directory:
                 read, self._look_soon = now, False
                 await self._guarded(self._read)
             looked.set()
+            await self._rest(now)
             hasty = self._waiting or self._look_soon or (self._mine is not None and self._prefix is None)
             await self._sleep(wake, HASTE if hasty else self._pause())
 
@@ -310,6 +312,7 @@ class Directory:
             if self._mine is not None and (self._urgent or now - published >= self._period * 0.75):
                 published = now
                 await self._guarded(self._publish)
+                await self._rest(now)
             await self._sleep(wake, HASTE if self._mine is not None and self._prefix is None else self._pause())
             since = time.monotonic() - published
             if self._urgent and since < GAP:
@@ -322,6 +325,12 @@ class Directory:
             log.info("the directory is not up to date: %s", error)
         except Exception:  # a bug must not make this node vanish from the swarm
             log.warning("the directory failed; trying again", exc_info=True)
+
+    async def _rest(self, since: float) -> None:
+        """Wait after work that took long: on a machine or a link with too much to do, peers in haste would starve each other."""
+        took = time.monotonic() - since
+        if took > SLOW:
+            await asyncio.sleep(min(REST * took, self._ttl / 6))
 
     def _pause(self) -> float:
         """Return seconds until the next look or record: not in step with other nodes that started at the same moment."""

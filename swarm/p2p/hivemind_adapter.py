@@ -34,6 +34,7 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
+ASKED = 10  # nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
 MAX_SUBKEYS = 64  # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be read
 
 
@@ -99,7 +100,7 @@ class SwarmNode(DHTNode):  # type: ignore[misc]
     async def get(self, *arguments: Any, **options: Any) -> Any:
         """Return what is under a key."""
         with _as_daemon_errors():
-            return await super().get(*arguments, **options)
+            return await super().get(*arguments, **{"beam_size": ASKED, **options})
 
     async def shutdown(self) -> None:
         """Leave the DHT."""

@@ -314,7 +314,7 @@ def test_diloco_run_by_torchft_is_ours(small, cache, inner):
     pytest.importorskip("torchft", reason="torchft has wheels for some machines only")
     corpus, setting = text.corpus(small, 300, cache), (("lr", 0.7), ("momentum", 0.6))
     specs = [
-        train.Spec(corpus.digest, "micro", method, inner, "float32", 2, 8, 24, 0.006, setting, 0)
+        train.Spec(corpus.digest, "micro", method, inner, "float32", 2, 8, 24, 0.002, setting, 0)
         for method in ("torchft", "diloco")
     ]
     theirs, ours = (train.run(spec, train.Place(cache)) for spec in specs)

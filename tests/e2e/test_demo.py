@@ -11,7 +11,7 @@ from shoal.node.tasks.loader import load_task
 
 FIELDS = {
     "peers", "method", "rounds", "steps", "loss_first", "loss_last", "loss_local", "exchanges", "pairs_none", "bytes_sent",
-    "bytes_received", "wait_s", "wall_s", "spread", "params", "seconds",
+    "bytes_received", "wait_s", "wall_s", "spread", "params", "start_s", "seconds",
 }  # fmt: skip
 TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
 
@@ -28,6 +28,7 @@ def checked(report, peers, rounds, every):
     assert len(report["spread"]) == rounds
     assert all(0 <= spread < 1 for spread in report["spread"])
     assert 0 <= report["wait_s"] < report["wall_s"] < report["seconds"]
+    assert 0 < report["start_s"] < report["seconds"]
     assert all(math.isfinite(report[key]) for key in ("loss_first", "loss_last", "loss_local"))
     assert report["loss_last"] < report["loss_first"]
     return report
@@ -40,6 +41,19 @@ def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
     assert (report["method"], report["params"]) == ("noloco", 135_808)
     assert abs(report["loss_first"] - math.log(256)) < 0.5
     assert "round 6 of 6" in demo.said()
+    assert shoal.left() == []
+    assert not list(shoal.tmp.glob("shoal-demo-*"))
+
+
+@pytest.mark.slow(reason="sixteen real nodes share the processors: minutes on a busy machine")
+def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
+    demo = shoal.start("demo", "--peers", "16", "--rounds", "4", "--every", "10", "--no-compare", "--json")
+    report = demo.json(580)
+    assert (report["peers"], report["rounds"], report["steps"], len(report["spread"])) == (16, 4, 40, 4)
+    assert report["pairs_none"] <= 0.05 * 16 * 4
+    assert report["exchanges"] >= 0.95 * 16 * 4 * report["fragments"] / 2
+    assert report["loss_last"] < report["loss_first"]
+    assert 0 < report["start_s"] < report["seconds"]
     assert shoal.left() == []
     assert not list(shoal.tmp.glob("shoal-demo-*"))
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.e2e.test_nat import Internet, call
+from bench._nat import Internet, NatError
 
 NODES = {"a": 1, "b": 2, "c": 3, "d": 4}
 CUT = """

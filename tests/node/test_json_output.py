@@ -63,9 +63,9 @@ def test_no_command_encodes_json_by_itself():
 def test_a_demo_whose_evaluations_are_not_known_still_has_a_report():
     one = dict.fromkeys(("exchanges", "pairs_none", "bytes_sent", "bytes_received", "rounds", "fragments", "steps", "params"), 1)
     one |= {"method": "noloco", "loss_first": None, "loss_last": 2.0, "loss_local": 4.0, "wait_s": 0.0, "wall_s": 1.0, "odd": 0}
-    report = demo.report([one, {**one, "loss_first": 1.0}], [], 1.0)
+    report = demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
     assert "held-out loss: not known" in demo.summary(report)
-    alone_unknown = demo.report([{**one, "loss_first": 3.0, "loss_local": None}], [], 1.0)
+    alone_unknown = demo.report([{**one, "loss_first": 3.0, "loss_local": None}], [], 0.5, 1.0)
     assert "3.000 at first, 2.000 together; not compared" in demo.summary(alone_unknown)
-    assert "50.0 % better together" in demo.summary(demo.report([{**one, "loss_first": 3.0}], [], 1.0))
+    assert "50.0 % better together" in demo.summary(demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0))

@@ -9,7 +9,7 @@ import torch
 from shoal.node.cli import main as command_line
 from shoal.node.commands import pull as pulling
 from shoal.node.config.settings import load
-from shoal.node.demo.demo import Nodes
+from shoal.node.demo.nodes import Nodes
 from shoal.node.doctor import swarm_checks
 from shoal.node.doctor.checkup import Check, examine
 from shoal.node.exit_codes import ExitCode

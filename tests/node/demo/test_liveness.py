@@ -8,10 +8,10 @@ from shoal.node.demo.liveness import LONG_S, QUIET_S, DemoError, Liveness
 
 
 class Demo:
-    def __init__(self, folder, peers=2):
+    def __init__(self, folder, peers=2, processors=1):
         self.now = 0.0
         self.folders = [folder / f"peer-{index}" for index in range(peers)]
-        self.liveness = Liveness(self.folders, clock=lambda: self.now)
+        self.liveness = Liveness(self.folders, clock=lambda: self.now, processors=processors)
 
     def write(self, index, event, **fields):
         self.folders[index].mkdir(exist_ok=True)
@@ -74,3 +74,11 @@ def test_a_node_that_has_ended_is_progress(demo):
     demo.after(QUIET_S - 1)
     assert demo.liveness.look(ended=1)
     demo.after(QUIET_S - 1)
+
+
+@pytest.mark.parametrize(("peers", "processors", "quiet_s"), [(16, 2, 120.0), (32, 2, 240.0), (32, 4, 120.0), (12, 1, 180.0)])
+def test_more_nodes_than_eight_on_a_processor_have_longer(tmp_path, peers, processors, quiet_s):
+    demo = Demo(tmp_path, peers, processors)
+    demo.after(quiet_s - 1)
+    with pytest.raises(DemoError, match=f"for {quiet_s:g} s"):
+        demo.after(2)

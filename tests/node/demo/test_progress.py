@@ -1,6 +1,6 @@
 """What the demo shows of a round, from the nodes' events."""
 
-from shoal.node.demo.demo import _done, _ended, _loss, _sent
+from shoal.node.demo.demo import _all_began, _done, _ended, _loss, _sent
 
 
 def exchange(sent, lag, loss=None, fragment=0, fragments=1):
@@ -30,3 +30,11 @@ def test_a_node_whose_rounds_are_not_steps_shows_its_last_exchange():
     assert [_sent(event) for event in _ended(events, 20, 5)] == [7]
     assert _ended([], 5, 5) == []
     assert _loss([]) is None
+
+
+def test_all_train_once_the_last_node_has_done_its_first_step():
+    def began(at):
+        return {"event": "begun", "time": at, "phases": []}
+
+    nodes = [[{"event": "start", "time": 9.0}, began(4.0), exchange(2, 1)], [began(7.0)], [began(1.0), began(6.0)]]
+    assert _all_began(nodes) == 7.0

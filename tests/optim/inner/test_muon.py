@@ -102,9 +102,9 @@ def test_torchs_muon_is_that_of_the_papers_with_either_scale(monkeypatch, adjust
 
 def test_what_is_not_given_is_what_was_measured():
     matrices, rest = muon(model()).param_groups
-    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"], matrices["nesterov"]) == (0.02, 0.95, 0.0, True)
-    assert (rest["lr"], rest["betas"], rest["weight_decay"]) == (pytest.approx(0.006), (0.9, 0.95), 0.0)
-    assert muon(model(), lr=0.1).param_groups[1]["lr"] == pytest.approx(0.03)
+    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"], matrices["nesterov"]) == (0.02, 0.9, 0.0, True)
+    assert (rest["lr"], rest["betas"], rest["weight_decay"]) == (0.02, (0.9, 0.95), 0.0)
+    assert muon(model(), lr=0.1).param_groups[1]["lr"] == 0.1
 
 
 def test_an_outer_optimizer_has_the_models_order_and_a_schedule_changes_both_rates():
@@ -117,7 +117,7 @@ def test_an_outer_optimizer_has_the_models_order_and_a_schedule_changes_both_rat
     for _ in gradients(net, 2):
         opt.step()
         schedule.step()
-    assert [group["lr"] for group in inner.param_groups] == [pytest.approx(0.005), pytest.approx(0.0015)]
+    assert [group["lr"] for group in inner.param_groups] == [pytest.approx(0.005)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

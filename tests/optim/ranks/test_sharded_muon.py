@@ -21,7 +21,7 @@ def expected(kind):
     """Return what torch's own Muon makes of each matrix as a whole."""
     model = jobs.make_model(kind)
     matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    inner = torch.optim.Muon(matrices.values(), lr=0.1, weight_decay=0.2, momentum=0.95)
+    inner = torch.optim.Muon(matrices.values(), lr=0.1, weight_decay=0.2, momentum=0.9)
     for gradients in jobs.gradients(model):
         for name, p in matrices.items():
             p.grad = gradients[name]

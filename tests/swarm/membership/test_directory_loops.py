@@ -3,11 +3,13 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership import directory as directory_module
 from shoal.swarm.membership.dht_record import bits_of, key_of, make_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.member import Member
@@ -122,3 +124,48 @@ def test_an_older_record_does_not_replace_a_newer_one(start):
     put("", 8, now + 1)
     directory.refresh(10)
     assert directory.members()[other.peer_id].round == 8
+
+
+class SlowBoard(Board):
+    """A reading and a publication take so many seconds of the clock ``now``, in which nothing else happens."""
+
+    def __init__(self, reading_s, publication_s):
+        super().__init__(self.read)
+        self.reading_s, self.publication_s, self.now = reading_s, publication_s, 0.0
+
+    async def read(self, board):
+        self.now += self.reading_s
+
+    async def store(self, key, subkey, value, ttl):
+        self.now += self.publication_s
+        return await super().store(key, subkey, value, ttl)
+
+
+@pytest.mark.parametrize(
+    ("reading_s", "publication_s", "expected"),
+    [(0.9, 0.9, set()), (1.2, 0.9, {3.6}), (0.9, 1.2, {3.6}), (20.0, 1.2, {4.5, 3.6})],
+)
+def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_starve_each_other(
+    monkeypatch, reading_s, publication_s, expected
+):
+    board, rests, sleep = SlowBoard(reading_s, publication_s), [], asyncio.sleep
+
+    async def pause(self, wake, seconds):
+        board.now += seconds
+        await sleep(0)
+
+    async def resting(seconds):
+        rests.append(round(seconds, 6))
+        await sleep(0)
+
+    monkeypatch.setattr(Directory, "_sleep", pause)
+    monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: board.now, time=time.time))
+    monkeypatch.setattr(directory_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": resting}))
+    try:
+        directory = Directory(board, Identity.ephemeral(), SWARM, period=5.0, ttl=27.0)
+        directory.announce(**ABOUT)
+        until(lambda: min(board.reads, board.stored) >= 3)
+        directory.close()
+    finally:
+        board.close()
+    assert {seconds for seconds in rests if seconds > directory_module.GAP} == expected

@@ -1,0 +1,324 @@
+"""Which pairs of home routers let two nodes meet: `python bench/reach.py`.
+
+For each pair of `bench._nat.KINDS`: a bootstrap node with a relay on a public machine, and one node behind each router, each in a
+network namespace. The first creates a swarm, the second joins by its link, and both average a small model by pairs, as in any
+training. A pair is `direct` if a connection of its own joins it at the end, `relayed` if only one through the relay does, and else
+`failed`; with it the seconds until the first exchange and, where there was one, until the direct connection. --listen quic adds a
+QUIC address to those that all listen on, by which libp2p can punch holes. --seeds has that many bootstrap nodes, each at its own
+address, of which the first relays: libp2p learns its own address from four others. --reuse: TCP is dialled from the port that is
+listened on. --dials is no swarm: two daemons that know each other's public address and port dial each other by QUIC, the second
+0.3 s after the first.
+
+A row is appended to --results as soon as it is measured, and not measured again. Needs root on Linux, and about 30 seconds a pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # called by its path, Python looks only beside this file
+
+from bench._nat import KINDS, Internet, NatError, enter_here  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results" / "reach.jsonl"
+PORT = 4001
+DEADLINE_S = 240.0  # seconds for a pair to make its first exchange
+AFTER_S = 20.0  # seconds that it then has to connect directly
+EVERY, STEP_S = 10, 0.05
+LATE_S = 0.3  # seconds between two dials that are meant to be at the same moment
+
+fork = mp.get_context("fork")  # a node takes over what is imported: the import of torch costs more than all the rest of a pair
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all pairs of a run have in common: the transports that nodes listen on, and the number of bootstrap nodes."""
+
+    listen: str = "tcp"
+    seeds: int = 1
+    reuse: bool = False
+    relay: str = "auto"
+    same_lan: bool = False
+    dials: bool = False
+
+    def addresses(self, ip: str) -> list[str]:
+        quic = [f"/ip4/{ip}/udp/{PORT}/quic-v1"] if self.listen == "quic" else []
+        return [f"/ip4/{ip}/tcp/{PORT}", *quic]
+
+
+def seed(setup: Setup, namespace: str, ip: str, relay: bool, tell: Connection) -> None:
+    """Be a bootstrap node; send its addresses."""
+    from shoal.swarm.identity import Identity
+    from shoal.swarm.seed.server import Seed
+
+    _settle(namespace, setup)
+    asyncio.run(Seed(Identity.ephemeral(), listen=setup.addresses(ip), relay=relay, on_ready=tell.send).run())
+
+
+def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Connection) -> None:
+    """Train without computing; send the link, the number of each exchange with the partner, and how the partner is connected."""
+    import torch
+    from torch import nn
+
+    from shoal.swarm.membership.membership import NetworkOptions
+    from shoal.swarm.training import session
+
+    _settle(namespace, setup)
+    torch.manual_seed(0)
+    model = nn.Linear(250, 250, bias=False)
+    network = NetworkOptions(listen=setup.addresses("0.0.0.0"), bootstrap=bootstrap, relay=setup.relay)  # type: ignore[arg-type]
+    if link:
+        place = _joined(link, model, network, tell)
+    else:
+        place = session.create(state=model, network=network, start_when=2, method="noloco", every=EVERY, lag=0, wait_s=5.0)
+        tell.send(("link", place.link))
+    exchanges = 0
+
+    def on_round(done: Any) -> None:
+        nonlocal exchanges
+        exchanges += len(done.members) > 1
+        tell.send(("round", exchanges, _connections(place)))
+
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = place.optimizer(inner, on_round=on_round)
+    while True:
+        time.sleep(STEP_S)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) * 1e-3
+        opt.step()
+
+
+def dialler(setup: Setup, namespace: str, own: str, other: str, address: str, late: float, tell: Connection) -> None:
+    """Be a daemon that dials another when told; send the seconds that it took, and the addresses of the connections 2 s later."""
+    from shoal.swarm.identity import Identity
+    from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
+    from shoal.swarm.p2p.multiaddr import to_text
+
+    async def dial() -> None:
+        daemon = await Daemon.launch(Identity.load(own), listen=setup.addresses("0.0.0.0"), relay="off", idle="")
+        tell.send("up")
+        await asyncio.to_thread(tell.recv)
+        await asyncio.sleep(late)
+        began = time.monotonic()
+        with contextlib.suppress(*DAEMON_GONE):
+            await daemon.connect(other, [f"{address}/p2p/{other}"])
+        took = time.monotonic() - began
+        await asyncio.sleep(2)
+        _, writer, found = await daemon.request("LIST_PEERS")
+        writer.close()
+        tell.send((round(took, 1), [to_text(way) for peer in found.peers for way in peer.addrs]))
+        await asyncio.to_thread(tell.recv)
+
+    _settle(namespace, setup)
+    asyncio.run(dial())
+
+
+def _joined(link: str, model: Any, network: Any, tell: Connection) -> Any:
+    """Join, and again, as a user would, when no member was reached: one that cannot be dialled needs time to get a relay."""
+    from shoal.swarm.errors import StartupError
+    from shoal.swarm.training import session
+
+    while True:
+        try:
+            return session.join(link, state=model, network=network)
+        except StartupError as error:
+            tell.send(("refused", str(error)))
+
+
+def _connections(place: Any) -> list[str]:
+    """The remote addresses of the connections to the other members."""
+    from shoal.swarm.identity import b58encode
+    from shoal.swarm.p2p.multiaddr import to_text
+
+    membership = place._membership
+    members = set(membership.directory.members()) - {membership.identity.peer_id}
+    found = membership.host.call(membership.host._supervisor.running().request("LIST_PEERS"), 5.0)
+    found[1].close()
+    return [to_text(address) for peer in found[2].peers if b58encode(peer.id) in members for address in peer.addrs]
+
+
+def _settle(namespace: str, setup: Setup) -> None:
+    """Make this process, forked from the benchmark, a machine's: its network, its own signals, quiet."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    enter_here(namespace)
+    os.environ["LIBP2P_TCP_REUSEPORT"] = str(setup.reuse).lower()
+    level = logging.DEBUG if os.environ.get("REACH_DEBUG") else logging.ERROR
+    logging.basicConfig(level=level, format=f"%(asctime)s {namespace} %(name)s %(message)s")
+
+
+def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
+    """Measure one pair of routers. Raises NatError."""
+    net = Internet([first, second], setup.seeds - 1, same_lan=setup.same_lan)
+    processes: list[Any] = []
+
+    def start(work: Any, place: str, *args: Any) -> Connection:
+        mine, its = fork.Pipe()
+        processes.append(fork.Process(target=work, args=(setup, net.full(place), *args, its), daemon=False))
+        processes[-1].start()
+        its.close()
+        return mine
+
+    try:
+        if setup.dials:
+            return _dialled(net, start)
+        places = ["seed", *(f"peer-{number + 1}" for number in range(setup.seeds - 1))]
+        seeds = [start(seed, place, net.ip(place), place == "seed") for place in places]
+        bootstrap = [address for each in seeds for address in _received(each, 30.0) if "127.0.0.1" not in address]
+        began = time.monotonic()
+        nodes = [start(node, "home-0", bootstrap, "")]
+        link = _received(nodes[0], 60.0)[1]
+        nodes.append(start(node, "home-1", bootstrap, link))
+        return _watched(nodes, began)
+    except (EOFError, TimeoutError) as error:
+        return {"outcome": "failed", "why": str(error) or "a node ended"}
+    finally:
+        for process in processes:
+            process.kill()  # its daemon's guard sees that and ends the daemon
+        for process in processes:
+            process.join()
+        net.close()
+
+
+def _dialled(net: Internet, start: Callable[..., Connection]) -> dict[str, Any]:
+    """Have two daemons dial each other."""
+    from shoal.swarm.identity import Identity
+
+    homes = ("home-0", "home-1")
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [f"{folder}/{home}.key" for home in homes]
+        peers = [Identity.create(key).peer_id for key in keys]
+        ends = []
+        for number, home in enumerate(homes):
+            other = f"/ip4/{net.ip(homes[1 - number])}/udp/{PORT}/quic-v1"
+            ends.append(start(dialler, home, keys[number], peers[1 - number], other, number * LATE_S))
+        for end in ends:
+            _received(end, 60.0)
+        for end in ends:
+            end.send("go")
+        took, ways = zip(*(_received(end, 60.0) for end in ends), strict=True)
+    outcome = "direct" if all(ways) else "failed"
+    return {"outcome": outcome, "direct_s": max(took) if outcome == "direct" else None, "ways": ways}
+
+
+def _received(connection: Connection, seconds: float) -> Any:
+    if not connection.poll(seconds):
+        raise TimeoutError(f"nothing was heard of a node for {seconds:g} s")
+    return connection.recv()
+
+
+def _watched(nodes: list[Connection], began: float) -> dict[str, Any]:
+    """Follow both nodes until they are connected directly, or long enough."""
+    exchanges, ways, refused = [0, 0], [[""], [""]], 0
+    met = direct = None
+    while True:
+        now = time.monotonic() - began
+        if (met is None and now > DEADLINE_S) or (met is not None and now > met + AFTER_S):
+            break
+        for each in wait(nodes, 1.0):
+            assert isinstance(each, Connection)
+            number = nodes.index(each)
+            kind, *values = each.recv()
+            if kind == "refused":
+                refused += 1
+            else:
+                exchanges[number], ways[number] = values
+        now = round(time.monotonic() - began, 1)
+        if met is None and min(exchanges) > 0:
+            met, counted = now, list(exchanges)
+        own = all(any(way and "p2p-circuit" not in way for way in each) for each in ways)
+        direct = (direct or now) if own else None
+        if met is not None and direct is not None and all(a > b + 2 for a, b in zip(exchanges, counted, strict=True)):
+            break
+    outcome = "failed" if met is None else "direct" if direct is not None else "relayed"
+    return {"outcome": outcome, "met_s": met, "direct_s": direct, "refused": refused, "exchanges": exchanges, "ways": ways}
+
+
+def run(setup: Setup, kinds: list[str], results: Path | None) -> list[dict[str, Any]]:
+    """Measure all pairs that the results lack; return all rows of this setup."""
+    known: dict[str, dict[str, Any]] = {}
+    if results is not None and results.exists():
+        known = {_key(row): row for row in map(json.loads, results.read_text().splitlines())}
+    rows = []
+    for first, second in itertools.combinations_with_replacement(kinds, 2):
+        row: dict[str, Any] = {**dataclasses.asdict(setup), "first": first, "second": second}
+        if (before := known.get(_key(row))) is not None:
+            rows.append(before)
+            continue
+        row |= pair(setup, first, second)
+        rows.append(row)
+        if results is not None:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(f"{first:>10} {second:<10} {row['outcome']}", file=sys.stderr)
+    return rows
+
+
+def _key(row: dict[str, Any]) -> str:
+    return json.dumps(
+        [row.get(name, False) for name in ("listen", "seeds", "reuse", "relay", "same_lan", "dials", "first", "second")]
+    )
+
+
+def table(rows: list[dict[str, Any]], kinds: list[str]) -> str:
+    """Pairs of routers as a table in Markdown."""
+    cells = {frozenset((row["first"], row["second"])): row for row in rows}
+    lines = ["| | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    for first in kinds:
+        found = [cells.get(frozenset((first, second))) for second in kinds]
+        lines.append(f"| {first} | " + " | ".join(row["outcome"] if row else "" for row in found) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="See which pairs of home routers let two nodes meet.")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of routers, by commas")
+    parser.add_argument("--listen", choices=["tcp", "quic"], default="tcp", help="quic: TCP and QUIC")
+    parser.add_argument("--seeds", type=int, default=1, help="bootstrap nodes, each at an address of its own")
+    parser.add_argument("--reuse", action="store_true", help="dial TCP from the port that is listened on")
+    parser.add_argument("--relay", choices=["auto", "only"], default="auto")
+    parser.add_argument("--same-lan", action="store_true", help="both homes use the same private addresses")
+    parser.add_argument("--dials", action="store_true", help="no swarm: two daemons dial each other by QUIC at the same moment")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="rows, appended; measured rows are not measured again")
+    parser.add_argument("--json", action="store_true", help="print the rows instead of the table")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    _load()
+    kinds = options.kinds.split(",")
+    listen = "quic" if options.dials else options.listen
+    setup = Setup(listen, options.seeds, options.reuse, options.relay, options.same_lan, options.dials)
+    try:
+        rows = run(setup, kinds, options.results)
+    except NatError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(rows) if options.json else table(rows, kinds))
+    return 0
+
+
+def _load() -> None:
+    """Import what nodes need before they are forked."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from shoal.swarm.p2p import hivemind_adapter  # noqa: F401
+    from shoal.swarm.seed import server  # noqa: F401
+    from shoal.swarm.training import session  # noqa: F401
+
+
+if __name__ == "__main__":
+    sys.exit(main())
