@@ -101,7 +101,7 @@ class Internet:
             try:
                 self._add("wan")
                 self._forward("wan")
-                _call(*self.enter("wan"), "nft", "-f", "-", text=_WORKS)
+                self.nft("wan", "-f", "-", rules=_WORKS)
             except (OSError, subprocess.SubprocessError) as error:
                 raise NatError(f"network namespaces with nftables do not work here ({error})") from error
             for name in ("seed", *(f"peer-{number + 1}" for number in range(peers))):
@@ -122,7 +122,7 @@ class Internet:
         self._add(home)
         self._cable(router, "in", home, "out", lan)
         self._forward(router)
-        _call(*self.enter(router), "nft", "-f", "-", text=rules(kind, f"{lan}.2"))
+        self.nft(router, "-f", "-", rules=rules(kind, f"{lan}.2"))
         self._ips[home] = outside
 
     def _public(self, name: str) -> str:
@@ -155,6 +155,10 @@ class Internet:
     def enter(self, place: str) -> list[str]:
         """What to put before a command so that it runs there."""
         return ["ip", "netns", "exec", self.full(place)]
+
+    def nft(self, place: str, *arguments: str, rules: str | None = None) -> None:
+        """Call nft at a place, with ``rules`` on its standard input. OSError or subprocess.TimeoutExpired."""
+        _call(*self.enter(place), "nft", *arguments, text=rules)
 
     def ip(self, place: str) -> str:
         """The public address of a place; of a home: its router's."""

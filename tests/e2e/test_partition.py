@@ -1,53 +1,43 @@
 """Four nodes in four namespaces, between two and two of which the network is cut and then healed: they end as one swarm again."""
 
-import subprocess
-
 import pytest
 
 from bench._nat import Internet, NatError
 
-NODES = {"a": 1, "b": 2, "c": 3, "d": 4}
+NODES = {"a": "home-0", "b": "home-1", "c": "home-2", "d": "home-3"}
 CUT = """
 table ip shoal {
   chain forward {
     type filter hook forward priority 0;
-    ip saddr { 11.0.1.0/24, 11.0.2.0/24 } ip daddr { 11.0.3.0/24, 11.0.4.0/24 } drop;
-    ip saddr { 11.0.3.0/24, 11.0.4.0/24 } ip daddr { 11.0.1.0/24, 11.0.2.0/24 } drop;
+    ip saddr { LEFT } ip daddr { RIGHT } drop;
+    ip saddr { RIGHT } ip daddr { LEFT } drop;
   }
 }
 """
 
 
 class Halves(Internet):
-    """Namespaces: ``wan`` routes between ``a``, ``b``, ``c`` and ``d``, until it is cut. OSError if that fails."""
+    """Four public machines, ``a`` to ``d``, until the network between two and two of them is cut. NatError if that fails."""
 
     def __init__(self):
-        self.check()
-        self.made = []
-        try:
-            self.make("wan")
-            self.forwards("wan")
-            for name, number in NODES.items():
-                self.make(name)
-                self.wire("wan", f"to{number}", name, "out", f"11.0.{number}")
-            self.cut()  # that it can be done is found out at once
-            self.heal()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(["none"] * 4, peers=0)
+        left, right = (", ".join(self.ip(NODES[name]) for name in half) for half in ("ab", "cd"))
+        self.rules = CUT.replace("LEFT", left).replace("RIGHT", right)
+        self.cut()  # that it can be done is found out at once
+        self.heal()
 
     def cut(self):
-        call(*self.enter("wan"), "nft", "-f", "-", text=CUT)
+        self.nft("wan", "-f", "-", rules=self.rules)
 
     def heal(self):
-        call(*self.enter("wan"), "nft", "delete", "table", "ip", "shoal")
+        self.nft("wan", "delete", "table", "ip", "shoal")
 
 
 @pytest.fixture
 def halves():
     try:
         made = Halves()
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except NatError as error:
         pytest.skip(f"no network can be made here that could be cut: {error}")
     yield made
     made.close()
@@ -65,12 +55,12 @@ def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, out
         options={"layers": 1, "width": 16, "context": 16},
     )  # fmt: skip
     link = None
-    for name, number in NODES.items():
-        where = ("--listen", f"/ip4/11.0.{number}.2/tcp/4001")
+    for name, place in NODES.items():
+        where = ("--listen", f"/ip4/{halves.ip(place)}/tcp/4001")
         if link is None:
-            link = shoal.node("up", settings, name, *where, before=halves.enter(name)).line()
+            link = shoal.node("up", settings, name, *where, before=halves.enter(place)).line()
         else:
-            shoal.node("join", link, name, *where, before=halves.enter(name))
+            shoal.node("join", link, name, *where, before=halves.enter(place))
 
     def events(name, kind):
         return [event for event in shoal.metrics(name) if event["event"] == kind]
@@ -88,7 +78,7 @@ def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, out
         assert "2 of 4 members vanished within" in said
         met = len(together(name, least))
         eventually(lambda name=name, met=met: len(together(name, least)) >= met + 3, 60, f"three rounds of a half at {name}")
-    report = shoal.start("status", link, "--json", before=halves.enter("b")).json()
+    report = shoal.start("status", link, "--json", before=halves.enter(NODES["b"])).json()
     assert len(report["members"]) == 2
     assert any("A partition is suspected: 2 of 4 members" in sentence for sentence in report["findings"])
     halves.heal()
