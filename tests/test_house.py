@@ -46,9 +46,9 @@ PACKAGES = {
         "manifest": {"wire"},
         "pacing": set(),
         "p2p": {"access", "pacing", "wire"},
-        "seed": {"p2p", "pacing", "wire"},
+        "seed": {"manifest", "p2p", "pacing", "wire"},
         "gossip": {"access", "p2p", "wire"},
-        "membership": {"access", "gossip", "manifest", "p2p", "wire"},
+        "membership": {"access", "gossip", "manifest", "p2p", "pacing", "wire"},
         "exchange": {"p2p", "pacing", "wire"},
         "exchange.pair": {"exchange", "p2p", "wire"},
         "exchange.group": {"exchange", "p2p", "pacing", "wire"},
@@ -74,7 +74,7 @@ PACKAGES = {
         "verify.training": {"config", "rl", "training", "verify.audit"},
         "verify": {"config", "rl", "training", "verify.audit", "verify.completions", "verify.training"},
         "parallel": {"config", "training"},
-        "runtime": {"checkpoint", "config", "data", "metrics", "parallel", "rl", "tasks", "training", "verify"},
+        "runtime": {"checkpoint", "config", "data", "metrics", "parallel", "plan", "rl", "tasks", "training", "verify"},
         "plan": set(),
         "commands": {"checkpoint", "config", "data", "doctor", "plan", "runtime", "tasks"},
         "doctor": {"config", "data", "runtime", "tasks"},
@@ -95,7 +95,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 52_500
+MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 53_000
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]
@@ -332,7 +332,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     assert "Exit codes:" in shown
     expected = {
         "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "chaos", "watch", "invite",
-        "doctor", "init", "sim", "link", "plan",
+        "doctor", "init", "sim", "link", "plan", "swarms",
     }  # fmt: skip
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

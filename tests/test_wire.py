@@ -47,12 +47,16 @@ from shoal.swarm.wire.group import GroupDecision, GroupReady
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Offer
 from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL
+from shoal.swarm.wire.swarms import MAX_CONTACTS, MAX_LISTED, SWARMS_PROTOCOL, Announcement
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 SEALED = {
     kind.KIND
-    for kind in (Member, Manifest, Offer, GroupReady, GroupDecision, BodyAnnouncement, Rollout, Attestation, Invitation, Status)
-}
+    for kind in (
+        Member, Manifest, Offer, GroupReady, GroupDecision, BodyAnnouncement, Rollout, Attestation, Invitation, Status,
+        Announcement,
+    )
+}  # fmt: skip
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -69,7 +73,7 @@ def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
     served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL]
-    served += [STATE_PROTOCOL, CHUNKS_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL]
+    served += [STATE_PROTOCOL, CHUNKS_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL, SWARMS_PROTOCOL]
     assert sorted(rows) == sorted(served)
 
 
@@ -97,6 +101,8 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"A message is at most {MAX_MESSAGE} bytes" in PAGE
     assert f"at most {MAX_COMPLETIONS} completions of at most {MAX_TEXT} bytes" in PAGE
     assert f"records of others, at most {MAX_NAMED} " in PAGE
+    assert f"at most {MAX_LISTED} packed `listed-swarm`" in PAGE
+    assert f"records of at most {MAX_CONTACTS} members" in PAGE
     assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
     assert "at most two snapshots, none two minutes after the last request" in PAGE
     assert "four chunks of both" in PAGE

@@ -20,7 +20,7 @@ from shoal.node.cli.merge import merge
 from shoal.node.cli.peers import peers
 from shoal.node.cli.plan import plan
 from shoal.node.cli.pull import pull
-from shoal.node.cli.seed import seed
+from shoal.node.cli.seed import seed, swarms
 from shoal.node.cli.sim import sim
 from shoal.node.cli.status import status
 from shoal.node.cli.up import join, up
@@ -50,7 +50,7 @@ def cli() -> None:
     """
 
 
-cli.add_chapter("Train", demo, init, up, join)
+cli.add_chapter("Train", demo, init, up, join, swarms)
 cli.add_chapter("Look", doctor, status, watch, peers)
 cli.add_chapter("Take the result", pull, merge)
 cli.add_chapter("Run a swarm for others", link, invite, seed, identity)

@@ -231,6 +231,7 @@ def limit_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
         "node.offload": flags.get("offload"),
         "node.disk": flags["disk"],
         "swarm.invite_only": flags.get("invite_only"),
+        "swarm.public": flags.get("public"),
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.node.cli.options import node_options, node_overrides, option_option, outer_options, rl_options
+from shoal.node.cli.seed import link_for
 from shoal.node.exit_codes import ExitCode
 from shoal.node.help import RUN, HelpfulCommand, titled
 from shoal.node.json_output import dumps
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped."),
     click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]"),
     click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite)."),
+    click.option("--public", is_flag=True, default=None, help="Let seeds (--bootstrap) list the swarm (shoal swarms)."),
 )
 @option_option
 @node_options
@@ -49,26 +51,31 @@ def up(file: Path | None, **flags: Any) -> int:
 
 
 @click.command(cls=HelpfulCommand, short_help="Join a swarm by its link and train with it.")
-@click.argument("link")
+@click.argument("link", metavar="LINK|NAME")
 @titled(
     RUN,
+    click.option("--yes", is_flag=True, help="With NAME: join the public swarm of that name without asking."),
     click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]"),
     click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of this node's own tables."),
 )
 @node_options
 @rl_options
-def join(link: str, **flags: Any) -> int:
+def join(link: str, yes: bool, **flags: Any) -> int:
     """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has.
 
-    A link carries no code: a swarm that trains a task of its creator's own can only be joined with a copy of its files.
+    NAME: a public swarm that the seeds list (`shoal swarms`), those of --bootstrap or SHOAL_SEEDS. A link carries no code: a swarm
+    that trains a task of its creator's own can only be joined with a copy of its files.
 
     \b
     Examples:
       shoal join 'shoal://...' --data FOLDER
       shoal join 'shoal://...' --task task.py:Mine --name bert
       shoal join 'shoal://...' --upload 8 --ram 12     use part of this machine only
+      shoal join common-text --bootstrap /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
     """
-    return _run_node(None, link, flags)
+    found = link_for(link, flags["bootstrap"], yes)
+    sys.argv = [found if argument == link else argument for argument in sys.argv]  # the ranks of this node ask nobody again
+    return _run_node(None, found, flags)
 
 
 def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:

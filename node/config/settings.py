@@ -69,6 +69,14 @@ class SwarmSettings(_Table):
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
     invite_only: bool = Field(default=False, description="Admit only peers that the creator has invited (shoal invite).")
+    public: bool = Field(default=False, description="Let seeds list the swarm, so that others find it (shoal swarms) and join it.")
+
+    @field_validator("public")
+    @classmethod
+    def _open_to_all(cls, public: bool, info: ValidationInfo) -> bool:
+        if public and info.data.get("invite_only"):
+            raise ValueError("a swarm is public or invite_only, not both")
+        return public
 
 
 class TaskSettings(_Table):

@@ -36,8 +36,7 @@ class Row:
     @property
     def memory(self) -> float | None:
         """Bytes beyond training alone, if they were measured with this method."""
-        each = (OVERLAPPED if self.work.lag else WAITING).get(self.outer.method)
-        return None if each is None else FIXED_BYTES + each * self.params
+        return memory_of(self.outer.method, self.params, overlapped=bool(self.work.lag))
 
     @property
     def blocks(self) -> bool:
@@ -71,6 +70,12 @@ class Row:
 
 def _literal(value: int | str) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:
+    """Return the bytes that averaging takes beyond training alone, if they were measured with this method."""
+    each = (OVERLAPPED if overlapped else WAITING).get(method)
+    return None if each is None else FIXED_BYTES + each * params
 
 
 def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> Work:

@@ -85,6 +85,7 @@ def new_manifest(
         start_when=settings.swarm.start_when,
         shards=settings.swarm.shards,
         invite_only=settings.swarm.invite_only,
+        public=settings.swarm.public,
     )
     return seal(manifest, identity)
 
@@ -146,7 +147,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
             rl = rl.model_copy(update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens})
     task = settings.task.model_copy(update={"hooks": hooks, "options": options})
     swarm = settings.swarm.model_copy(
-        update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only}
+        update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only, "public": manifest.public}
     )
     train = settings.train.of_swarm(manifest.train)
     if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part

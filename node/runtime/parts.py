@@ -10,6 +10,7 @@ import torch
 
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics
+from shoal.node.plan.table import memory_of, work_of
 from shoal.node.runtime.join import RL
 from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import Result
@@ -22,6 +23,8 @@ from shoal.swarm.training.member import TrainingMember
 if TYPE_CHECKING:
     from shoal.node.rl.rollout_sharing import RolloutSharing
     from shoal.node.verify.service import Verification
+
+UNLISTED = "this swarm is public, but no seed is named that could list it: start again with --bootstrap and a seed's address"
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,15 @@ def share_rollouts(
     from shoal.node.rl.rollout_sharing import RolloutSharing
 
     return RolloutSharing(task, membership, write, notify, settings.node.ram)
+
+
+def announce_publicly(membership: Membership, params: int, log: Callable[[str], None], *, created: bool) -> None:
+    """Have this node announce its swarm to the seeds, if it is public. ``params``: of the model; ``created``: by this node."""
+    manifest = membership.manifest
+    if not manifest.public:
+        return
+    if created and not membership.network.bootstrap:
+        log(UNLISTED)
+    work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
+    memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
+    membership.announcer.announce(membership.sealed, params=params, round_bytes=work.nbytes, memory=round(memory or 0))

@@ -32,7 +32,7 @@ from shoal.node.runtime.join import (
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.runtime.network import create
-from shoal.node.runtime.parts import NodeParts, share_rollouts
+from shoal.node.runtime.parts import NodeParts, announce_publicly, share_rollouts
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
@@ -172,6 +172,7 @@ class TrainingNode:
         self._begin_from(state, saved, membership, trainer, member)
         params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
         result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params, fragments=opt.fragments)
+        announce_publicly(membership, params, log, created=self.link is None)
         refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
         self._activity.on_change = status.doing

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -61,6 +61,19 @@ class Manifest(Message):
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
     invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
+    public: bool = Field(default=False, description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.")
+
+    @model_validator(mode="after")
+    def _open_to_all(self) -> Manifest:
+        if self.public and self.invite_only:
+            raise ValueError("a swarm is public or invite_only, not both")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out ``public`` where it is false: peers of earlier versions read the manifest, and its bytes stay the same."""
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if name != "public" or value}
 
 
 class Title(NamedTuple):
@@ -87,6 +100,11 @@ def title_of(sealed: bytes) -> Title:
     parts = outer.get("fragments") if isinstance(outer, dict) else None
     name, task, method = ("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found)
     return Title(name, task, method, parts if type(parts) is int and 1 <= parts <= 1024 else 1)
+
+
+def is_public(sealed: bytes) -> bool:
+    """Return whether a sealed manifest, whose hash was verified, says that its swarm is public. It needs no torch. MessageError."""
+    return peek(sealed, Manifest.LIMIT).get("public") is True
 
 
 def swarm_id(sealed: bytes) -> str:

@@ -1,5 +1,7 @@
 """Reporting this node to the swarm's bootstrap nodes, so that newcomers find it, and meeting the peers that they name.
 
+Of a public swarm they are also told what it is, for those who look for one (`shoal swarms`).
+
 So a swarm can be joined though every address in the link but the bootstrap node's is dead, and two parts of a swarm that lost each
 other, but not the bootstrap node, meet again.
 """
@@ -8,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.reconnector import Reconnector
-from shoal.swarm.p2p.seed_client import addresses_of, ask
+from shoal.swarm.p2p.seed_client import addresses_of, announce, ask
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.seed import SEED_PROTOCOL
+from shoal.swarm.wire.swarms import MAX_MANIFEST, SWARMS_PROTOCOL, Announcement
 
 if TYPE_CHECKING:
     from shoal.swarm.identity import Identity
@@ -37,6 +42,7 @@ class SeedAnnouncer:
         self._directory = directory
         self._identity = identity
         self._swarm = swarm
+        self._announced: Announcement | None = None
         self._running = host.submit(self._run())
         reconnector = Reconnector(host.known, directory.everyone, directory.departed, host.meet)
         self._looking = host.submit(reconnector.run())
@@ -48,6 +54,18 @@ class SeedAnnouncer:
                 self._host.call(self._report(), timeout)
             except NetworkError as error:
                 log.info("this node was not reported to the seeds: %s", error)
+
+    def announce(self, manifest: bytes, *, params: int, round_bytes: int, memory: int) -> None:
+        """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see `Announcement`."""
+        if len(manifest) > MAX_MANIFEST:
+            log.warning(
+                "this swarm is not announced to seeds: its settings have %d bytes, more than %d.", len(manifest), MAX_MANIFEST
+            )
+            return
+        self._announced = Announcement(
+            swarm=self._swarm, peer=self._identity.peer_id, manifest=manifest, params=params, round_bytes=round_bytes,
+            memory=memory, issued=0.0,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stop reporting. The last report stays with the seeds until they forget it."""
@@ -83,9 +101,22 @@ class SeedAnnouncer:
                     members = await ask(stream, self._swarm, record)
                 finally:
                     stream.close()
+                if self._announced is not None:
+                    await self._announce(seed, addresses, self._announced)
                 strangers = addresses_of([m for m in members if m.peer not in known and m.peer != own.peer])
                 if strangers:
                     self._host.remember(strangers)
                     await self._host.meet(strangers)
             except (NetworkError, MessageError) as error:
                 log.debug("this node was not reported to seed %s: %s", short(seed), error)
+
+    async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
+        """Announce the swarm to a seed, after this node's record. Raises NetworkError or MessageError."""
+        sealed = seal(announced.model_copy(update={"issued": time.time()}), self._identity)
+        stream = await self._host.open(seed, SWARMS_PROTOCOL, addresses=addresses, timeout=OPEN_S)
+        try:
+            reason = await announce(stream, sealed)
+        finally:
+            stream.close()
+        if reason:
+            log.warning("seed %s does not list this swarm: %s", short(seed), reason)

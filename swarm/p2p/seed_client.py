@@ -10,6 +10,7 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import pack, unpack, unseal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import SeedReply, SeedRequest
+from shoal.swarm.wire.swarms import SwarmsReply, SwarmsRequest
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,12 @@ async def ask(stream: Stream, swarm: str, record: bytes | None = None) -> list[M
         if member.swarm == swarm:
             found.append(member)
     return found
+
+
+async def announce(stream: Stream, announcement: bytes) -> str:
+    """Hand a sealed `Announcement` to a bootstrap node; return why it was refused, or "". Raises NetworkError or MessageError."""
+    await stream.send(pack(SwarmsRequest(announcement=announcement)), ANSWER_S)
+    return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply).reason
 
 
 def addresses_of(members: Sequence[Member]) -> list[str]:

@@ -44,6 +44,17 @@ class SeedRegistry:
         others = [record for other, (_, record) in members.items() if other != peer]
         return SeedReply(members=tuple(self._chance.sample(others, min(MAX_NAMED, len(others)))), reason=reason)
 
+    def has(self, swarm: str, peer: str) -> bool:
+        """Return whether ``peer`` is noted as a member of ``swarm``."""
+        self._forget_silent()
+        return peer in self._swarms.get(swarm, {})
+
+    def sample(self, swarm: str, most: int) -> tuple[int, tuple[bytes, ...]]:
+        """Return how many members of ``swarm`` are noted, at most MAX_MEMBERS, and the sealed records of ``most`` of them."""
+        self._forget_silent()
+        records = [record for _, record in self._swarms.get(swarm, {}).values()]
+        return len(records), tuple(self._chance.sample(records, min(most, len(records))))
+
     def count(self) -> tuple[int, int]:
         """Return the numbers of swarms and of members noted."""
         self._forget_silent()

@@ -18,9 +18,11 @@ from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obt
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.seed.board import AnnouncementBoard
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
+from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, SwarmsRequest
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Seed:
         on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
     ) -> None:
         self.registry = SeedRegistry()
+        self.board = AnnouncementBoard(self.registry)
         self._identity = identity
         self._listen = tuple(listen)
         self._announce = tuple(announce)
@@ -89,6 +92,7 @@ class Seed:
         )
         try:
             await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
+            await daemon.serve(SWARMS_PROTOCOL, self._handler(self._list))
             await daemon.serve(DIAL_PROTOCOL, self._handler(self._dial_back))
             found = await asyncio.wait_for(daemon.addresses(), ANSWER_S)
         except BaseException as error:
@@ -111,6 +115,13 @@ class Seed:
         async def reply() -> None:
             request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
             await stream.send(pack(self.registry.answer(stream.peer_id, request)), SMALL_S)
+
+        await self._limited(stream, reply())
+
+    async def _list(self, stream: Stream) -> None:
+        async def reply() -> None:
+            request = unpack(await stream.receive(SwarmsRequest.LIMIT, SMALL_S), SwarmsRequest)
+            await stream.send(pack(self.board.answer(stream.peer_id, request)), SMALL_S)
 
         await self._limited(stream, reply())
 

@@ -1,0 +1,127 @@
+"""The public swarms that bootstrap nodes list: asking for them, and what of an answer is believed.
+
+That a swarm has this name and these settings follows from the hash of its manifest, which is its id. Sizes are what one member
+says, and the number of peers what the bootstrap node says: they help to choose, and joining checks everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Title, is_public, swarm_id, title_of
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
+from shoal.swarm.p2p.seed_client import addresses_of
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.wire.envelope import pack, unpack, unseal
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, Announcement, ListedSwarm, SwarmsReply, SwarmsRequest
+
+log = logging.getLogger(__name__)
+
+SEED_S = 15.0  # seconds for one bootstrap node
+ANSWER_S = 5.0  # seconds for each of its answers
+MAX_PAGES = 64  # of one bootstrap node: more than it lists
+LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+
+
+@dataclass(frozen=True)
+class PublicSwarm:
+    """A swarm that is listed."""
+
+    swarm: str
+    title: Title
+    peers: int
+    """Members that the bootstrap node knows, which keeps a bounded number of each swarm."""
+    params: int
+    round_bytes: int
+    memory: int
+    """Bytes beyond training alone; 0: not measured."""
+    addresses: tuple[str, ...]
+    """Of the bootstrap node that listed it, and of members."""
+
+
+def read_listed(packed: bytes, seed: str) -> PublicSwarm:
+    """Open what the bootstrap node at the address ``seed`` lists. Raises MessageError and nothing else."""
+    listed = unpack(packed, ListedSwarm)
+    _, said = unseal(listed.announcement, Announcement)
+    if swarm_id(said.manifest) != said.swarm:
+        raise MessageError("An announcement was refused as forged: its manifest is not that of its swarm.", "forged")
+    if not is_public(said.manifest):
+        raise MessageError("An announcement was refused: its swarm is not public.", "private")
+    members = [member for _, member in (unseal(record, Member) for record in listed.contacts) if member.swarm == said.swarm]
+    addresses = tuple(dict.fromkeys([seed, *addresses_of(members)]))
+    return PublicSwarm(said.swarm, title_of(said.manifest), listed.peers, said.params, said.round_bytes, said.memory, addresses)
+
+
+def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
+    """Return each swarm once, those with the most peers first: what the seed said that knows most of it, with all addresses."""
+    best = dict[str, PublicSwarm]()
+    addresses = dict[str, dict[str, None]]()
+    for one in found:
+        addresses.setdefault(one.swarm, {}).update(dict.fromkeys(one.addresses))
+        if one.swarm not in best or one.peers > best[one.swarm].peers:
+            best[one.swarm] = one
+    whole = (PublicSwarm(**{**vars(one), "addresses": tuple(addresses[one.swarm])}) for one in best.values())
+    return sorted(whole, key=lambda one: (-one.peers, one.title.name, one.swarm))
+
+
+async def listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
+    """Return the public swarms that the bootstrap node at the multiaddr ``seed`` lists. Raises NetworkError or MessageError."""
+    peer = seed.rpartition("/p2p/")[2]
+    try:
+        await daemon.connect(peer, [seed])
+        found, after = list[PublicSwarm](), None
+        for _ in range(MAX_PAGES):
+            reply = await _asked(daemon, peer, SwarmsRequest(after=after))
+            for packed in reply.swarms:
+                try:
+                    found.append(read_listed(packed, seed))
+                except MessageError as error:
+                    log.debug("seed %s listed something wrong: %s", short(peer), error)
+            last = found[-1].swarm if found else None
+            if not reply.more or last == after:
+                break
+            after = last
+        return found
+    except (*DAEMON_GONE, ValueError) as error:
+        why = str(error).partition(":")[0]  # the daemon goes on about each address
+        raise NetworkError(f"the seed at {seed} does not answer ({why}): check the address, or ask another seed.") from error
+
+
+async def _asked(daemon: Daemon, peer: str, request: SwarmsRequest) -> SwarmsReply:
+    reader, writer = await daemon.open(peer, SWARMS_PROTOCOL)
+    stream = Stream(peer, reader, writer, TrafficMeter())
+    try:
+        await stream.send(pack(request), ANSWER_S)
+        return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply)
+    finally:
+        stream.close()
+
+
+async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
+    """Ask all ``seeds`` at once, by a daemon of this call; return the swarms, and a sentence for each seed that did not answer.
+
+    Raises:
+        StartupError: the daemon does not start.
+    """
+    daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, relay="off", light=True)
+    try:
+        answers = await asyncio.gather(*(_within(daemon, seed) for seed in seeds))
+    finally:
+        await daemon.shutdown()
+    return merged(one for found, _ in answers for one in found), [problem for _, problem in answers if problem]
+
+
+async def _within(daemon: Daemon, seed: str) -> tuple[list[PublicSwarm], str]:
+    try:
+        return await asyncio.wait_for(listed_by(daemon, seed), SEED_S), ""
+    except asyncio.TimeoutError:
+        return [], f"the seed at {seed} did not answer within {SEED_S:g} s: check the address, or ask another seed."
+    except (NetworkError, MessageError) as error:
+        return [], str(error)

@@ -1,0 +1,172 @@
+"""The list of public swarms at a bootstrap node: what is listed, for how long, and what is refused."""
+
+import pytest
+
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest, Title, swarm_id
+from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
+from shoal.swarm.seed.board import AnnouncementBoard
+from shoal.swarm.seed.registry import TTL, SeedRegistry
+from shoal.swarm.wire.envelope import pack, seal, unpack
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.seed import SeedRequest
+from shoal.swarm.wire.swarms import MAX_LISTED, Announcement, ListedSwarm, SwarmsRequest
+
+SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+
+
+def manifest(creator, name="ours", **fields):
+    made = Manifest(name=name, created=0.0, creator=creator.peer_id, task="text", model="0" * 64, **{"public": True, **fields})
+    return seal(made, creator)
+
+
+def announcement(who, sealed, **fields):
+    values = {"params": 1000, "round_bytes": 4000, "memory": 0, "issued": 0.0, "swarm": swarm_id(sealed)}
+    return seal(Announcement(peer=who.peer_id, manifest=sealed, **{**values, **fields}), who)
+
+
+def member(who, swarm):
+    return Member(
+        swarm=swarm, peer=who.peer_id, name="x", addresses=(f"/ip4/203.0.113.1/tcp/1/p2p/{who.peer_id}",), round=0, step=0,
+        loss=None, steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="training", issued=0.0, version="0",
+    )  # fmt: skip
+
+
+class Place:
+    """A bootstrap node's two lists, on one clock."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.registry = SeedRegistry(lambda: self.now)
+        self.board = AnnouncementBoard(self.registry, lambda: self.now)
+
+    def joins(self, who, swarm):
+        reply = self.registry.answer(who.peer_id, SeedRequest(swarm=swarm, record=seal(member(who, swarm), who)))
+        assert reply.reason == ""
+
+    def says(self, who, sealed, **fields):
+        """Return why the announcement was refused."""
+        return self.board.answer(who.peer_id, SwarmsRequest(announcement=announcement(who, sealed, **fields))).reason
+
+    def listed(self, after=None):
+        reply = self.board.answer("somebody", SwarmsRequest(after=after))
+        return [read_listed(packed, SEED) for packed in reply.swarms], reply.more
+
+
+def test_a_public_swarm_is_listed_with_what_its_member_says():
+    place, ada = Place(), Identity.ephemeral()
+    sealed = manifest(ada)
+    place.joins(ada, swarm_id(sealed))
+    assert place.says(ada, sealed, params=135_000_000, round_bytes=5, memory=7) == ""
+    (found,), more = place.listed()
+    assert not more
+    assert (found.swarm, found.title[:3], found.peers) == (swarm_id(sealed), ("ours", "text", "noloco"), 1)
+    assert (found.params, found.round_bytes, found.memory) == (135_000_000, 5, 7)
+    assert found.addresses == (SEED, f"/ip4/203.0.113.1/tcp/1/p2p/{ada.peer_id}")
+
+
+def test_only_members_may_announce_and_only_what_its_creator_made_public():
+    place, ada, eve = Place(), Identity.ephemeral(), Identity.ephemeral()
+    public, private = manifest(ada), manifest(ada, public=False)
+    assert place.says(ada, public) == "unknown"
+    for sealed in (public, private):
+        place.joins(ada, swarm_id(sealed))
+    assert place.says(ada, private) == "private"
+    assert place.says(eve, public) == "unknown"
+    stolen = announcement(ada, public)
+    assert place.board.answer(eve.peer_id, SwarmsRequest(announcement=stolen)).reason == "forged"
+    assert place.says(ada, public, swarm=swarm_id(private)) == "forged"
+    assert place.board.answer(ada.peer_id, SwarmsRequest(announcement=stolen[:-1])).reason in ("truncated", "malformed", "forged")
+    assert place.listed() == ([], False)
+
+
+def test_it_is_listed_until_its_announcer_or_its_members_fall_silent():
+    place, ada, bob = Place(), Identity.ephemeral(), Identity.ephemeral()
+    sealed = manifest(ada)
+    for who in (ada, bob):
+        place.joins(who, swarm_id(sealed))
+    place.says(ada, sealed, params=1)
+    assert place.says(bob, sealed, params=2) == ""
+    assert place.listed()[0][0].params == 1, "who came first stays"
+    place.now += TTL - 1
+    place.joins(bob, swarm_id(sealed))
+    place.now += 2
+    assert place.listed()[0] == [], "ada renewed nothing"
+    place.says(bob, sealed, params=2)
+    assert place.listed()[0][0].params == 2
+    place.now += TTL - 10
+    place.says(bob, sealed, params=2)  # he renews what he says, but not his record
+    place.now += 11
+    assert place.listed()[0] == []
+
+
+def test_another_takes_over_where_the_announcer_fell_silent_while_it_is_still_listed():
+    place, ada, bob = Place(), Identity.ephemeral(), Identity.ephemeral()
+    sealed = manifest(ada)
+    for who in (ada, bob):
+        place.joins(who, swarm_id(sealed))
+    place.says(ada, sealed, params=1)
+    place.now += TTL + 1
+    place.joins(bob, swarm_id(sealed))
+    assert place.says(bob, sealed, params=2) == ""
+    assert place.listed()[0][0].params == 2
+
+
+def test_pages_have_all_swarms_once():
+    place, people = Place(), [Identity.ephemeral() for _ in range(2 * MAX_LISTED + 1)]
+    made = [manifest(who, f"s{number}") for number, who in enumerate(people)]
+    for who, sealed in zip(people, made, strict=True):
+        place.joins(who, swarm_id(sealed))
+        place.says(who, sealed)
+    found, more, after = [], True, None
+    while more:
+        page, more = place.listed(after)
+        assert 1 <= len(page) <= MAX_LISTED
+        found += page
+        after = page[-1].swarm
+    assert [one.swarm for one in found] == sorted(map(swarm_id, made))
+
+
+def test_what_a_seed_lists_is_checked():
+    ada = Identity.ephemeral()
+    public, private = manifest(ada), manifest(ada, public=False)
+
+    def listed(**fields):
+        return pack(ListedSwarm(**{"announcement": announcement(ada, public), "peers": 1, **fields}))
+
+    assert read_listed(listed(), SEED).addresses == (SEED,)
+    other = seal(member(ada, "b" * 52), ada)
+    assert read_listed(listed(contacts=(other,)), SEED).addresses == (SEED,), "a member of another swarm"
+    for wrong in (
+        listed(announcement=announcement(ada, private)),
+        listed(announcement=announcement(ada, public, swarm=swarm_id(private))),
+        listed(contacts=(b"x",)),
+        listed()[:-1],
+    ):
+        with pytest.raises(MessageError):
+            read_listed(wrong, SEED)
+
+
+def test_the_largest_answer_fits():
+    """Manifests of the largest size, with records of the largest size, in a whole page."""
+    place, people = Place(), [Identity.ephemeral() for _ in range(MAX_LISTED)]
+    for who in people:
+        options = {f"o{number}": "x" * 1000 for number in range(11)}
+        sealed = manifest(who, task_options=options)
+        place.joins(who, swarm_id(sealed))
+        assert place.says(who, sealed) == ""
+    reply = place.board.answer("somebody", SwarmsRequest())
+    assert len(reply.swarms) == MAX_LISTED
+    assert unpack(pack(reply), type(reply)) == reply
+
+
+def test_several_seeds_are_merged():
+    title = Title("n", "text", "noloco")
+    small, large, other = (
+        PublicSwarm(swarm, title, peers, params, 1, 0, addresses)
+        for swarm, peers, params, addresses in (("a", 2, 1, ("x", "y")), ("a", 5, 9, ("z", "x")), ("b", 3, 1, ("w",)))
+    )
+    first, second = merged([small, other, large])
+    assert (first.swarm, first.peers, first.params, set(first.addresses)) == ("a", 5, 9, {"x", "y", "z"})
+    assert second == other
