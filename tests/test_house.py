@@ -95,7 +95,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 53_000
+MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 53_400
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]
@@ -332,7 +332,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     assert "Exit codes:" in shown
     expected = {
         "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "chaos", "watch", "invite",
-        "doctor", "init", "sim", "link", "plan", "swarms",
+        "doctor", "init", "sim", "link", "plan", "swarms", "sample",
     }  # fmt: skip
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from shoal.node.checkpoint.model_card import model_card
 from shoal.node.checkpoint.store import sync
 from shoal.node.checkpoint.tensor_file import kind, write_tensors
 from shoal.node.json_output import finite
@@ -79,7 +80,7 @@ def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequenc
         aside.mkdir(parents=True)
         write()
         (aside / ABOUT).write_text(json.dumps(finite(about), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        (aside / README).write_text(_readme(about, how), encoding="utf-8")
+        (aside / README).write_text(model_card(about, how, ABOUT), encoding="utf-8")
         # The weights last: a reader that finds them finds the rest.
         names = sorted((path.name for path in aside.iterdir() if path.is_file()), key=lambda name: name.endswith(".safetensors"))
         for name in names:
@@ -91,15 +92,6 @@ def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequenc
     except (OSError, SafetensorError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ExportError(f"Cannot write to {str(out)!r} ({why}): check the folder and its space.") from error
-
-
-def _readme(about: Mapping[str, Any], how: Sequence[str]) -> str:
-    code = "\n".join(how)
-    notes = "".join(f"\n{note}\n" for note in about["notes"])
-    return (
-        f"# Weights of a Shoal swarm\n\nThe swarm's weights before round {about['round']} ({ABOUT} says of which swarm).\n"
-        f"{notes}\n```python\n{code}\n```\n"
-    )
 
 
 @torch.no_grad()

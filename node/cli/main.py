@@ -19,7 +19,7 @@ from shoal.node.cli.invite import invite, link
 from shoal.node.cli.merge import merge
 from shoal.node.cli.peers import peers
 from shoal.node.cli.plan import plan
-from shoal.node.cli.pull import pull
+from shoal.node.cli.pull import pull, sample
 from shoal.node.cli.seed import seed, swarms
 from shoal.node.cli.sim import sim
 from shoal.node.cli.status import status
@@ -52,7 +52,7 @@ def cli() -> None:
 
 cli.add_chapter("Train", demo, init, up, join, swarms)
 cli.add_chapter("Look", doctor, status, watch, peers)
-cli.add_chapter("Take the result", pull, merge)
+cli.add_chapter("Take the result", pull, sample, merge)
 cli.add_chapter("Run a swarm for others", link, invite, seed, identity)
 cli.add_chapter("Measure and check", plan, verify, sim, chaos)
 

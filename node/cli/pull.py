@@ -1,12 +1,13 @@
-"""The command ``shoal pull``. Heavy imports happen inside it."""
+"""The commands ``shoal pull`` and ``shoal sample``, which take and use the result. Heavy imports happen inside them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from shoal.node.cli.options import waiting
+from shoal.node.cli.options import json_option, waiting
 from shoal.node.exit_codes import ExitCode
 from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
@@ -19,14 +20,27 @@ from shoal.node.logs import log_to_stderr
 @click.option(
     "--task", "--hooks", "hooks", cls=TaskOption, metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task."
 )
+@click.option("--evaluate", is_flag=True, help="Compute the held-out loss of the task here, for the model card.")
+@click.option("--data", help="Data of --evaluate, for the built-in task: as for `shoal up`.")
 @click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Most bytes of weights to download.")
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def pull(link: str, out: Path, hooks: str | None, max_bytes: int, force: bool, as_json: bool, verbose: bool) -> int:
+def pull(
+    link: str,
+    out: Path,
+    hooks: str | None,
+    evaluate: bool,
+    data: str | None,
+    max_bytes: int,
+    force: bool,
+    as_json: bool,
+    verbose: bool,
+) -> int:
     """Download the weights of the swarm of LINK, without joining it.
 
-    Writes DIR/model.safetensors, and how to load it. After an interruption it continues where it stopped.
+    Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load them. After an interruption it
+    continues where it stopped.
     """
     from shoal.node.config.links import read_link
 
@@ -36,6 +50,33 @@ def pull(link: str, out: Path, hooks: str | None, max_bytes: int, force: bool, a
     from shoal.node.commands.pull import summary
 
     waiting("asking the swarm's peers for their newest weights")
-    report = take(parsed, out, hooks=hooks, max_bytes=max_bytes, force=force)
+    report = take(parsed, out, hooks=hooks, data=data, evaluate=evaluate or data is not None, max_bytes=max_bytes, force=force)
     click.echo(dumps(report) if as_json else summary(report))
+    return int(ExitCode.OK)
+
+
+@click.command(short_help="Continue a text with weights that were pulled.")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--prompt", default="", metavar="TEXT", help="The text to continue.  [default: the beginning of a document]")
+@click.option("--tokens", type=click.IntRange(1, 1_000_000), default=200, show_default=True, help="Tokens to add.")
+@click.option("--samples", type=click.IntRange(1, 1000), default=1, show_default=True, help="Continuations to draw.")
+@click.option("--temperature", type=click.FloatRange(0.0, 100.0), default=0.8, show_default=True, help="0: the likeliest token.")
+@click.option("--top-k", type=click.IntRange(1), metavar="K", help="Draw among the K likeliest tokens.  [default: all]")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the draws.  [default: another each time]")
+@click.option("--tokenizer", metavar="NAME|PATH", help="Your copy of the swarm's tokenizer.  [default: by its name]")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 and so on, or mps.")
+@json_option
+def sample(folder: Path, as_json: bool, **options: Any) -> int:
+    """Continue a text with the weights in DIR, which `shoal pull` wrote, of a swarm of the built-in task `text`.
+
+    \b
+    Examples:
+      shoal pull 'shoal://...' --out weights
+      shoal sample weights --prompt "def main" --tokens 100
+    """
+    from shoal.node.commands.sample import sample as draw
+    from shoal.node.commands.sample import shown
+
+    report = draw(folder, **options)
+    click.echo(dumps(report) if as_json else "\n---\n".join(shown(text) for text in report["texts"]))
     return int(ExitCode.OK)

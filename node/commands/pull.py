@@ -25,7 +25,10 @@ from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered,
 from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.config.settings import Settings, load
 from shoal.node.data.errors import DataError
-from shoal.node.runtime.join import RL, swarm_settings
+from shoal.node.data.hub import PREFIX, is_path
+from shoal.node.data.manifest_options import TEXT
+from shoal.node.runtime.join import RL, own_data, swarm_settings
+from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.optim import method_named
@@ -43,10 +46,13 @@ from shoal.swarm.state.download import Peer
 from shoal.swarm.state.snapshot import chunks_in, snapshot_id
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQuery, fetch_into
 from shoal.swarm.wire.fields import MAX_EXTRA
+from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.state import StateHeader, StateRequest
 
 MAX_BYTES = 64 << 30
 ASIDE = ".pull"
+INNER = ("lr", "adamw_lr", "momentum", "weight_decay", "schedule", "warmup", "clip")
+"""Settings of training that the model card names."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 log = logging.getLogger(__name__)
@@ -62,14 +68,25 @@ class BuiltModel:
 
     model: nn.Module
     parameters: list[Tensor]
+    task: Task
     tokenizer: Any = None
 
 
-def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MAX_BYTES, force: bool = False) -> dict[str, Any]:
-    """Write the weights of the swarm of ``link`` into the folder ``out``; return a report.
+def pull(
+    link: Link,
+    out: Path,
+    *,
+    hooks: str | None = None,
+    data: str | None = None,
+    evaluate: bool = False,
+    max_bytes: int = MAX_BYTES,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Write the weights of the swarm of ``link``, and a model card, into the folder ``out``; return a report.
 
     Args:
         hooks: this machine's copy of the swarm's task, if it is not built in.
+        data: the task's data on this machine. evaluate: compute the held-out loss on it, for the model card.
         max_bytes: most bytes of weights (float32) to fetch; the free space of the disk bounds them too.
         force: replace existing weights.
 
@@ -87,7 +104,9 @@ def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MA
     with visited(link) as (host, manifest, members):
         if manifest.outer.method == "none":
             raise PullError("The peers of this swarm do not average (method none), so it has no weights to pull.")
-        built, why = build_model(manifest, hooks)
+        built, why = build_model(manifest, hooks, data)
+        if built is None and evaluate:
+            raise PullError(f"{why} Without the task there is no held-out loss: pull without --evaluate.")
         sources = sources_in(members, manifest.model, manifest.creator)
         if not sources:
             raise PullError("No peer of this swarm has finished a round yet, so there is nothing to pull: try again later.")
@@ -108,10 +127,13 @@ def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MA
     if not all_finite(tensors):
         resumable_download.clear(out / ASIDE)
         raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
-    about = _about(link, manifest, header, built, why)
+    about = {**_about(link, manifest, header, built, why), **_trained_by(manifest, header, members)}
+    about |= {"values": FLOAT32.nbytes(header.shapes) // 4, "held_out_loss": None, "held_out_on": None}
     aside = out / ASIDE / "new"
     if built is not None:
         fill(built.parameters, tensors)
+        if evaluate:
+            about |= {"held_out_loss": float(built.task.evaluate(built.model)), "held_out_on": _held_out_on(manifest, data)}
         files = export_model(built.model, about, out, aside, built.tokenizer)
     else:
         files = export_numbered(tensors, about, out, aside)
@@ -121,14 +143,13 @@ def pull(link: Link, out: Path, *, hooks: str | None = None, max_bytes: int = MA
         "out": str(out),
         "files": files,
         "tensors": len(header.shapes),
-        "values": FLOAT32.nbytes(header.shapes) // 4,
         "bytes_received": received,
         "seconds": round(time.monotonic() - began, 2),
     }
 
 
-def build_model(manifest: Manifest, hooks: str | None) -> tuple[BuiltModel | None, str]:
-    """Return the swarm's model; or None, and why its parameters' names are not known.
+def build_model(manifest: Manifest, hooks: str | None, data: str | None = None) -> tuple[BuiltModel | None, str]:
+    """Return the swarm's model, of a task that reads ``data`` here; or None, and why its parameters' names are not known.
 
     Raises:
         HookError, DataError, ModelDiffersError: the task that the user named cannot be loaded, or is not the swarm's.
@@ -136,7 +157,7 @@ def build_model(manifest: Manifest, hooks: str | None) -> tuple[BuiltModel | Non
     if manifest.task == RL and hooks is None:
         return None, "In a swarm of the task rl each node has a model of its own."
     try:
-        settings = swarm_settings(load(None, {"task.hooks": hooks}), manifest)
+        settings = swarm_settings(load(None, {"task.hooks": hooks, "node.data": data}), manifest)
         built = _model(settings)
     except (HookError, DataError) as error:
         if hooks is not None:
@@ -148,13 +169,13 @@ def build_model(manifest: Manifest, hooks: str | None) -> tuple[BuiltModel | Non
 
 
 def _model(settings: Settings) -> BuiltModel:
-    task = load_task(settings.task.hooks, settings.task.options)
+    task = load_task(settings.task.hooks, {**settings.task.options, **own_data(settings)})
     torch.manual_seed(settings.train.seed)
     model = task.model()
     own = _trained(model)
     # The task's optimizer may have them in another order; those that the swarm names have the model's.
     params: list[Tensor] = [*own] if settings.train.optimizer != "task" else trained(task.inner_optimizer(own))
-    return BuiltModel(model, params, getattr(task, "tokenizer", None))
+    return BuiltModel(model, params, task, getattr(task, "tokenizer", None))
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -247,6 +268,31 @@ def _about(link: Link, manifest: Manifest, header: StateHeader, built: BuiltMode
     return about
 
 
+def _trained_by(manifest: Manifest, header: StateHeader, members: Mapping[str, Member]) -> dict[str, Any]:
+    """Return how the weights came to be, for the model card: the swarm's settings, and what its members report."""
+    outer, train = manifest.outer.resolved(), manifest.train
+    losses = [member.loss for member in members.values() if member.loss is not None]
+    steps = [member.step for member in members.values()] or [0]
+    knobs = {name: value for name in ("optimizer", *INNER) if (value := getattr(train, name)) is not None}
+    return {
+        "created": manifest.created,
+        "outer": {**outer.knobs(), "codec": outer.codec, "round": outer.round, "robust": outer.robust, "finish": outer.finish},
+        "train": knobs,
+        "rounds": header.round // int(manifest.outer.overlap().get("fragments", 1)),
+        "peers": len(members),
+        "steps": [min(steps), max(steps)],
+        "train_loss": sum(losses) / len(losses) if losses else None,
+    }
+
+
+def _held_out_on(manifest: Manifest, data: str | None) -> str:
+    """Return the name of the data of the held-out loss: never a path of this machine, for the card is there to be published."""
+    name = data or str(manifest.task_options.get("data", ""))
+    if name.startswith(PREFIX) and not is_path(name.removeprefix(PREFIX)):
+        return name
+    return "files named with --data" if data else "the Python standard library" if manifest.task == TEXT else "the task's own data"
+
+
 def _size(gpt: GPT) -> dict[str, int]:
     """Return the options that build a `GPT` of this size."""
     context, width = gpt.positions.weight.shape
@@ -260,4 +306,6 @@ def summary(report: Mapping[str, Any]) -> str:
     """Return the report in words."""
     names = "under the model's own names" if report["named"] else "numbered"
     lines = [f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"]
+    if report["held_out_loss"] is not None:
+        lines.append(f"held-out loss {report['held_out_loss']:.4f}, on {report['held_out_on']}")
     return "\n".join([*lines, *report["notes"]])

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
     def encode(self, document: bytes) -> Iterator[Tensor]:
         """Yield the tokens of a document and of its end, whole numbers (n,), in parts."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``; what is no text becomes U+FFFD."""
+
 
 class Bytes:
     """Tokenizer into bytes; documents end with an end of line."""
@@ -61,6 +64,10 @@ class Bytes:
     def encode(self, document: bytes) -> Iterator[Tensor]:
         """Yield one part, uint8."""
         yield torch.frombuffer(bytearray(document + b"\n"), dtype=torch.uint8)  # bytearray: torch wants to be able to write
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the bytes as UTF-8."""
+        return bytes(tokens).decode("utf-8", "replace")
 
 
 class Named:
@@ -97,6 +104,10 @@ class Named:
             ids = self._inner.encode(text[start : start + PIECE], add_special_tokens=False).ids
             yield torch.tensor(ids, dtype=torch.int32)
         yield torch.tensor(self._end, dtype=torch.int32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text, with the ends of documents as their token is written."""
+        return str(self._inner.decode(list(tokens), skip_special_tokens=False))
 
 
 def load_tokenizer(name: str, expected: str = "") -> Tokenizer:

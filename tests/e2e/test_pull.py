@@ -27,10 +27,17 @@ def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually)
     out = shoal.home / "out"
     report = shoal.start("pull", link, "--out", out, "--json", "--verbose").json()
     refused = shoal.start("pull", link, "--out", out).error()
+    drawn = shoal.start("sample", out, "--prompt", "the ", "--tokens", "12", "--json").json()
     for node in (first, second):
         node.signal(2)
         assert node.wait() == 130
     assert "There are weights" in refused
+    assert drawn["texts"][0].startswith("the ")
+    assert (drawn["swarm"], drawn["round"]) == (report["swarm"], report["round"])
+    card = (out / "README.md").read_text()
+    assert "# Weights of the swarm `group`" in card
+    assert "* Method: `diloco`, with `every=20" in card
+    assert "* Peers: 2 " in card
     assert sorted(report["files"]) == ["README.md", "model.safetensors", "shoal.json"]
     assert sorted(path.name for path in out.iterdir()) == sorted(report["files"])
     assert json.loads((out / "shoal.json").read_text())["model"] == SIZE

@@ -46,7 +46,7 @@ class Mine(Task):
         return torch.optim.SGD([{"params": rest}, {"params": [first]}], lr=0.1)
     def batches(self, shard): ...
     def loss(self, model, batch): ...
-    def evaluate(self, model): ...
+    def evaluate(self, model): return float(model[0].bias.detach().sum())
 '''
 
 
@@ -77,10 +77,11 @@ class World:
     def visited(self, link):
         model = self.manifest.model
         member = Member(
-            swarm=link.swarm, peer=ME.peer_id, name="x", addresses=(), round=self.snapshot.header.round, step=0, loss=None,
+            swarm=link.swarm, peer=ME.peer_id, name="x", addresses=(), round=self.snapshot.header.round, step=10, loss=2.5,
             steps_per_s=0.0, shard=0, shards=1, model=model, state="training", issued=0.0, version="0",
         )  # fmt: skip
-        yield self, self.manifest, {ME.peer_id: member}
+        other = Identity.ephemeral().peer_id
+        yield self, self.manifest, {ME.peer_id: member, other: member.model_copy(update={"peer": other, "step": 30, "loss": None})}
 
     def call(self, coroutine, timeout):
         return asyncio.run(coroutine)
@@ -153,6 +154,40 @@ def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_ma
     world.offered = snapshot_of(other, encode(other))
     with pytest.raises(PullError, match=r"cannot be checked against the swarm's manifest: name your copy of the task"):
         pull(LINK, tmp_path, force=True)
+
+
+def test_the_card_has_what_manifest_and_members_say(world, task, tmp_path):
+    report = pull(LINK, tmp_path, hooks=task)
+    about = json.loads((tmp_path / "shoal.json").read_text())
+    assert (about["peers"], about["steps"], about["train_loss"], about["rounds"]) == (2, [10, 30], 2.5, 4)
+    assert (about["outer"]["codec"], about["train"]["optimizer"], about["held_out_loss"]) == ("float32", "task", None)
+    card = (tmp_path / "README.md").read_text()
+    assert "* Training loss: 2.5000, the mean" in card
+    assert f"* Parameters: {report['values']:,}\n" in card
+
+
+def test_a_held_out_loss_is_computed_with_the_weights_that_came(world, task, tmp_path):
+    report = pull(LINK, tmp_path, hooks=task, evaluate=True)
+    assert report["held_out_loss"] == pytest.approx(float(slow(world)[0].sum()))  # 0.bias is the optimizer's first
+    assert f"held-out loss {report['held_out_loss']:.4f}, on the task's own data" in module.summary(report)
+    with pytest.raises(PullError, match="pull without --evaluate"):
+        pull(LINK, tmp_path / "other", evaluate=True)
+    assert world.given.count(0) == 1  # the second has downloaded nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "swarms", "shown"),
+    [
+        (None, {}, "the Python standard library"),
+        ("/home/anna/secret", {}, "files named with --data"),
+        ("hf:./folder", {}, "files named with --data"),
+        (None, {"data": "hf:a/b"}, "hf:a/b"),
+        ("hf:c/d:test", {"data": "hf:a/b"}, "hf:c/d:test"),
+    ],
+)
+def test_the_data_of_a_held_out_loss_is_named_without_a_path(given, swarms, shown):
+    made = manifest("1" * 64).model_copy(update={"task_options": swarms})
+    assert module._held_out_on(made, given) == shown
 
 
 def test_what_broke_off_goes_on_where_it_was(world, task, tmp_path):
