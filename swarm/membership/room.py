@@ -14,12 +14,11 @@ loopback count as ranges too: a team in one of them is met, and so in the first 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from shoal.swarm.membership.dht_record import bits_of
+from shoal.swarm.p2p.multiaddr import by_turns, host_of
 from shoal.swarm.wire.member import Member
 
 ROOM = 1024  # members in view: 5 MB for as many of the largest records, which are read every few seconds
@@ -45,29 +44,9 @@ class Room:
 
     def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
         met = {peer: at for peer in order if (at := self._met.get(peer))}
-        claimed = {peer: next(iter(members[peer].addresses), "").split("/")[2:3] for peer in order if peer not in met}
-        ranked = [*_by_turns(met.items()), *_by_turns((peer, "".join(host)) for peer, host in claimed.items())]
+        claimed = {peer: host_of(next(iter(members[peer].addresses), "")) for peer in order if peer not in met}
+        ranked = [*by_turns(met.items()), *by_turns(claimed.items())]
         kept = ranked[: self._most - self._most // NEWCOMERS]
         rest = sorted(ranked[len(kept) :], key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest())
         chosen = {*kept, *rest[: self._most - len(kept)]}
         return [peer for peer in order if peer in chosen]
-
-
-def range_of(host: str) -> str:
-    """Return the address range of an IP address; of anything else, as a name, its last two labels."""
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return ".".join(host.lower().split(".")[-2:])
-    return str(ipaddress.ip_network((ip, 16 if ip.version == 4 else 32), strict=False))
-
-
-def _by_turns(hosts: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the peers of (peer, host): first one of each address range, then a second of each, and so on."""
-    turns: Counter[str] = Counter()
-    placed = []
-    for peer, host in hosts:
-        where = range_of(host)
-        placed.append((turns[where], peer))
-        turns[where] += 1
-    return [peer for _, peer in sorted(placed, key=lambda each: each[0])]

@@ -82,6 +82,7 @@ class Bootstrapper:
         left = max(0.1, end - asyncio.get_running_loop().time())
         known = [address for address in self._known.addresses() if address not in self.bootstrap]
         reached, failed = await dial.connect_any(daemon, [*self.bootstrap, *known], left)
+        self._known.learn(reached)
         reasons = {address: reason for address, reason in failed.items() if address in self.bootstrap}
         if self.bootstrap and self._must_join and not reached:
             raise dial.unreachable(reasons, tried_besides=len(known))
@@ -106,6 +107,7 @@ class Bootstrapper:
         """Join after a restart of the daemon, through the peers that can be reached now."""
         addresses = list(dict.fromkeys((*self.bootstrap, *self._known.addresses())))
         reached, _ = await dial.connect_any(daemon, addresses, 5.0)
+        self._known.learn(reached)
         if addresses and not reached:
             log.warning("none of the %d known addresses answers after the restart; waiting to be found", len(addresses))
         _, dht = await self._join(daemon, reached, 0.0)
@@ -170,6 +172,7 @@ class Bootstrapper:
 
         daemon, dht = self._supervisor.running(), self._supervisor.running_dht()
         reached, _ = await self._supervisor.unless_down(dial.connect_any(daemon, addresses, 10.0), 11.0)
+        self._known.learn(reached)
         for peer in reached:
             if peer not in self.seeds and not knows(dht, peer):
                 with contextlib.suppress(*DAEMON_GONE, asyncio.TimeoutError):

@@ -58,6 +58,7 @@ class DaemonSupervisor:
         self.restarts = 0
         self.known = Peerstore(identity.peer_id) if known is None else known
         self.backoff = DialBackoff(bootstrap)
+        self.known.met = self.backoff.met
         self.bootstrapper = Bootstrapper(
             self,
             identity.peer_id,

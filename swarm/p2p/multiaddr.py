@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from shoal.swarm.identity import b58decode, b58encode
@@ -144,3 +146,28 @@ def is_loopback(address: str) -> bool:
     with contextlib.suppress(IndexError, ValueError):
         return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
     return False
+
+
+def range_of(host: str) -> str:
+    """Return the address range of an IP address; of anything else, as a name, its last two labels."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return ".".join(host.lower().split(".")[-2:])
+    return str(ipaddress.ip_network((ip, 16 if ip.version == 4 else 32), strict=False))
+
+
+def host_of(address: str) -> str:
+    """Return the IP address or name in a multiaddr; nothing if it has none."""
+    return "".join(address.split("/")[2:3])
+
+
+def by_turns(hosts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the peers of (peer, host): first one of each address range, then a second of each, and so on."""
+    turns: Counter[str] = Counter()
+    placed = []
+    for peer, host in hosts:
+        where = range_of(host)
+        placed.append((turns[where], peer))
+        turns[where] += 1
+    return [peer for _, peer in sorted(placed, key=lambda each: each[0])]

@@ -1,7 +1,8 @@
 """Addresses of peers: those met before, kept in a file, and those that did not answer, which are not dialled again at once.
 
-The first lead to the swarm when every address of the link is dead. The file also has the addresses that this node listened on:
-peers that have only old addresses find it again on the same port.
+The first lead to the swarm when every address of the link is dead. So most places are for peers that have answered, one of each
+address range before the second of any: however many others are heard of, they do not displace them. The file also has the addresses
+that this node listened on: peers that have only old addresses find it again on the same port.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shoal.swarm.access.link import address_problem
+from shoal.swarm.p2p.multiaddr import by_turns, host_of
 
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 64
+ANSWERED = 48  # places of them for peers that have answered
 MAX_EACH = 4  # addresses of one peer
 MAX_LISTEN = 8  # own addresses
-MAX_BYTES = 256 * 1024  # of the file; 64 peers with 4 addresses of 512 characters fit in
+MAX_BYTES = 384 * 1024  # of the file; 64 peers with 4 addresses of 512 characters, each named twice, fit in
 
+HOUR = 3600.0
 FIRST, LONGEST = 2.0, 300.0  # seconds until an address that did not answer is dialled again, doubled each time
 FORGET = 3600.0  # seconds without a failure after which an address begins anew
 MAX_HOSTS, PORTS = 1024, 8  # hosts with failures; and ports of one that are told apart, all further ones share a place
@@ -37,23 +42,30 @@ _OTHER_KEY = re.compile(r"remote key matches (\w+)")
 
 
 class Peerstore:
-    """The peers heard of last, newest last, each with its newest addresses. For any thread.
+    """The peers heard of last, newest last, each with its newest addresses, and when each answered. For any thread.
 
     ``own``: the id of this node, which is not stored. ``path``: the file that keeps those of ``swarm`` from run to run. Its
-    addresses have to pass the rules of a link; a file that is damaged, or of another swarm, is ignored and written anew.
+    addresses have to pass the rules of a link; a file that is damaged, or of another swarm, is ignored and written anew. ``clock``:
+    Unix seconds.
     """
 
-    def __init__(self, own: str, path: Path | None = None, swarm: str | None = None) -> None:
-        self._own = own
+    def __init__(
+        self, own: str, path: Path | None = None, swarm: str | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._own, self._clock = own, clock
+        self.met: Mapping[str, str] = {}
+        """Where each peer was met last, as in `DialBackoff`."""
         self._path = path
         self._swarm = swarm
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}
+        self._answered: dict[str, float] = {}
+        """Of those addresses, when each answered last."""
         self.listened: tuple[str, ...] = ()
         """Addresses, ports included, on which this node listens, or did in an earlier run."""
         if path is not None:
             self.remember(self._load(path))
-        self._saved: tuple[dict[str, tuple[str, ...]], tuple[str, ...]] = dict(self._peers), self.listened
+        self._saved = self._content()
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._peers
@@ -67,10 +79,21 @@ class Peerstore:
                 found.setdefault(peer, []).append(address)
         with self._lock:
             for peer, new in found.items():
-                old = self._peers.pop(peer, ())
-                self._peers[peer] = tuple(dict.fromkeys((*new, *old)))[:MAX_EACH]
-            for peer in list(self._peers)[:-MAX_PEERS]:
-                del self._peers[peer]
+                merged = list(dict.fromkeys((*new, *self._peers.pop(peer, ()))))
+                last = max(merged, key=self._when)
+                if self._when(last) and last not in merged[:MAX_EACH]:  # the one that is known to lead there
+                    merged.insert(MAX_EACH - 1, last)
+                self._peers[peer] = tuple(merged[:MAX_EACH])
+            self._forget()
+
+    def learn(self, answered: Iterable[str]) -> None:
+        """Note the peers that answered a dial: at the address of the host at which each was met, or else at any of its own."""
+        now = self._clock()
+        with self._lock:
+            for peer in answered:
+                known = self._peers.get(peer, ())
+                there = [address for address in known if host_of(address) == self.met.get(peer)]
+                self._answered.update(dict.fromkeys(there or known, now))
 
     def addresses(self) -> list[str]:
         """Return all addresses, those of the peer heard of last first."""
@@ -80,21 +103,37 @@ class Peerstore:
     def save(self) -> None:
         """Write the file, whole or not at all, if anything changed. A failure is logged."""
         with self._lock:
-            peers, listened = dict(self._peers), self.listened
-        # Dicts are equal in any order: a change of the order is not worth a write.
-        if self._path is None or (peers, listened) == self._saved:
+            kept = self._content()
+        if self._path is None or kept == self._saved:  # dicts are equal in any order: a change of the order is not worth a write
             return
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = {"swarm": self._swarm, "peers": peers, "listened": listened}
-            temporary.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            temporary.write_text(json.dumps({"swarm": self._swarm, **kept}, indent=1), encoding="utf-8")
             os.replace(temporary, self._path)
-            self._saved = peers, listened
+            self._saved = kept
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             log.warning("the addresses of known peers were not saved in %s (%s)", self._path, error.strerror)
+
+    def _content(self) -> dict[str, Any]:
+        answered = {address: int(when // HOUR * HOUR) for address, when in self._answered.items()}  # or each dial would be a write
+        return {"peers": dict(self._peers), "listened": self.listened, "answered": answered}
+
+    def _when(self, address: str) -> float:
+        return self._answered.get(address, 0.0)
+
+    def _forget(self) -> None:
+        """Leave out whoever has no place: beyond those that answered last, the peers not heard of for longest."""
+        if len(self._peers) > MAX_PEERS:
+            best = {peer: max(addresses, key=self._when) for peer, addresses in self._peers.items()}
+            answered = sorted((peer for peer in best if self._when(best[peer])), key=lambda peer: -self._when(best[peer]))
+            kept = set(by_turns((peer, host_of(best[peer])) for peer in answered)[:ANSWERED])
+            newest = [peer for peer in self._peers if peer not in kept][-(MAX_PEERS - len(kept)) :]
+            self._peers = {peer: addresses for peer, addresses in self._peers.items() if peer in kept or peer in newest}
+        there = {address for addresses in self._peers.values() for address in addresses}
+        self._answered = {address: when for address, when in self._answered.items() if address in there}
 
     def _load(self, path: Path) -> list[str]:
         try:
@@ -113,6 +152,8 @@ class Peerstore:
                 return []
             lists = list(value["peers"].values())[-MAX_PEERS:]
             self.listened = tuple(str(address) for address in list(value.get("listened", ()))[:MAX_LISTEN])
+            answered, now = dict(value.get("answered", {})), self._clock()
+            self._answered = {at: float(max(0, min(when, now))) for at, when in answered.items() if isinstance(when, int)}
             return [address for each in lists for address in each[:MAX_EACH] if isinstance(address, str)]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             log.warning("the addresses of known peers in %s are damaged and ignored (%s)", path, error)

@@ -12,8 +12,9 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht_index
 from shoal.swarm.membership.dht_record import bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.room import NEWCOMERS, Room, range_of
+from shoal.swarm.membership.room import NEWCOMERS, Room
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
+from shoal.swarm.p2p.multiaddr import range_of
 from shoal.swarm.wire.member import Member
 from tests.swarm.membership.test_directory_loops import ABOUT, SWARM
 

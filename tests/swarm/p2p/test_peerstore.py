@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.listen import as_before
-from shoal.swarm.p2p.peerstore import MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
+from shoal.swarm.p2p.peerstore import ANSWERED, MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52
@@ -83,6 +83,63 @@ def test_it_is_bounded_and_the_newest_stay():
     assert len(known.addresses()) == MAX_PEERS * MAX_EACH
 
 
+def test_peers_that_answered_keep_their_places_however_many_others_are_heard_of():
+    now = [1e9]
+    known = Peerstore(OWN, clock=lambda: now[0])
+    known.remember([at(OTHER), at(THIRD, 2)])
+    known.learn([OTHER])
+    for number in range(10):
+        known.remember(at(Identity.ephemeral().peer_id, number, port) for port in range(1, MAX_PEERS))
+    assert OTHER in known
+    assert THIRD not in known
+
+
+def test_of_those_that_answered_one_of_each_range_comes_first():
+    """A crowd in one range, which answers later than all others, gets the places that are left."""
+    now = [1e9]
+    known = Peerstore(OWN, clock=lambda: now[0])
+    honest = [Identity.ephemeral().peer_id for _ in range(ANSWERED - 8)]
+    crowd = [Identity.ephemeral().peer_id for _ in range(200)]
+    for number, peer in enumerate(honest):
+        known.remember([f"/ip4/10.{number}.0.1/tcp/1/p2p/{peer}"])
+        known.learn([peer])
+    now[0] += 1
+    for number, peer in enumerate(crowd):
+        known.remember([f"/ip4/172.16.{number}.1/tcp/1/p2p/{peer}"])
+        known.learn([peer])
+    assert all(peer in known for peer in honest)
+    assert sum(peer in known for peer in crowd) == MAX_PEERS - len(honest)
+
+
+def test_the_address_that_answered_is_kept_and_known_in_the_next_run(tmp_path):
+    path, now = tmp_path / "peers.json", [1e9]
+    known = Peerstore(OWN, path, SWARM, clock=lambda: now[0])
+    known.met = {OTHER: "10.0.0.2"}
+    known.remember([at(OTHER), at(OTHER, 2)])
+    known.learn([OTHER, THIRD])
+    known.save()
+    assert json.loads(path.read_text())["answered"] == {at(OTHER, 2): 999997200}  # in whole hours
+    again = Peerstore(OWN, path, SWARM, clock=lambda: now[0])
+    again.remember(at(OTHER, host) for host in range(11, 19))
+    assert again.addresses() == [at(OTHER, host) for host in (11, 12, 13, 2)]
+    now[0] += 60
+    before = path.stat().st_mtime_ns
+    known.learn([OTHER])
+    known.save()  # a minute later is not worth a write
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("when", ["x", None, 10**400, -(10**400), 1.5, [1]], ids=range(6))
+def test_a_time_that_cannot_be_does_no_harm(tmp_path, when):
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "answered": {at(OTHER): when, "x": 1}}))
+    known = Peerstore(OWN, path, SWARM)
+    assert known.addresses() in ([at(OTHER)], [])
+    known.remember([at(THIRD, 3)])
+    known.save()
+    assert THIRD in Peerstore(OWN, path, SWARM)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -95,6 +152,7 @@ def test_it_is_bounded_and_the_newest_stay():
         "[" * 10_000,
         "\xff",
         '{"swarm": "S", "peers": {}, "listened": 3}',
+        '{"swarm": "S", "peers": {}, "answered": 3}',
     ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
@@ -104,7 +162,7 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     assert known.addresses() == []
     known.remember([at(OTHER)])
     known.save()
-    assert json.loads(path.read_text()) == {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "listened": []}
+    assert json.loads(path.read_text()) == {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "listened": [], "answered": {}}
     assert all(r.levelno == logging.WARNING for r in caplog.records if r.name.startswith("shoal"))
 
 
