@@ -13,16 +13,23 @@ from shoal.node.logs import log_to_stderr
 
 
 @click.command(short_help="Print a link to the swarm of a node here.")
+@click.option("--name", metavar="NAME", help="The node's name: its folder is runs/NAME.")
 @click.option("--folder", type=click.Path(path_type=Path), metavar="DIR", help="The node's folder.  [default: the newest in runs/]")
 @json_option
-def link(folder: Path | None, as_json: bool) -> int:
+def link(name: str | None, folder: Path | None, as_json: bool) -> int:
     """Print a link by which others join the swarm of a node on this machine.
 
-    Every member can do so. The link has the addresses of the node and of other members, so it works though the creator is gone.
-    """
-    from shoal.node.commands.link import current_link
+    Every member can do so, and at any time. The link has the addresses of the bootstrap nodes, of this node and of other members
+    that were there lately, so it works though the creator is gone.
 
-    found = current_link(folder)
+    \b
+    Examples:
+      shoal link
+      shoal link --name anna
+    """
+    from shoal.node.commands.link import current_link, folder_of
+
+    found = current_link(folder_of(name, folder))
     for note in found["notes"]:
         click.echo(note, err=True)
     click.echo(dumps(found) if as_json else found["link"])

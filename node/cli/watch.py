@@ -12,7 +12,10 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.extras import require
 from shoal.node.logs import log_to_stderr
 
-LIVE, SHOWN = ("trio", "libp2p"), {"tui": ("textual",), "web": ("aiohttp",), "json": ()}  # packages of a live swarm, of each form
+LIVE, SHOWN = (
+    ("trio", "libp2p"),
+    {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()},
+)  # packages of a live swarm, of each form
 MAX_WAITING = 100_000  # events that wait for the screen
 
 
@@ -21,6 +24,7 @@ MAX_WAITING = 100_000  # events that wait for the screen
 @click.option("--tui", "form", flag_value="tui", help="Show a live screen.  [default: on a terminal]")
 @click.option("--json", "form", flag_value="json", help="Print every event as a line of JSON.  [default: elsewhere]")
 @click.option("--web", type=click.IntRange(0, 65_535), metavar="PORT", help="Serve a page to this machine; 0: any free port.")
+@click.option("--no-link", is_flag=True, help="Leave the link to the swarm off that page.")
 @click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also write all events to a new file.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
 @click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Speed of a replay; 0: without pauses.")
@@ -30,6 +34,7 @@ def watch(
     link: str | None,
     form: str | None,
     web: int | None,
+    no_link: bool,
     record: Path | None,
     replay: Path | None,
     speed: float,
@@ -66,7 +71,8 @@ def watch(
         elif web is not None:
             from shoal.node.watch.web import serve
 
-            serve(inbox, source, web, live=parsed is not None, seconds=seconds, say=click.echo)
+            shown = None if no_link else parsed
+            serve(inbox, source, web, live=parsed is not None, seconds=seconds, say=click.echo, link=shown)
         else:
             print_lines(inbox, source, seconds)
     finally:

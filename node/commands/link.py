@@ -13,6 +13,18 @@ from shoal.swarm.errors import LinkError
 
 STALE_S = 120.0  # seconds without a new link after which its node may have ended
 MAX_BYTES = 64 * 1024
+RUNS = Path("runs")
+
+
+def folder_of(name: str | None, folder: Path | None) -> Path | None:
+    """Return the folder of the node that the user names, as `shoal.node.config.settings` places it. Raises LinkError."""
+    if name is None:
+        return folder
+    if folder is not None:
+        raise LinkError("Say either --name or --folder.")
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise LinkError(f"{name[:80]!r} is no name of a node: say --folder to name a folder.")
+    return RUNS / name
 
 
 def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any]:
@@ -20,7 +32,7 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
 
     Raises LinkError: there is none, or it is unreadable.
     """
-    path = folder / LINK if folder is not None else _newest(Path("runs"))
+    path = folder / LINK if folder is not None else _newest(RUNS)
     if path is None:
         raise LinkError("No folder runs/NAME here has a link: name the folder of a node with --folder, or start one (shoal join).")
     try:

@@ -12,6 +12,7 @@ from rich.text import Text
 from shoal.node.runtime.display import clean
 from shoal.swarm.access.link import Link
 from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
+from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.stream import short
@@ -27,10 +28,12 @@ NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "l
 def read_status(link: Link) -> dict[str, Any]:
     """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
     with visited(link) as (host, manifest, members):
+        lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=link.bootstrap)
         # With a wrong clock no member is listed: the peers that answered first are asked too.
         seen = host.call(compare_clocks(host, [*members, *host.entry()]), 2 * ASK_S)
     found = overview(link.swarm, manifest, members, time.time())
     problem = clock_problem(seen)
+    found |= {"link": str(lasting), "invite_only": manifest.invite_only}
     return {**found, "findings": [*([f"{problem[:1].upper()}{problem[1:]}"] if problem else []), *found["findings"]]}
 
 
@@ -65,7 +68,13 @@ def table(report: dict[str, Any]) -> str:
     # One line each, whatever the terminal's width, so that sentences can be copied.
     muon = ["Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."]
     inner = muon if report["optimizer"] == "muon" else []
-    return "\n".join([capture.get().rstrip(), *inner, *(clean(sentence) for sentence in report["findings"])])
+    findings = [clean(sentence) for sentence in report["findings"]]
+    return "\n".join([capture.get().rstrip(), *inner, *findings, link_line(report["link"], invite_only=report["invite_only"])])
+
+
+def link_line(link: str, *, invite_only: bool) -> str:
+    """Return the line that shows a link to copy; it never has an invitation."""
+    return f"Link{', to look (its creator invites members: shoal invite)' if invite_only else ''}: {link}"
 
 
 def _peers(count: int) -> str:

@@ -17,8 +17,10 @@ from aiohttp import web
 
 from shoal.node.json_output import dumps
 from shoal.node.watch.events import Event
+from shoal.node.watch.shown_link import ShownLink
 from shoal.node.watch.source import EventSource, WatchError
 from shoal.node.watch.swarm_view import SwarmView
+from shoal.swarm.access.link import Link
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")
@@ -39,8 +41,8 @@ HEADERS = {
 }
 
 
-def picture(view: SwarmView, *, ended: bool) -> dict[str, Any]:
-    """Return the data of the page: the view's snapshot with curves thinned to `POINTS` points in all."""
+def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
+    """Return the data of the page: the view's snapshot with curves thinned to `POINTS` points in all, and the link."""
     shot = view.snapshot()
     room = max(POINTS // max(len(shot["peers"]), 1), 16)
     for peer in shot["peers"]:
@@ -48,7 +50,7 @@ def picture(view: SwarmView, *, ended: bool) -> dict[str, Any]:
             points = peer[name]
             every = -(-len(points) // room)
             peer[name] = points[:: every or 1] + (points[-1:] if every > 1 else [])
-    return {**shot, "ended": ended}
+    return {**shot, "ended": ended, "link": None if link is None else link.picture(view)}
 
 
 @web.middleware  # type: ignore[untyped-decorator]
@@ -62,8 +64,9 @@ async def _only_here(request: web.Request, handler: Callable[[web.Request], Awai
 class Page:
     """Server of the picture, kept up to date on the loop, for all open pages."""
 
-    def __init__(self, inbox: queue.Queue[Event], source: EventSource, *, live: bool) -> None:
+    def __init__(self, inbox: queue.Queue[Event], source: EventSource, *, live: bool, link: Link | None = None) -> None:
         self.view = SwarmView()
+        self._link = None if link is None else ShownLink(link)
         self._inbox, self._source, self._live = inbox, source, live
         self._fresh = asyncio.Condition()
         self._number = 0
@@ -110,7 +113,7 @@ class Page:
         if self._live:
             self.view.tick(time.time())
         ended = self._source.ended.is_set() and self._inbox.empty()
-        text = dumps(picture(self.view, ended=ended))
+        text = dumps(picture(self.view, ended=ended, link=self._link))
         if text == self._text:
             return False
         async with self._fresh:
@@ -140,12 +143,22 @@ class Page:
 
 
 def serve(
-    inbox: queue.Queue[Event], source: EventSource, port: int, *, live: bool, seconds: float | None, say: Callable[[str], None]
+    inbox: queue.Queue[Event],
+    source: EventSource,
+    port: int,
+    *,
+    live: bool,
+    seconds: float | None,
+    say: Callable[[str], None],
+    link: Link | None = None,
 ) -> None:
-    """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken."""
+    """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken.
+
+    ``link``: to the swarm that is watched, if the page is to show a link.
+    """
 
     async def main() -> None:
-        page = Page(inbox, source, live=live)
+        page = Page(inbox, source, live=live, link=link)
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         try:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shoal.swarm.access.invitation import admission
-from shoal.swarm.access.link import Link, address_problem
+from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.gossip.body_store import MAX_STORED
@@ -20,9 +20,9 @@ from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.membership.admission import AdmissionHandshake
 from shoal.swarm.membership.clock_check import ClockCheck
 from shoal.swarm.membership.dht_record import MemberValidator
-from shoal.swarm.membership.directory import MAX_ADDRESSES, Directory
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
-from shoal.swarm.membership.overview import reach
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
@@ -105,14 +105,9 @@ class Membership:
 
         The link outlives this node. It has no invitation: only the swarm's creator can issue one.
         """
-        seeds = [address for addresses in self.host.seeds().values() for address in addresses[:2]][: MAX_ADDRESSES // 2]
-        own = [address for address in self.host.addresses() if address_problem(address) is None][: MAX_ADDRESSES - len(seeds)]
-        me = self.identity.peer_id
-        others = [member for peer, member in self.directory.members().items() if peer != me]
-        others.sort(key=lambda member: (reach(member) != "direct", -member.issued))  # a relay may be gone before its member
-        theirs = [address for member in others for address in member.addresses[:2] if address.endswith(f"/p2p/{member.peer}")]
-        first, *more = [*seeds, *own, *theirs] or [""]
-        return Link(self.swarm, (first,) if first else ()).also(more)
+        me, host = self.identity.peer_id, self.host
+        others = {peer: member for peer, member in self.directory.members().items() if peer != me}
+        return lasting_link(self.swarm, others, seeds=host.seeds(), own=host.addresses(), met=host.met)
 
     @cached_property
     def gossip(self) -> Gossip:

@@ -67,7 +67,9 @@ def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, even
     ]
     made = shoal.start("link", "--folder", shoal.home / "bert")
     assert made.wait() == 0
-    carl = shoal.node("join", made.line(), "carl")
+    seen = shoal.start("status", made.line(), "--json").json()["link"]
+    assert me in seen
+    carl = shoal.node("join", seen, "carl")
     eventually(lambda: met("carl"), 60, "an exchange of the two that are left")
     for node in (bert, carl):
         node.signal(signal.SIGINT)

@@ -162,6 +162,27 @@ function news(items) {
   }));
 }
 
+// Dark on light in both themes, with the margin of four modules that cameras expect.
+function invite(shown) {
+  byId("link-section").hidden = !shown;
+  if (!shown || byId("link").textContent === shown.text) return;
+  byId("link").textContent = shown.text;
+  const size = shown.qr.size + 8;
+  byId("qr").setAttribute("viewBox", `-4 -4 ${size} ${size}`);
+  byId("qr").replaceChildren(
+    draw("rect", { x: -4, y: -4, width: size, height: size, fill: "#fff" }), draw("path", { d: shown.qr.path, fill: "#000" }));
+}
+
+async function copy() {
+  try {
+    await navigator.clipboard.writeText(byId("link").textContent);
+    byId("copied").textContent = "copied";
+  } catch { // the browser does not allow it: the user copies what is selected
+    getSelection().selectAllChildren(byId("link"));
+    byId("copied").textContent = "selected: press Ctrl+C";
+  }
+}
+
 function show(picture) {
   if (!picture) return;
   last = picture;
@@ -177,7 +198,10 @@ function show(picture) {
   graph(byId("graph"), picture);
   table(picture.peers);
   news(picture.news);
+  invite(picture.link);
 }
+
+byId("copy").addEventListener("click", copy);
 
 byId("theme").addEventListener("click", () => {
   document.documentElement.dataset.theme = dark() ? "light" : "dark";

@@ -2,12 +2,13 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.commands.link import STALE_S, current_link
+from shoal.node.commands.link import STALE_S, current_link, folder_of
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError
@@ -46,6 +47,32 @@ def test_the_command_prints_the_link_alone_on_stdout(tmp_path):
     result = CliRunner().invoke(cli, ["link", "--folder", str(tmp_path / "a")], standalone_mode=False)
     assert result.stdout == f"{made}\n"
     assert "its creator admits others (shoal invite LINK)" in result.stderr
+
+
+def test_a_node_is_named_by_its_name_or_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = written(Path("runs") / "anna", 1, 1000.0)
+    written(Path("runs") / "bert", 2, 2000.0)
+    result = CliRunner().invoke(cli, ["link", "--name", "anna", "--json"], standalone_mode=False)
+    found = json.loads(result.stdout)
+    assert (found["link"], found["folder"]) == (made, "runs/anna")
+    with pytest.raises(LinkError, match="There is no link in 'runs/carl'"):
+        current_link(folder_of("carl", None))
+    with pytest.raises(LinkError, match="either --name or --folder"):
+        folder_of("anna", Path("x"))
+    for wrong in ("../anna", "/etc", "", "..", "a/b"):
+        with pytest.raises(LinkError, match="is no name of a node"):
+            folder_of(wrong, None)
+
+
+def test_status_of_a_folder_shows_its_link(tmp_path):
+    made = written(tmp_path / "a", invite_only=True)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    command = ["status", "--folder", str(tmp_path / "a")]
+    shown = CliRunner().invoke(cli, command, standalone_mode=False).stdout
+    assert f"Link, to look (its creator invites members: shoal invite): {made}\n" in shown
+    report = json.loads(CliRunner().invoke(cli, [*command, "--json"], standalone_mode=False).stdout)
+    assert (report["link"], report["invite_only"]) == (made, True)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"link": 3}', '{"link": "x", "written": 1}', "[" * 100_000])

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
@@ -61,6 +62,23 @@ def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
     assert "exists already" in said("--replay", recording, "--record", recording)
     recording.write_text("nonsense\n")
     assert "line 1 of" in said("--replay", recording)
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-link",)], ids=["link", "no-link"])
+def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
+    for package in ("trio", "aiohttp", "segno"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    command = [sys.executable, "-c", ALONE, f"{NOBODY}&invite=secret", "--web", "0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        address = process.stdout.readline().strip()
+        with urlopen(f"{address}events", timeout=30) as stream:
+            line = stream.readline().decode()
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    found = json.loads(line.removeprefix("data: "))["link"]
+    assert found is None if flags else found["text"] == NOBODY
+    assert "secret" not in line
+    assert set(json.loads(rest.splitlines()[-1])) <= {"libp2p"}
 
 
 def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_nor_hivemind():

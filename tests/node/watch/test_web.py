@@ -11,7 +11,8 @@ import pytest
 from shoal.node.watch.events import Described, MessageRefused
 from shoal.node.watch.source import WatchError
 from shoal.node.watch.swarm_view import SwarmView
-from tests.node.watch.conftest import NOW
+from shoal.swarm.access.link import Link
+from tests.node.watch.conftest import NOW, SWARM
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -25,14 +26,14 @@ class Source:
         self.ended = threading.Event()
 
 
-def with_page(work, events=(), live=False):
+def with_page(work, events=(), live=False, link=None):
     """Run ``work(client, page, inbox, source)`` against the served page."""
 
     async def main():
         inbox, source = queue.Queue(), Source()
         for event in events:
             inbox.put(event)
-        page = web.Page(inbox, source, live=live)
+        page = web.Page(inbox, source, live=live, link=link)
         async with TestClient(TestServer(page.app())) as client:
             await asyncio.wait_for(work(client, page, inbox, source), 30)
 
@@ -58,6 +59,24 @@ def test_its_files_are_served_and_ask_nobody_else():
         assert (await client.get("/../web.py")).status == 404
 
     with_page(work)
+
+
+def test_a_link_is_on_the_page_if_it_is_to_be_and_an_invitation_never(authors):
+    address = f"/ip4/198.51.100.7/tcp/4001/p2p/{authors[0].peer}"
+    given = Link(SWARM, (address,), "secret")
+
+    async def work(client, page, inbox, source):
+        await page.step()
+        text = await (await client.get("/")).text()
+        assert (address in text) is shown
+        assert "secret" not in text
+        shot = await pictured(await client.get("/events"))
+        assert (shot["link"] is None) is not shown
+        if shown:
+            assert Link.parse(shot["link"]["text"]) == Link(SWARM, (address,))
+
+    for shown in (True, False):
+        with_page(work, live=True, link=given if shown else None)
 
 
 def test_another_name_for_this_machine_is_refused():

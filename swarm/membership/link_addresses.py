@@ -1,0 +1,90 @@
+"""Which addresses a link gets, so that it works as long as anybody of its swarm, or a bootstrap node, can be reached.
+
+The bootstrap nodes come first, for they are meant to be there always. Members that can be dialled directly come before those behind
+a relay, those that this node met before those that it only read of, and of each kind one of every address range before the second
+of any: one provider's fault, or one stranger's many keys, then do not make up the whole link.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from typing import Protocol
+
+from shoal.swarm.access.link import MAX_ADDRESSES, Link, address_problem
+from shoal.swarm.p2p.multiaddr import host_of, is_loopback, range_of
+
+MOST_OF_SEEDS = 4
+MOST_OWN = 4
+RELAY = "/p2p-circuit"
+
+
+class Announced(Protocol):
+    """A member by what it announces of itself: full multiaddrs, and when (Unix seconds)."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses under which others reach it."""
+
+    @property
+    def issued(self) -> float:
+        """The time of the announcement."""
+
+
+def lasting_link(
+    swarm: str,
+    members: Mapping[str, Announced],
+    *,
+    seeds: Mapping[str, Sequence[str]],
+    own: Sequence[str] = (),
+    met: Container[str] = (),
+    otherwise: Sequence[str] = (),
+) -> Link:
+    """Return a link without an invitation to the swarm with the id ``swarm``, of 16 addresses at most.
+
+    Args:
+        members: peer id -> what the other members announce, of those heard of lately.
+        seeds: peer id -> addresses of the bootstrap nodes. own: addresses of this node, if it is a member.
+        met: ids of peers that called this node or answered it.
+        otherwise: addresses for the places that are left.
+
+    Raises:
+        LinkError: there is no address at all.
+    """
+    of_seeds = _by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()])[:MOST_OF_SEEDS]
+    mine = _preferred([address for address in own if address_problem(address) is None])
+    theirs = [usable for peer in _ranked(members, met) if (usable := _usable(members[peer].addresses, peer))]
+    room = MAX_ADDRESSES - len(of_seeds) - len(mine[:MOST_OWN])
+    # Stable, so this node stands before the others of its kind.
+    members_first = sorted([*mine[:MOST_OWN], *(addresses[0] for addresses in theirs[:room])], key=lambda a: RELAY in a)
+    rest = [*(address for addresses in theirs for address in addresses[1:2]), *mine[MOST_OWN:], *otherwise]
+    wanted = list(dict.fromkeys(address for address in (*of_seeds, *members_first, *rest) if address_problem(address) is None))
+    return Link(swarm, tuple(wanted[:1])).also(wanted[1:])
+
+
+def _ranked(members: Mapping[str, Announced], met: Container[str]) -> list[str]:
+    """Return peer ids: direct before relayed, met before read of, then by turns over address ranges, the newest of each first."""
+    turns: Counter[tuple[bool, bool, str]] = Counter()
+    placed = []
+    for peer, member in sorted(members.items(), key=lambda item: (-item[1].issued, item[0])):
+        best = next(iter(_usable(member.addresses, peer)), "")
+        where = (RELAY in best, peer not in met, range_of(host_of(best)))
+        placed.append((where[0], where[1], turns[where], peer))
+        turns[where] += 1
+    return [peer for *_, peer in sorted(placed, key=lambda each: each[:3])]
+
+
+def _usable(addresses: Sequence[str], peer: str) -> list[str]:
+    """Return the addresses of ``peer`` that a link can hold, the best first; a record may name others' addresses too."""
+    return _preferred([a for a in addresses if a.endswith(f"/p2p/{peer}") and address_problem(a) is None])
+
+
+def _preferred(addresses: Sequence[str]) -> list[str]:
+    """Return a peer's addresses, the best first: one that announces a relay cannot be dialled directly."""
+    relayed = any(RELAY in address for address in addresses)
+    return sorted(addresses, key=lambda address: (is_loopback(address), relayed and RELAY not in address))
+
+
+def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the first item of each list, then the second of each, and so on."""
+    return [items[rank] for rank in range(max(map(len, lists), default=0)) for items in lists if rank < len(items)]
