@@ -9,12 +9,12 @@ import click
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 TITLES = (
-    "Options", "The run", "Task and data", "Computing, each node its own way", "Averaging, alike on all nodes", "This node",
+    "Options", "The run", "Task and data", "This node", "Averaging, alike on all nodes", "Computing, each node its own way",
     "Network and limits",
     "Reinforcement learning, with --task rl", "Output",
 )  # fmt: skip
 """Groups of options, in the order in which they are shown."""
-OPTIONS, RUN, TASK, COMPUTING, AVERAGING, NODE, NETWORK, RL, OUTPUT = TITLES
+OPTIONS, RUN, TASK, NODE, AVERAGING, COMPUTING, NETWORK, RL, OUTPUT = TITLES
 _titles: dict[click.Parameter, str] = {}
 
 

@@ -47,14 +47,17 @@ def cli() -> None:
       shoal init my-task           a folder with a task of your own
       shoal up                     create a swarm and print its link
       shoal join 'shoal://...'     train with it on another machine
+      shoal watch 'shoal://...'    see the swarm live
+      shoal pull 'shoal://...' --out weights
     """
 
 
-cli.add_chapter("Train", demo, init, up, join, swarms)
-cli.add_chapter("Look", doctor, status, watch, peers)
+cli.add_chapter("Begin", demo, init, doctor, plan)
+cli.add_chapter("Train together", up, link, invite, swarms, join, identity)
+cli.add_chapter("Look", status, watch, peers)
 cli.add_chapter("Take the result", pull, sample, merge)
-cli.add_chapter("Run a swarm for others", link, invite, seed, identity)
-cli.add_chapter("Measure and check", plan, verify, sim, chaos)
+cli.add_chapter("Run a bootstrap node", seed)
+cli.add_chapter("Measure and check", verify, sim, chaos)
 
 
 def main() -> None:

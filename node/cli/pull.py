@@ -41,6 +41,11 @@ def pull(
 
     Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load them. After an interruption it
     continues where it stopped.
+
+    \b
+    Examples:
+      shoal pull 'shoal://...' --out weights
+      shoal pull 'shoal://...' --out weights --task task.py:Mine --evaluate
     """
     from shoal.node.config.links import read_link
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite)."),
     click.option("--public", is_flag=True, default=None, help="Let seeds (--bootstrap) list the swarm (shoal swarms)."),
 )
-@option_option
 @node_options
+@option_option
 @outer_options
 @rl_options
 def up(file: Path | None, **flags: Any) -> int:
@@ -46,6 +46,8 @@ def up(file: Path | None, **flags: Any) -> int:
       shoal up --task task.py:Mine --name anna   a model of your own, made by `shoal init`
       shoal up swarm.toml --method diloco        settings from a file, and one of them changed
       shoal up --resume --name anna              go on from the newest checkpoint in runs/anna
+      shoal up --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.5/tcp/4001
+                                                 reachable from outside, if port 4001 is forwarded
     """
     return _run_node(file, None, flags)
 

@@ -41,7 +41,14 @@ def watch(
     seconds: float | None,
     verbose: bool,
 ) -> int:
-    """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges and faults."""
+    """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges and faults.
+
+    \b
+    Examples:
+      shoal watch 'shoal://...'
+      shoal watch 'shoal://...' --web 8080
+      shoal watch --replay swarm.jsonl --speed 10
+    """
     from shoal.node.config.links import read_link
     from shoal.node.watch.recording import Recorder
     from shoal.node.watch.source import Live, Replay, WatchError

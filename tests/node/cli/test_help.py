@@ -48,7 +48,13 @@ def test_options_are_in_groups_of_which_none_is_long(name):
 def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
     shown = help_of()
     names = re.findall(r"^  (\w+)  +[A-Z]", shown, re.M)
-    assert names[:4] == ["demo", "init", "up", "join"]
+    used = ["demo", "init", "doctor", "up", "link", "invite", "join", "status", "watch", "pull", "sample", "seed", "sim"]
+    assert [name for name in names if name in used] == used
+    chapters = re.findall(r"^([A-Z][a-z ]+):\n((?:  \w+  +\S.*\n)+)", shown, re.M)
+    assert [title for title, _ in chapters] == [
+        "Begin", "Train together", "Look", "Take the result", "Run a bootstrap node", "Measure and check",
+    ]  # fmt: skip
+    assert sum(len(lines.splitlines()) for _, lines in chapters) == len(cli.commands)
     assert sorted(names) == sorted(cli.commands)
     for name, command in cli.commands.items():
         assert re.search(rf"^  {name} +{re.escape(command.short_help)}$", shown, re.M), name
@@ -56,12 +62,31 @@ def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
 
 def test_the_examples_can_be_typed():
     found = 0
-    for path in ([], ["up"], ["join"], ["demo"]):
+    for path in ([], *([name] for name in cli.commands)):
         for line in re.findall(r"^    (shoal .*)$", help_of(*path), re.M):
             words = shlex.split(re.split(r"\s{2,}", line)[0])[1:]
             cli.commands[words[0]].make_context(words[0], words[1:])
             found += 1
-    assert found >= 12
+    assert found >= 20
+
+
+def test_the_options_of_a_new_swarm_are_in_the_order_in_which_one_needs_them():
+    shown = help_of("up")
+    order = [
+        "--steps",
+        "--task",
+        "--data",
+        "--option",
+        "--name",
+        "--device",
+        "--method",
+        "--precision",
+        "--listen",
+        "--env",
+        "--json",
+    ]
+    places = [re.search(rf"^  {option} ", shown, re.M).start() for option in order]
+    assert places == sorted(places)
 
 
 def test_names_of_methods_are_those_of_the_library_and_are_completed():
