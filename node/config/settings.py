@@ -17,7 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
@@ -26,6 +36,7 @@ from shoal.node.config.rl import RLSettings
 from shoal.node.config.train import TrainTable
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.manifest.manifest import Bucket, EpochSeconds
 from shoal.swarm.manifest.outer import Lag, OuterSettings
 from shoal.swarm.manifest.verify import VerifySettings
 
@@ -70,6 +81,16 @@ class SwarmSettings(_Table):
     shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
     invite_only: bool = Field(default=False, description="Admit only peers that the creator has invited (shoal invite).")
     public: bool = Field(default=False, description="Let seeds list the swarm, so that others find it (shoal swarms) and join it.")
+    bucket: Bucket = Field(
+        default=0,
+        description="Most members that one node reads and is paired with at a time, 4 to 64, such as 64: then a swarm of any size "
+        "costs each what some thirty peers do. 0: all members.",
+    )
+    epoch_s: EpochSeconds = Field(
+        default=60.0,
+        description="bucket: seconds after which members are dealt into others, at least 30; about four rounds mix as well as all "
+        "with all.",
+    )
 
     @field_validator("public")
     @classmethod
@@ -77,6 +98,12 @@ class SwarmSettings(_Table):
         if public and info.data.get("invite_only"):
             raise ValueError("a swarm is public or invite_only, not both")
         return public
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SwarmSettings:
+        if not self.bucket and self.epoch_s != type(self).model_fields["epoch_s"].default:
+            raise ValueError("epoch_s is a setting of buckets: leave it out, or set bucket too, such as 64")
+        return self
 
 
 class TaskSettings(_Table):

@@ -86,6 +86,8 @@ def new_manifest(
         shards=settings.swarm.shards,
         invite_only=settings.swarm.invite_only,
         public=settings.swarm.public,
+        bucket=settings.swarm.bucket,
+        epoch_s=settings.swarm.epoch_s,
     )
     return seal(manifest, identity)
 
@@ -147,7 +149,7 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
             rl = rl.model_copy(update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens})
     task = settings.task.model_copy(update={"hooks": hooks, "options": options})
     swarm = settings.swarm.model_copy(
-        update={"name": manifest.name, "shards": manifest.shards, "invite_only": manifest.invite_only, "public": manifest.public}
+        update={name: getattr(manifest, name) for name in ("name", "shards", "invite_only", "public", "bucket", "epoch_s")}
     )
     train = settings.train.of_swarm(manifest.train)
     if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part

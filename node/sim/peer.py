@@ -77,7 +77,7 @@ class SimPeer:
         self.together = 0
         """Exchanges that others were in."""
         self._waited, self._announced_round = 0.0, -1
-        self.directory = SimDirectory(world.board, self.host, self._record, self.chance)
+        self.directory = SimDirectory(world.board, self.host, self._record, self.chance, bucket=plan.bucket, epoch_s=plan.epoch_s)
         self.member: TrainingMember | None = None
         self._membership = SimMembership(
             self.identity, cast("Host", self.host), self.directory, self.swarm, world.manifest, NetworkOptions()

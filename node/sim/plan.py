@@ -27,6 +27,8 @@ class SimPlan:
     parameters: int = 2000
     step_seconds: float = 0.1
     uneven: float = 0.2
+    bucket: int = 0
+    epoch_s: float = 60.0
 
 
 class Surroundings(Protocol):

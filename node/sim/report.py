@@ -59,7 +59,7 @@ def run_sim(
     settings = load(file, {**(overrides or {}), "train.seed": seed})
     plan = SimPlan(
         peers, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
-        parameters, step_seconds, uneven,
+        parameters, step_seconds, uneven, settings.swarm.bucket, settings.swarm.epoch_s,
     )  # fmt: skip
     _check(plan)
     threads = torch.get_num_threads()

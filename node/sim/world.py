@@ -91,7 +91,6 @@ class World:
         self.plan, self.toy = plan, make_toy(plan.parameters, plan.seed)
         self.loop = VirtualLoop()
         self.network = SimNetwork(self.loop, plan.seed, plan.links, Trace())
-        self.board = Board(self.network)
         self.counts = counts = Counts()
         self.live: list[SimPeer] = []
         self._dead: list[SimPeer] = []
@@ -102,9 +101,10 @@ class World:
         model = model_digest(list(ToyModel(plan.parameters).parameters()))
         self.manifest = Manifest(
             name="sim", created=EPOCH, creator=creator.peer_id, task="toy", outer=plan.outer, train=TrainSettings(seed=plan.seed),
-            model=model, start_when=plan.peers,
+            model=model, start_when=plan.peers, bucket=plan.bucket, epoch_s=plan.epoch_s,
         )  # fmt: skip
         self.swarm = swarm_id(seal(self.manifest, creator))
+        self.board = Board(self.network, self.swarm)
 
         class Counted(Stream):
             """A stream that counts messages apart from values."""
@@ -171,7 +171,7 @@ class World:
         self._born += 1
         self.live.append(peer)
         if not newcomer and peer.member is not None:
-            peer.directory.settle()
+            peer.directory.settle(self.plan.peers)
         peer.start()
 
     def _plan_kill(self) -> None:

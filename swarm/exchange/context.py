@@ -49,6 +49,8 @@ class PeerContext:
     """Called when an unknown peer calls (``Directory.look``)."""
     is_barred: Callable[[str], bool] = lambda peer: False
     """Tells the peers with which this node exchanges nothing (``Directory.is_barred``)."""
+    known: Callable[[], Mapping[str, Member]] = dict
+    """Returns peers that need not be members here any more, whom rounds that are under way still meet (``Directory.everyone``)."""
 
     @property
     def me(self) -> str:

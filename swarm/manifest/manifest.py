@@ -17,6 +17,9 @@ from shoal.swarm.wire.fields import MAX_COUNT, Digest, Label, PeerId
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
+MIN_BUCKET, MAX_BUCKET = 4, 64  # records; nodes store no more of one key
+MIN_EPOCH_S, MAX_EPOCH_S = 30.0, 86_400.0  # seconds; members need some 19 to publish and read ahead of an epoch
+
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
@@ -29,6 +32,22 @@ def _option(value: object) -> object:
     return value
 
 
+def _bucket(value: int) -> int:
+    if value and not MIN_BUCKET <= value <= MAX_BUCKET:
+        raise ValueError(f"a bucket holds {MIN_BUCKET} to {MAX_BUCKET} members, or 0: no buckets")
+    return value
+
+
+def _epoch_s(value: float) -> float:
+    if not MIN_EPOCH_S <= value <= MAX_EPOCH_S:
+        raise ValueError(
+            f"an epoch takes {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} seconds, for members publish and read ahead of it for 19 of them"
+        )
+    return value
+
+
+Bucket = Annotated[int, AfterValidator(_bucket)]
+EpochSeconds = Annotated[float, AfterValidator(_epoch_s)]
 Option = Annotated[int | float | str | bool, BeforeValidator(_option)]
 
 
@@ -62,6 +81,8 @@ class Manifest(Message):
     shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
     invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
     public: bool = Field(default=False, description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.")
+    bucket: Bucket = Field(default=0, description="Most members that one peer reads and is paired with in an epoch; 0: all.")
+    epoch_s: EpochSeconds = Field(default=60.0, description="Seconds of an epoch, after which buckets are drawn anew.")
 
     @model_validator(mode="after")
     def _open_to_all(self) -> Manifest:
@@ -71,9 +92,10 @@ class Manifest(Message):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out ``public`` where it is false: peers of earlier versions read the manifest, and its bytes stay the same."""
+        """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
         found: dict[str, Any] = handler(self)
-        return {name: value for name, value in found.items() if name != "public" or value}
+        unused = {*(() if self.public else ("public",)), *(() if self.bucket else ("bucket", "epoch_s"))}
+        return {name: value for name, value in found.items() if name not in unused}
 
 
 class Title(NamedTuple):

@@ -1,7 +1,9 @@
 """Membership records in the DHT: their keys, signatures and checks.
 
 Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of all
-peers whose bits begin with 01. A record names the prefix under which it is stored, so that the node that stores it can check it.
+peers whose bits begin with 01. ``{swarm}/m/7/01`` is the key of those whose bits of epoch 7 begin so: each epoch has a trie of its
+own, whose leaves are the buckets (`shoal.swarm.membership.buckets`). A record names the prefix under which it is stored, so that
+the node that stores it can check it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ MAX_DEPTH = 48  # bits of the longest prefix
 MAX_TTL = 31.0
 MAX_RECORD = Member.LIMIT + 512  # bytes
 AHEAD = 600.0  # seconds into the future a record may be dated, to be stored at all
+MAX_EPOCH = 10**12  # number of an epoch
 _PATTERN_BITS = frozenset("01")
 
 
@@ -45,6 +48,32 @@ def bits_of(peer_id: str) -> str:
     """Return the path of a peer in the trie: `MAX_DEPTH` characters 0 or 1."""
     number = int.from_bytes(hashlib.sha256(peer_id.encode()).digest(), "big")
     return f"{number:0256b}"[:MAX_DEPTH]
+
+
+@functools.lru_cache(maxsize=32_768)  # asked of every member in view whenever the view is
+def bits_in(swarm: str, epoch: int, peer_id: str) -> str:
+    """Return the position of a peer in an epoch: `MAX_DEPTH` characters 0 or 1, uniform, and new in each epoch."""
+    number = int.from_bytes(hashlib.sha256(f"shoal/bucket/1:{swarm}:{epoch}:{peer_id}".encode()).digest(), "big")
+    return f"{number:0256b}"[:MAX_DEPTH]
+
+
+def bucket_prefix(epoch: int, bits: str) -> str:
+    """Return the prefix of the peers whose position in ``epoch`` begins with ``bits``, of which there is at least one."""
+    return f"{epoch}/{bits}"
+
+
+def _path(prefix: str, swarm: str, peer_id: str) -> str | None:
+    """Return the prefix as far as any can go on a peer's way through the trie that ``prefix`` is of; None if it is of none."""
+    epoch, slash, bits = prefix.rpartition("/")
+    if len(bits) > MAX_DEPTH or not _PATTERN_BITS.issuperset(bits):
+        return None
+    if not slash:
+        return bits_of(peer_id)
+    if not (
+        bits and epoch.isascii() and epoch.isdigit() and len(epoch) <= 13 and epoch == str(int(epoch)) and int(epoch) < MAX_EPOCH
+    ):
+        return None
+    return bucket_prefix(int(epoch), bits_in(swarm, int(epoch), peer_id))
 
 
 def key_of(swarm: str, prefix: str) -> str:
@@ -71,14 +100,13 @@ def open_record(data: bytes) -> VerifiedRecord | None:
     try:
         parts = msgpack.unpackb(data, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
         prefix, sealed = parts
-        if not isinstance(prefix, str) or len(prefix) > MAX_DEPTH or not _PATTERN_BITS.issuperset(prefix):
-            return None
-        if not isinstance(sealed, bytes):
+        if not isinstance(prefix, str) or not isinstance(sealed, bytes):
             return None
         signer, member = unseal(sealed, Member)
     except (ValueError, TypeError, msgpack.UnpackException, MessageError):
         return None
-    return VerifiedRecord(prefix, member) if signer == member.peer and bits_of(signer).startswith(prefix) else None
+    path = _path(prefix, member.swarm, signer)
+    return VerifiedRecord(prefix, member) if signer == member.peer and path is not None and path.startswith(prefix) else None
 
 
 class MemberValidator:

@@ -13,14 +13,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, TypeVar
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht_index
+from shoal.swarm.membership.buckets import Index
+from shoal.swarm.membership.dht_client import DHTClient
 from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.room import ROOM, Room
 from shoal.swarm.p2p.stream import short
@@ -42,34 +43,12 @@ MAX_ADDRESSES = 8
 HERE: tuple[State, ...] = ("waiting", "training")
 
 
-class DHTClient(Protocol):
-    """Part of a `shoal.swarm.p2p.host.Host` that a directory needs."""
-
-    def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of this node."""
-
-    def remember(self, addresses: Iterable[str]) -> None:
-        """Keep addresses of peers for a restart."""
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop."""
-
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run a coroutine on the loop and wait for it."""
-
-    async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
-        """Put a record into the DHT."""
-
-    async def get(self, key: str) -> dict[str, bytes]:
-        """Return the records under a key."""
-
-
 class Directory:
     """Members of ``swarm`` as the node with ``identity`` sees them. The host must have a `MemberValidator`.
 
     ``ttl``: seconds after which a silent peer is no longer a member, the same in all of a swarm. ``period``: seconds between two
     publications, and two readings. ``cap``: records per DHT key. ``limit``: the largest number of members in view, and
-    about as many are read. ``met``: where this node met a peer, the newest last (`Room`).
+    about as many are read. ``met``: where this node met a peer, the newest last (`Room`). ``bucket``, ``epoch_s``: a manifest's.
     ``barred``: predicate of peers to leave out of ``members`` and ``departed``; it is called often, from any thread, and must be
     quick. It may be set later, because bans are known only after the directory exists. ``access_policy``: a peer that it does not
     admit is never listed, whatever the records say.
@@ -88,6 +67,8 @@ class Directory:
         barred: Callable[[str], bool] = lambda peer: False,
         access_policy: AccessPolicy | None = None,
         met: Mapping[str, str] | None = None,
+        bucket: int = 0,
+        epoch_s: float = 60.0,
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
@@ -97,7 +78,12 @@ class Directory:
         self._ttl = ttl
         self._period = period
         self._cap = cap
-        self._limit = limit
+        self.skew = 0.0
+        """Seconds to add to this machine's clock for the epochs that the others are in."""
+        self._index = Index(
+            swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, clock=lambda: time.time() + self.skew,
+            issued=lambda member: member.issued, cap=cap, limit=limit,
+        )  # fmt: skip
         self._met = {} if met is None else met
         self._room = Room(self._met, limit)
         self.barred = barred
@@ -173,12 +159,14 @@ class Directory:
     def members(self) -> dict[str, Member]:
         """Return the newest record of each peer that waits or trains, by peer id: this node's too, but not of barred peers.
 
-        Like the methods below, it uses no network.
+        In a swarm of buckets these are the peers of this node's. Like the methods below, it uses no network.
         """
-        return {peer: member for peer, member in self.everyone().items() if not self.is_barred(peer)}
+        return {p: member for p, member in self.everyone().items() if not self.is_barred(p) and self._index.shows(p)}
 
     def everyone(self) -> dict[str, Member]:
-        """Return `members` and the barred peers, which can still be reached, as by verifiers of their claims."""
+        """Return `members`, the barred peers, which can still be reached, as by verifiers of their claims, and those of the
+        buckets that this node was in just now.
+        """
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
     def addresses(self, peer: str) -> tuple[str, ...]:
@@ -199,7 +187,16 @@ class Directory:
 
         Barred peers are left out: nobody was paired with them, so a late node must not take them for somebody's partner.
         """
-        return {p: member for p, member in self._live().items() if member.state not in HERE and not self.is_barred(p)}
+        gone = {p: member for p, member in self._live().items() if member.state not in HERE and not self.is_barred(p)}
+        return {p: member for p, member in gone.items() if self._index.shows(p)}
+
+    def belongs(self, peer: str) -> bool:
+        """Return whether this node would see ``peer`` if that were a member: always, but in a swarm of buckets."""
+        return self._index.shows(peer)
+
+    def size(self) -> int:
+        """Return the number of members; in a swarm of buckets an estimate by this node's, and exact if that is the only one."""
+        return self._index.size(len(self.members()))
 
     def look(self) -> None:
         """Read soon, at most once a second, because an unknown peer appeared. Returns at once; thread-safe."""
@@ -211,13 +208,13 @@ class Directory:
         self._host.call(self._read(), timeout)
 
     def wait_for(self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there are ``count`` members, this node included; return False after ``timeout`` seconds or a stop."""
+        """Wait until there are ``count`` members (`size`), this node included; return False after ``timeout`` seconds or a stop."""
         end = time.monotonic() + timeout
         with self._changed:
             self._waiting += 1
         self._wake_up()
         try:
-            while len(self.members()) < count:
+            while self.size() < count:
                 left = end - time.monotonic()
                 if left <= 0 or self._closed or should_stop():
                     return False
@@ -347,9 +344,8 @@ class Directory:
             opened = ((peer, open_record(values[peer])) for peer in first)
             return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
 
-        own = bits_of(self._identity.peer_id)
         known = {peer for peer in self._seen if peer in self._met}.union(list(self._met)[-MET:])
-        keys = await dht_index.read(under, own, now=self._prefix, cap=self._cap, limit=self._limit, known=known)
+        keys = await self._index.read(under, now=self._prefix, known=known)
         self._keys = {prefix: dict.fromkeys(names) for prefix, names in keys.items()}
         found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
         oldest = time.time() - self._ttl
@@ -359,7 +355,10 @@ class Directory:
                 if member.peer not in seen or member.issued > seen[member.peer].issued:
                     seen[member.peer] = member
             self._seen = self._room.choose(seen, int(time.time() / DRAW))
+            self._urgent = self._urgent or self._index.moved
             self._changed.notify_all()
+        if self._index.moved:
+            self.look()
         # One address each: a few peers are enough to find the swarm again.
         others = (m for m in found if m.peer != self._identity.peer_id and m.state in HERE)
         self._host.remember(a for m in others for a in m.addresses[:1] if a.endswith(f"/p2p/{m.peer}"))
@@ -385,9 +384,10 @@ class Directory:
             if fields is None:
                 return False
             me = self._identity.peer_id
-            prefix = dht_index.place(me, self._prefix, self._keys, cap=self._cap)
-            value = make_record(prefix, self._member(fields), self._identity)
-            if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl):
-                raise NetworkError("no node of the swarm took this node's record.")
-            self._prefix = prefix
+            member = self._member(fields)
+            for prefix in self._index.places(self._prefix, self._keys):
+                value = make_record(prefix, member, self._identity)
+                if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl):
+                    raise NetworkError("no node of the swarm took this node's record.")
+                self._prefix = prefix
             return True

@@ -235,7 +235,9 @@ def _membership(
     serve_manifest(host, swarm, sealed)
     host.serve(DIAL_PROTOCOL, ReachabilityProbe().answer)
     host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
-    directory = Directory(host, identity, swarm, access_policy=access_policy, met=host.met)
+    directory = Directory(
+        host, identity, swarm, access_policy=access_policy, met=host.met, bucket=manifest.bucket, epoch_s=manifest.epoch_s
+    )
     host.resource_manager.known = directory.knows
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     return Membership(identity, host, directory, swarm, sealed, manifest, announcer, network, ClockCheck(host, directory))

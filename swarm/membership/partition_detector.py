@@ -7,7 +7,7 @@ suspicion ends when a vanished member returns. It is no proof: one machine with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,17 @@ class PartitionDetector:
         self._seen: dict[str, _LastSign] = {}
         self.suspected: SuspectedPartition | None = None
 
-    def look(self, members: Mapping[str, Member], left: Collection[str], now: float) -> list[str]:
-        """Note the members in view and those that left on purpose; return what to report, in sentences."""
+    def look(
+        self,
+        members: Mapping[str, Member],
+        left: Collection[str],
+        now: float,
+        belongs: Callable[[str], bool] = lambda peer: True,
+    ) -> list[str]:
+        """Note the members in view and those that left on purpose; return what to report, in sentences.
+
+        ``belongs``: predicate of peers that would be in view if they were there; others were dealt into another bucket.
+        """
         back = []
         for peer, member in members.items():
             seen = self._seen.get(peer)
@@ -73,7 +82,7 @@ class PartitionDetector:
             seen = self._seen[peer]
             if seen.missing_since is None:
                 seen.missing_since = now
-            if peer in left or peer == self._me or now - seen.missing_since > FORGET:
+            if peer in left or peer == self._me or not belongs(peer) or now - seen.missing_since > FORGET:
                 del self._seen[peer]
         before, self.suspected = self.suspected, self._suspect(members, now)
         if self.suspected is not None and (before is None or set(self.suspected.names) - set(before.names)):

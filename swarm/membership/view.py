@@ -18,10 +18,13 @@ class DirectoryView(Protocol):
         """Return the newest record of each peer that is waiting or training, by peer id."""
 
     def everyone(self) -> dict[str, Member]:
-        """Return the same, with the peers that this node refuses to meet."""
+        """Return the same, with the peers that this node refuses to meet, and those of the buckets that it was in just now."""
 
     def departed(self) -> dict[str, Member]:
         """Return the last record of each peer that said lately that it left or is done, by peer id."""
+
+    def belongs(self, peer: str) -> bool:
+        """Return whether this node would see ``peer`` if that were a member: always, but in a swarm of buckets."""
 
     def is_barred(self, peer: str) -> bool:
         """Return True if this node refuses to meet ``peer``."""

@@ -52,7 +52,9 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
         ticket = admission(link.invite, identity) if link.invite else b""
         access_policy = AccessPolicy(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
         host.introduce = AdmissionHandshake(host, access_policy).before
-    directory = Directory(host, identity, link.swarm, access_policy=access_policy, met=host.met)
+    directory = Directory(
+        host, identity, link.swarm, access_policy=access_policy, met=host.met, bucket=manifest.bucket, epoch_s=manifest.epoch_s
+    )
     try:
         directory.refresh(READ_S)
     except BaseException:

@@ -1,8 +1,8 @@
 """Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that is one table.
 
-Real: the keys of records and of reads (`shoal.swarm.membership.dht_index`), the number and rate of reads, the lifetime and size of
-records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing and replicas. A key is read, or a
-record stored, in one round trip, and nothing of that is ever lost.
+Real: the keys of records and of reads (`shoal.swarm.membership.buckets`, `dht_index`), the number and rate of reads, the lifetime
+and size of records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing and replicas. A key is
+read, or a record stored, in one round trip, and nothing of that is ever lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
-from shoal.swarm.membership import dht_index as trie
+from shoal.swarm.membership.buckets import Index
+from shoal.swarm.membership.dht_index import CAP, Names
 from shoal.swarm.membership.dht_record import bits_of, make_record
 from shoal.swarm.membership.directory import GAP, HASTE, HERE, PERIOD, TTL
 from shoal.swarm.membership.room import ROOM
@@ -35,8 +36,8 @@ class Posted(NamedTuple):
 class Board:
     """The table, shared by all peers."""
 
-    def __init__(self, network: SimNetwork) -> None:
-        self.network = network
+    def __init__(self, network: SimNetwork, swarm: str = "") -> None:
+        self.network, self.swarm = network, swarm
         self._keys: dict[str, dict[str, Posted]] = {}
         self._due: dict[str, float] = {}
         """The time of the next expiry under each key."""
@@ -78,17 +79,31 @@ class SimDirectory:
     use.
 
     ``record``: returns the peer's current record. ``chance``: source of random numbers. ``limit``: about as many records are read.
+    ``bucket``, ``epoch_s``: as in a manifest.
     """
 
-    def __init__(self, board: Board, host: SimHost, record: Callable[[], Member], chance: random.Random, limit: int = ROOM) -> None:
-        self._board, self._host, self._record, self._chance, self._limit = board, host, record, chance, limit
+    def __init__(
+        self,
+        board: Board,
+        host: SimHost,
+        record: Callable[[], Member],
+        chance: random.Random,
+        limit: int = ROOM,
+        bucket: int = 0,
+        epoch_s: float = 60.0,
+    ) -> None:
+        self._board, self._host, self._record, self._chance = board, host, record, chance
         self._now = board.network.loop.time
+        self.index = Index(
+            board.swarm, host.peer_id, bucket=bucket, epoch_s=epoch_s, clock=self._unix,
+            issued=lambda posted: float(posted.member.issued), limit=limit,
+        )  # fmt: skip
         self._seen: dict[str, Member] = {}
         self._here: dict[str, Member] = {}
         self._left: dict[str, Member] = {}
         self._stale = 0.0
         """The time at which the two above have to be made anew."""
-        self._keys: Mapping[str, trie.Names] = {}
+        self._keys: Mapping[str, Names] = {}
         self._prefix: str | None = None
         self._size: int | None = None
         self._pressing = self._curious = False
@@ -104,12 +119,18 @@ class SimDirectory:
             self._sort()
         return self._here
 
-    everyone = members
+    def everyone(self) -> dict[str, Member]:
+        """Return the same, with those of the buckets that this peer was in just now."""
+        return {peer: member for peer, member in self._seen.items() if member.state in HERE}
 
     def departed(self) -> dict[str, Member]:
         """Return peer id -> last record of all that recently announced that they left or are done."""
         self.members()
         return self._left
+
+    def belongs(self, peer: str) -> bool:
+        """Return whether this peer would see another if that were a member."""
+        return self.index.shows(peer)
 
     def is_barred(self, peer: str) -> bool:
         """Return False: no peer is barred."""
@@ -128,15 +149,16 @@ class SimDirectory:
 
     # -- what it does ------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Enter the table at the start, as if this peer had come after all that are in it already."""
-        keys: dict[str, trie.Names] = {}
+    def settle(self, size: int = 1) -> None:
+        """Enter the table at the start, as if this peer had come after all that are in it already, to a swarm of ``size``."""
+        self.index.begin(size)
+        keys: dict[str, Names] = {}
         bits, depth = bits_of(self._host.peer_id), 0
         while bits[:depth] not in keys:
             keys[bits[:depth]] = self._board.under(bits[:depth])
-            depth += len(keys[bits[:depth]]) >= trie.CAP
-        prefix = trie.place(self._host.peer_id, None, keys)
-        self._board.put(prefix, self._posted(prefix))
+            depth += len(keys[bits[:depth]]) >= CAP
+        for prefix in self.index.places(None, keys):
+            self._board.put(prefix, self._posted(prefix))
 
     async def run(self) -> None:
         """Publish and read until the end, at a `Directory`'s rate."""
@@ -149,7 +171,8 @@ class SimDirectory:
                 await self.read()
             if self._pressing or now - published >= due:
                 published, self._pressing = now, False
-                self._store(trie.place(self._host.peer_id, self._prefix, self._keys, chance=self._chance.random()))
+                for prefix in self.index.places(self._prefix, self._keys, self._chance.random()):
+                    self._store(prefix)
             try:
                 await asyncio.wait_for(self._wake.wait(), HASTE if self._curious else PERIOD * self._chance.uniform(0.8, 1.0))
             except asyncio.TimeoutError:
@@ -159,9 +182,9 @@ class SimDirectory:
 
     async def read(self) -> None:
         """Read the trie, or as much of it as a node reads."""
-        own = bits_of(self._host.peer_id)
-        keys = await trie.read(self._board.read, own, now=self._prefix, limit=self._limit)
+        keys = await self.index.read(self._board.read, now=self._prefix)
         self._keys = keys
+        self._curious, self._pressing = self._curious or self.index.moved, self._pressing or self.index.moved
         self.calls += len(keys)
         read: dict[str, Posted] = {}
         for names in cast(dict[str, Mapping[str, Posted]], keys).values():
@@ -180,7 +203,7 @@ class SimDirectory:
         return EPOCH + self._now()
 
     def _note(self, mine: Member) -> None:
-        self._seen[mine.peer] = mine
+        self._seen[mine.peer] = mine  # always in its own bucket
         self._here.pop(mine.peer, None)
         self._left.pop(mine.peer, None)
         (self._here if mine.state in HERE else self._left)[mine.peer] = mine
@@ -188,10 +211,11 @@ class SimDirectory:
     def _sort(self) -> None:
         oldest = self._unix() - TTL
         self._seen = live = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
-        self._left = {peer: member for peer, member in live.items() if member.state not in HERE}
-        self._here = {peer: member for peer, member in live.items() if peer not in self._left} if self._left else dict(live)
+        shown = {peer: member for peer, member in live.items() if self.index.shows(peer)} if self.index.depth else live
+        self._left = {peer: member for peer, member in shown.items() if member.state not in HERE}
+        self._here = {peer: member for peer, member in shown.items() if peer not in self._left} if self._left else dict(shown)
         first = min([member.issued for member in live.values()], default=math.inf)
-        self._stale = first - EPOCH + TTL + 1e-6
+        self._stale = min(first + TTL + 1e-6, self.index.changes()) - EPOCH
 
     def _store(self, prefix: str) -> None:
         posted, links = self._posted(prefix), self._board.network.links

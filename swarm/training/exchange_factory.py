@@ -36,7 +36,9 @@ def make_exchange(
     ``fragments``: how many its optimizer sends in turn. ``overlap``: that optimizer trains on meanwhile.
     """
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
-    context = PeerContext(host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred)
+    context = PeerContext(
+        host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred, directory.everyone
+    )  # fmt: skip
     timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s)
     if method_named(outer.method).group == "everyone":
         from shoal.swarm.exchange.group.exchange import GroupExchange  # with hivemind's all-reduce, and scipy

@@ -50,4 +50,4 @@ class SelfReport:
         if now - self._looked < LOOK_S:
             return []
         self._looked = now
-        return self.absence.look(self._directory.everyone(), self._directory.departed(), now)
+        return self.absence.look(self._directory.everyone(), self._directory.departed(), now, self._directory.belongs)

@@ -85,7 +85,7 @@ class CallAnswerer:
 
         if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
             return reply("refuse", BARRED)
-        if peer not in self._context.members():
+        if peer not in self._context.members() and peer not in self._context.known():
             self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
         if offer.swarm != self._context.swarm:
             return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")

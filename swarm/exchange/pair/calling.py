@@ -31,7 +31,7 @@ class Caller:
         """Open a stream, offer, and exchange if the offer is accepted within ``seconds``. Raises NetworkError or MessageError."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        member = self._context.members().get(peer)
+        member = self._context.members().get(peer) or self._context.known().get(peer)
         addresses = member.addresses if member is not None else ()
         try:
             opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))

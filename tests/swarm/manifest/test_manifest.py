@@ -11,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import outer as outer_settings
-from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
+from shoal.swarm.manifest.manifest import MAX_BUCKET, Manifest, open_manifest, swarm_id
 from shoal.swarm.manifest.outer import LATER, OuterSettings, TrainSettings
+from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS
 from shoal.swarm.wire.envelope import pack, seal
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -108,6 +109,11 @@ def test_another_protocol_is_named():
         {"train": {"steps": -1}},
         {"train": {"steps": True}},
         {"start_when": 0},
+        {"bucket": 3},
+        {"bucket": 65},
+        {"bucket": -1},
+        {"bucket": 64, "epoch_s": 29.9},
+        {"bucket": 64, "epoch_s": 1e6},
         {"shards": 0},
         {"name": "a\nb"},
     ],
@@ -217,3 +223,15 @@ def test_defaults_and_descriptions():
         for name, field in model.model_fields.items():
             assert field.description, name
     assert OuterSettings(lr=1).lr == 1.0  # TOML writes whole numbers without a point
+
+
+def test_buckets_are_in_the_manifest_of_a_swarm_that_has_them_alone():
+    """Earlier versions refuse a field that they do not know, and a swarm's id is the hash of the bytes."""
+    assert not {"bucket", "epoch_s"} & manifest().model_dump().keys()
+    sealed = seal(manifest(bucket=64, epoch_s=90.0), ME)
+    assert (open_manifest(sealed).bucket, open_manifest(sealed).epoch_s) == (64, 90.0)
+    assert open_manifest(seal(manifest(), ME)).bucket == 0
+
+
+def test_no_bucket_is_larger_than_what_a_node_stores_of_a_key():
+    assert MAX_BUCKET == MAX_SUBKEYS

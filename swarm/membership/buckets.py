@@ -1,0 +1,287 @@
+"""Epoch buckets: where a peer's record is, and the few keys that it reads, however large the swarm.
+
+In every epoch (so many seconds of Unix time) all peers are dealt anew. A peer's position is a hash of swarm, epoch and peer id; its
+bucket are the peers whose position begins with the same ``depth`` bits. It publishes its record under that prefix, reads it, and is
+paired in it. At depth 0 there is one bucket, the whole trie of `shoal.swarm.membership.dht_index`, as in a swarm without buckets.
+
+Depth. Nobody counts the swarm. A peer takes its bucket's members times 2^depth for the swarm's size, smoothes that over the epochs,
+and begins the next one deeper where that lets a bucket hold more than `FULL` of the most, or less deep where it lets it hold
+less than `SPARSE`: between the two is more than a factor of two, so peers near a border stay where they are. In an epoch
+only a bucket that is full is split, and one with hardly anybody left looks one level up.
+
+Agreement. Estimates differ by chance, so a peer also reads one level above and below its own, and all levels on its way down when
+it is new in an epoch. Of the peers that would be in the deeper of two buckets, those at either level count each other, and the
+fewer follow the more (`agreed`). All of them see the same two keys, so they decide alike; whom a peer is paired with follows from
+its depth and all records read, not from the key that a record is under, so they meet at once.
+
+Handover. `LEAD` seconds ahead of an epoch a record is under its keys too, from `LOOK` seconds ahead these are read and the depths
+agreed on, and at its first moment all who have read them change over. Those who have not yet stay until they have. A round that is
+under way goes on with the partner that it began with. Peers begin a round seconds apart, so the partner may look elsewhere by then:
+that is what a change of buckets costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.membership import dht_index
+from shoal.swarm.membership.dht_index import Names
+from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix
+
+DEEPEST = 12  # bits of a bucket's prefix: 4,096 buckets
+FULL, SPARSE = 0.75, 0.3  # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less deep
+SMOOTH = 0.25  # weight of an epoch in the estimate of the swarm's size
+# Seconds ahead of an epoch at which its keys are written, and read. Two publications, or readings, are up to 9 s apart (a
+# directory's period, and most of another when something wakes it), so all have published before anybody reads, and read before
+# it begins.
+LEAD, LOOK = 19.0, 9.5
+
+Get = Callable[[str], Awaitable[Names]]
+
+
+@dataclass
+class Draw:
+    """One peer's bucket of one epoch. ``bits``: its position; ``read``: whether the keys on its way were read."""
+
+    epoch: int
+    bits: str
+    depth: int
+    read: bool = False
+    count: int = 1
+    """Members seen in the bucket, this peer among them."""
+    elsewhere: frozenset[str] = frozenset()
+    """Peers that went one level deeper, into the other half of this bucket."""
+
+    def prefix(self, depth: int) -> str:
+        """Return the prefix of this peer's bucket at a ``depth`` of at least 1."""
+        return bucket_prefix(self.epoch, self.bits[:depth])
+
+    def beside(self) -> str:
+        """Return the prefix of the half of this bucket that this peer would not be in."""
+        return bucket_prefix(self.epoch, self.bits[: self.depth] + ("0" if self.bits[self.depth] == "1" else "1"))
+
+
+def depth_for(size: float, depth: int, most: int) -> int:
+    """Return the depth at which to begin an epoch in a swarm of about ``size`` peers, having been at ``depth``."""
+    while depth < DEEPEST and size / 2**depth > (FULL * most if depth else most):
+        depth += 1
+    while depth and size / 2**depth < SPARSE * most:
+        depth -= 1
+    return depth
+
+
+def agreed(depth: int, bits: str, there: Mapping[int, Collection[str]], position: Callable[[str], str], most: int) -> int:
+    """Return the depth to be at from now on.
+
+    ``there``: depth -> the other peers whose newest record is under this peer's key at that depth, for all depths that were read.
+    ``position``: peer -> its bits in the epoch.
+    """
+    here, few = there.get(depth, ()), max(most // 16, 2)
+    ways = [position(peer) for peers in there.values() for peer in peers]
+
+    def full(of: int) -> bool:
+        """Return whether the bucket at that depth has no room, whichever keys its members are under."""
+        return of > 0 and 1 + sum(way.startswith(bits[:of]) for way in ways) >= most
+
+    for deeper in sorted(other for other in there if other > depth):
+        mine = 1 + sum(position(peer).startswith(bits[:deeper]) for peer in here)
+        # Far down a handful of forged ids is quickly found, so more than that must be there.
+        least = most // 4 if deeper > depth + 1 else max(few - mine, 1)
+        if len(there[deeper]) >= max(mine, least):
+            return deeper
+    crowd = 1 + len(here)
+    for higher in sorted((other for other in there if other < depth), reverse=True):
+        theirs = sum(position(peer).startswith(bits[:depth]) for peer in there[higher])
+        if theirs > 1 + len(here) and not full(higher):
+            return higher
+        crowd += theirs  # who will follow to here
+    if crowd + len(there.get(depth + 1, ())) < few:  # those just below come up as well
+        open_to = [other for other in there if other > depth + 1 or (other <= depth and not full(other))]
+        fullest = max(open_to, key=lambda other: (len(there[other]), -other), default=depth)
+        return fullest if len(there.get(fullest, ())) > len(here) else max(depth - 1, 0)
+    return depth + 1 if depth < DEEPEST and full(depth) else depth
+
+
+class Index:
+    """The keys that one peer reads and publishes under: of its buckets, or with a ``bucket`` of 0 of the whole trie.
+
+    ``bucket``: most records in one. ``clock`` returns Unix seconds, ``issued`` when a record was made. ``cap`` and ``limit``: of
+    the trie. All but `shows`, `belongs`, `depth` and `size` run on one loop.
+    """
+
+    def __init__(
+        self,
+        swarm: str,
+        me: str,
+        *,
+        bucket: int = 0,
+        epoch_s: float = 60.0,
+        clock: Callable[[], float],
+        issued: Callable[[Any], float],
+        cap: int = dht_index.CAP,
+        limit: int,
+    ) -> None:
+        self._swarm, self._me, self._bucket, self._epoch_s = swarm, me, bucket, epoch_s
+        self._clock, self._issued, self._cap, self._limit = clock, issued, cap, limit
+        self._draws: tuple[Draw, ...] = ()
+        """The newest that may be in effect first."""
+        self._estimate: float | None = None
+        self.moved = False
+        """Whether the last reading changed a depth, so that others should know, and the keys there be read."""
+
+    # -- any thread ------------------------------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """The depth of the bucket in effect; 0: all members."""
+        draw = self._current()
+        return 0 if draw is None else draw.depth
+
+    def shows(self, peer: str) -> bool:
+        """Return whether ``peer``, if it is a member, is in this peer's bucket now."""
+        draw = self._current()
+        if draw is None or not draw.depth:
+            return True
+        return bits_in(self._swarm, draw.epoch, peer).startswith(draw.bits[: draw.depth]) and peer not in draw.elsewhere
+
+    def size(self, count: int) -> int:
+        """Return about how many members a swarm has of which ``count`` are in this peer's bucket; the very number at depth 0."""
+        return count << self.depth
+
+    def changes(self) -> float:
+        """Return the Unix second at which the bucket changes next by itself; infinity if that is not known."""
+        draw = self._current()
+        return min((d.epoch * self._epoch_s for d in self._draws if d.read and draw and d.epoch > draw.epoch), default=float("inf"))
+
+    def _current(self) -> Draw | None:
+        draws = self._draws
+        if not draws:
+            return None
+        now = self._clock()
+        ready = (draw for draw in draws if draw.read and draw.epoch * self._epoch_s <= now)
+        return next(ready, draws[-1])
+
+    # -- on the loop -----------------------------------------------------------------------------------------------------
+
+    def begin(self, size: int) -> None:
+        """Begin as a member of a swarm that is known to have ``size`` others."""
+        if self._bucket:
+            self._estimate = float(size)
+            self._turn()
+
+    async def read(self, get: Get, *, now: str | None, known: Collection[str] = ()) -> dict[str, Names]:
+        """Return the records under each prefix. ``now``: where the own record is. Raises NetworkError: the own key is not read."""
+        if not self._bucket:
+            return await self._trie(get, now, known, self._limit)
+        self._turn()
+        current = self._current()
+        wanted = {draw.epoch: self._levels(draw) for draw in self._draws if draw is current or self._due(draw, current, LOOK)}
+        draws = [draw for draw in self._draws if draw.epoch in wanted]
+        keys = [draw.prefix(depth) for draw in draws for depth in sorted(wanted[draw.epoch]) if depth]
+        keys += [draw.beside() for draw in draws if draw.depth + 1 in wanted[draw.epoch]]
+        wants_trie = any(0 in levels for levels in wanted.values())
+        limit = self._limit if any(draw.depth == 0 for draw in draws) else 2 * self._bucket
+        answers = await asyncio.gather(
+            *([self._trie(get, now, known, limit)] if wants_trie else []), *map(get, keys), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, NetworkError):
+                raise answer
+        found: dict[str, Names] = {}
+        if wants_trie:
+            trie, *answers = answers
+            found.update(trie if isinstance(trie, dict) else {})
+        found.update((key, answer) for key, answer in zip(keys, answers, strict=True) if not isinstance(answer, BaseException))
+        self.moved = False
+        for draw in draws:
+            self._decide(draw, wanted[draw.epoch], found)
+        self._forget()
+        if current is not None and not self._has(current, found):
+            raise NetworkError("the keys of this node's bucket could not be read.")
+        return found
+
+    def places(self, now: str | None, seen: Mapping[str, Names], chance: float | None = None) -> tuple[str, ...]:
+        """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `dht_index.place`."""
+        current = self._current()
+        if not self._bucket or current is None:
+            return (dht_index.place(self._me, now, seen, cap=self._cap, chance=chance),)
+        draws = [draw for draw in self._draws if draw is current or self._due(draw, current, LEAD)]
+        deep = [draw.prefix(draw.depth) for draw in draws if draw.depth]
+        if len(deep) == len(draws):
+            return tuple(deep)
+        in_trie = None if now is None or "/" in now else now
+        return (*deep, dht_index.place(self._me, in_trie, seen, cap=self._cap, chance=chance))
+
+    def _trie(self, get: Get, now: str | None, known: Collection[str], limit: int) -> Awaitable[dict[str, Names]]:
+        in_trie = None if now is None or "/" in now else now
+        return dht_index.read(get, bits_of(self._me), now=in_trie, cap=self._cap, limit=limit, known=known)
+
+    def _due(self, draw: Draw, current: Draw | None, ahead: float) -> bool:
+        return current is not None and draw.epoch > current.epoch and draw.epoch * self._epoch_s - self._clock() <= ahead
+
+    def _turn(self) -> None:
+        """Draw the bucket of this epoch, and that of the next one shortly ahead of it."""
+        now, current = self._clock(), self._current()
+        for epoch in dict.fromkeys((int(now / self._epoch_s), int((now + LEAD) / self._epoch_s))):
+            if all(draw.epoch != epoch for draw in self._draws):
+                if current is not None and current.read:
+                    self._learn(current)
+                depth = 0 if current is None else current.depth
+                if self._estimate is not None:
+                    depth = depth_for(self._estimate, depth, self._bucket)
+                new = Draw(epoch, bits_in(self._swarm, epoch, self._me), depth)
+                self._draws = tuple(sorted((new, *self._draws), key=lambda draw: -draw.epoch))
+
+    def _learn(self, draw: Draw) -> None:
+        """Take what an epoch showed into the estimate of the swarm's size."""
+        size, before = float(draw.count << draw.depth), self._estimate
+        # At depth 0 it is no estimate, and far from the last one it is no chance.
+        new = before is None or not draw.depth or not before / 2 <= size <= 2 * before
+        self._estimate = size if new or before is None else before + SMOOTH * (size - before)
+
+    def _forget(self) -> None:
+        """Drop the epochs that are over, and with a clock that was set back those that are not begun."""
+        current, now = self._current(), self._clock()
+        soon = int((now + LEAD) / self._epoch_s)
+        self._draws = tuple(draw for draw in self._draws if draw is current or int(now / self._epoch_s) <= draw.epoch <= soon)
+
+    def _levels(self, draw: Draw) -> set[int]:
+        """Return the depths whose keys are read: all on the way while a bucket is new, then its own and those beside it."""
+        if not draw.read:
+            return set(range(DEEPEST + 1))
+        beside = {draw.depth - 1, draw.depth, draw.depth + 1} & set(range(DEEPEST + 1))
+        return beside if draw.depth or 2 * draw.count > self._bucket else {0}
+
+    def _has(self, draw: Draw, found: Mapping[str, Names]) -> bool:
+        return (draw.prefix(draw.depth) if draw.depth else "") in found
+
+    def _decide(self, draw: Draw, levels: Collection[int], found: Mapping[str, Names]) -> None:
+        """Agree on the depth by what was read, and count the members."""
+        if not self._has(draw, found):
+            return
+        newest: dict[str, tuple[float, int]] = {}
+        for depth in levels:
+            under = [found.get(draw.prefix(depth), {})] if depth else [names for key, names in found.items() if "/" not in key]
+            for names in under:
+                for peer, record in names.items():
+                    newest[peer] = max((self._issued(record), depth), newest.get(peer, (0.0, 0)))
+        newest.pop(self._me, None)
+        beside = found.get(draw.beside(), {})
+        gone = {peer for peer, record in beside.items() if self._issued(record) >= newest.get(peer, (0.0, 0))[0]}
+        newest = {peer: at for peer, at in newest.items() if peer not in gone}
+        there: dict[int, list[str]] = {depth: [] for depth in levels}
+        for peer, (_, depth) in newest.items():
+            there[depth].append(peer)
+
+        def position(peer: str) -> str:
+            return bits_in(self._swarm, draw.epoch, peer)
+
+        depth, draw.read = agreed(draw.depth, draw.bits, there, position, self._bucket), True
+        self.moved = self.moved or depth != draw.depth
+        draw.elsewhere = frozenset(gone) if depth == draw.depth else frozenset()
+        draw.depth = depth
+        draw.count = 1 + sum(position(peer).startswith(draw.bits[:depth]) for peer in newest)

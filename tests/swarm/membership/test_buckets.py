@@ -1,0 +1,306 @@
+"""Epoch buckets: positions, the depth of a bucket and how peers agree on it, and the keys that are read and written."""
+
+import asyncio
+from collections import Counter
+
+import msgpack
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership import dht_index
+from shoal.swarm.membership.buckets import DEEPEST, FULL, LEAD, LOOK, SPARSE, Index, agreed, depth_for
+from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix, make_record, open_record
+from shoal.swarm.wire.member import Member
+from tests.swarm.membership.conftest import ABOUT
+
+SWARM = "a" * 52
+ME = Identity.ephemeral()
+
+
+def record(prefix, identity=ME, swarm=SWARM):
+    member = Member(swarm=swarm, peer=identity.peer_id, addresses=(), issued=1e9, **ABOUT)
+    return make_record(prefix, member, identity)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_even_and_new_in_each_epoch_and_swarm():
+    peers = [f"peer{number}" for number in range(4096)]
+    counts = Counter(bits_in(SWARM, 7, peer)[:4] for peer in peers)
+    assert len(counts) == 16
+    assert max(counts.values()) < 256 + 5 * 16  # five deviations
+    again = sum(bits_in(SWARM, 7, peer)[:4] == bits_in(SWARM, 8, peer)[:4] for peer in peers)
+    assert abs(again - 256) < 5 * 16
+    assert bits_in(SWARM, 7, "peer0") != bits_in("b" * 52, 7, "peer0")
+    # of the documentation of the wire: the first bits of SHA-256 of this text
+    assert bits_in("s", 1, "p") == "101111110111001010000010110010110101100110001111"
+
+
+def test_a_record_is_believed_under_its_own_way_of_the_epoch_alone():
+    own = bits_in(SWARM, 12, ME.peer_id)
+    right = bucket_prefix(12, own[:5])
+    assert open_record(record(right)).prefix == right == f"12/{own[:5]}"
+    other = own[:4] + ("0" if own[4] == "1" else "1")
+    wrong = [f"12/{other}", f"13/{own}", f"012/{own[:5]}", f"-12/{own[:5]}", f"1²/{own[:5]}", f"12/{own}0", "12/", "/0", "12/2"]
+    wrong += [f"12/12/{own[:5]}", f" 12/{own[:5]}", f"{10**12}/{bits_in(SWARM, 10**12, ME.peer_id)[:5]}", "9" * 999 + "/0"]
+    assert [open_record(record(prefix)) for prefix in wrong] == [None] * len(wrong)
+    assert open_record(record(f"12/{own[:8]}", swarm="b" * 52)) is None  # there its position is another
+    assert open_record(msgpack.packb([12, b""])) is None
+    trie = bits_of(ME.peer_id)[:3]
+    assert open_record(record(trie)).prefix == trie
+
+
+# -- depth -----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 150_000), st.integers(0, DEEPEST), st.integers(4, 64))
+def test_an_epoch_begins_at_a_depth_that_fits_and_stays(size, depth, most):
+    found = depth_for(size, depth, most)
+    assert depth_for(size, found, most) == found
+    if 0 < found < DEEPEST:
+        assert SPARSE * most <= size / 2**found <= FULL * most or found == 1
+    if found == 0:
+        assert size <= most
+
+
+@given(st.integers(4, 64), st.integers(1, 8), st.floats(0.82, 1.0))
+def test_peers_near_a_border_stay_where_they_are(most, depth, low):
+    """Whoever went deeper at an estimate does not come back at one that is a fifth lower, nor the other way round."""
+    size = FULL * most * 2**depth * 1.001
+    deeper = depth_for(size, depth, most)
+    assert deeper == depth + 1
+    assert depth_for(size * low, deeper, most) == deeper
+    size = SPARSE * most * 2 ** (depth + 1) * 0.999
+    higher = depth_for(size, depth + 1, most)
+    assert higher <= depth
+    assert higher == 0 or depth_for(size / low, higher, most) == higher
+
+
+def test_a_swarm_of_one_bucket_is_not_split():
+    assert [depth_for(size, 0, 64) for size in (1, 64, 65, 256, 1000, 4000, 10_000)] == [0, 0, 1, 3, 5, 7, 8]
+
+
+def peers_of(*prefixes):
+    """Return for each prefix a made-up peer whose position begins so, and the function that tells it."""
+    where = {f"{number} {prefix}": prefix.ljust(48, "0") for number, prefix in enumerate(prefixes)}
+    return list(where), where.__getitem__
+
+
+@given(st.integers(1, 22), st.integers(1, 22), st.integers(0, 15), st.integers(0, 9))
+def test_peers_that_disagree_by_one_agree_at_the_first_reading(above, below, beside, depth):
+    """``above`` and ``below`` are at both levels and would share the deeper bucket; ``beside`` are in the other half."""
+    assume(above + below >= 4)
+    way = "01" * 5
+    names, position = peers_of(*[way[: depth + 1]] * (above + below), *[way[:depth] + ("1" if depth % 2 == 0 else "0")] * beside)
+    higher, deeper, others = names[:above], names[above : above + below], names[above + below :]
+    found = set()
+    for peer in (*higher, *deeper):
+        there = {
+            depth: [other for other in (*higher, *others) if other != peer],
+            depth + 1: [other for other in deeper if other != peer],
+        }
+        found.add(agreed(depth if peer in higher else depth + 1, way.ljust(48, "0"), there, position, 64))
+    assert found == {depth + 1 if below >= above else depth}
+
+
+def test_a_full_bucket_is_split_by_all_and_nobody_returns_into_it():
+    names, position = peers_of(*["00"] * 8, *["01"] * 8)
+    bits = "00".ljust(48, "0")
+    assert agreed(1, bits, {0: [], 1: names[:14], 2: []}, position, 16) == 1  # fifteen
+    assert agreed(1, bits, {0: [], 1: names[:15], 2: []}, position, 16) == 2
+    # One has gone first: the others are still under the old key, and so is what the other half wrote.
+    assert agreed(2, bits, {1: names[:15], 2: [], 3: []}, position, 16) == 2
+    assert agreed(1, bits, {0: [], 1: names[3:15], 2: names[:3]}, position, 16) == 2
+
+
+def test_a_bucket_of_hardly_anybody_looks_one_level_up_and_a_newcomer_goes_where_the_others_are():
+    names, position = peers_of(*["0110"] * 30)
+    bits = "0110".ljust(48, "0")
+    assert agreed(4, bits, {3: [], 4: names[:2], 5: []}, position, 64) == 3
+    assert agreed(4, bits, {3: [], 4: names[:3], 5: []}, position, 64) == 4
+    nobody = {depth: [] for depth in range(DEEPEST + 1)}
+    assert agreed(0, bits, nobody, position, 64) == 0
+    assert agreed(0, bits, {**nobody, 4: names[:5]}, position, 64) == 4
+    assert agreed(9, bits, {**nobody, 4: names[:5]}, position, 64) == 4
+
+
+def test_a_few_forged_records_far_down_lure_nobody():
+    names, position = peers_of(*["0"] * 20, *["0" * 12] * 16)
+    bits = "0".ljust(48, "1")
+    assert agreed(1, bits, {1: names[:20], 12: names[20:35]}, position, 64) == 1
+    assert agreed(1, bits, {1: names[:20], 12: names[20:]}, position, 64) == 12  # a quarter of a bucket is a swarm
+
+
+# -- the keys ----------------------------------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """A table of keys, and the clock of the peers that read it."""
+
+    def __init__(self, now=1e9):
+        self.keys, self.now, self.asked, self.broken = {}, now, [], set()
+
+    def index(self, peer, **options):
+        return Index(
+            SWARM, peer, clock=lambda: self.now, issued=lambda at: at, **{"bucket": 16, "epoch_s": 60.0, "limit": 1024, **options}
+        )
+
+    async def get(self, prefix):
+        self.asked.append(prefix)
+        if prefix in self.broken:
+            raise NetworkError("gone")
+        return dict(self.keys.get(prefix, {}))
+
+    def read(self, index, now=None):
+        self.asked = []
+        return asyncio.run(index.read(self.get, now=now))
+
+    def fill(self, epoch, depth, count):
+        for number in range(count):
+            bits = bits_in(SWARM, epoch, f"peer{number}")
+            self.keys.setdefault(bucket_prefix(epoch, bits[:depth]) if depth else "", {})[f"peer{number}"] = self.now
+
+
+EPOCH = int(1e9 // 60)  # of which 20 seconds are over at 1e9
+
+
+def test_without_buckets_the_whole_trie_is_read_and_written():
+    shelf = Shelf()
+    shelf.keys = {"": {f"peer{number}": 1.0 for number in range(40)}}
+    index, plain = shelf.index("me", bucket=0), Shelf()
+    plain.keys = shelf.keys
+    expected = asyncio.run(dht_index.read(plain.get, bits_of("me"), now=None))
+    assert shelf.read(index) == expected
+    assert shelf.asked == plain.asked
+    assert index.places(None, expected, 0.5) == (dht_index.place("me", None, expected, chance=0.5),)
+    assert (index.depth, index.size(41), index.shows("peer1")) == (0, 41, True)
+
+
+def test_a_swarm_of_one_bucket_is_written_and_seen_as_without():
+    shelf = Shelf()
+    shelf.keys = {"": {f"peer{number}": shelf.now for number in range(7)}}
+    index = shelf.index("me")
+    found = shelf.read(index)
+    ways = {bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:depth]) for depth in range(1, 13)}
+    assert set(shelf.asked) == {"", f"{EPOCH}/0", f"{EPOCH}/1"} | ways
+    assert index.places("", found) == ("",)
+    shelf.now += 5
+    shelf.read(index, "")
+    assert shelf.asked == [""]
+    assert index.depth == 0
+    assert all(index.shows(peer) for peer in shelf.keys[""])
+
+
+def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
+    shelf = Shelf()
+    shelf.fill(EPOCH, 4, 160)
+    index = shelf.index("me")
+    own = bits_in(SWARM, EPOCH, "me")
+    shelf.read(index)
+    assert index.depth == 4
+    assert index.moved  # so others should know
+    assert index.places(None, {}) == (bucket_prefix(EPOCH, own[:4]),)
+    seen = [peer for peer in (f"peer{number}" for number in range(160)) if index.shows(peer)]
+    assert seen == [peer for peer in (f"peer{number}" for number in range(160)) if bits_in(SWARM, EPOCH, peer)[:4] == own[:4]]
+    assert 4 <= len(seen) <= 20
+    assert index.size(len(seen) + 1) == 16 * (len(seen) + 1)
+    shelf.read(index, bucket_prefix(EPOCH, own[:4]))
+    other = own[:4] + ("0" if own[4] == "1" else "1")
+    assert shelf.asked == [bucket_prefix(EPOCH, bits) for bits in (own[:3], own[:4], own[:5], other)]
+    assert not index.moved
+
+
+def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
+    """They do not see this peer any more; their records under the old key are only not yet expired."""
+    shelf = Shelf()
+    shelf.fill(EPOCH, 3, 60)
+    index = shelf.index("me", bucket=32)
+    own = bits_in(SWARM, EPOCH, "me")
+    shelf.read(index)
+    other = own[:3] + ("0" if own[3] == "1" else "1")
+    gone = [peer for peer in map("peer{}".format, range(60)) if bits_in(SWARM, EPOCH, peer).startswith(other)]
+    assert gone
+    assert all(index.shows(peer) for peer in gone)
+    shelf.keys[bucket_prefix(EPOCH, other)] = dict.fromkeys(gone, shelf.now + 1)
+    shelf.read(index)
+    assert index.depth == 3
+    assert not any(index.shows(peer) for peer in gone)
+    shelf.keys[bucket_prefix(EPOCH, own[:3])] |= dict.fromkeys(gone, shelf.now + 2)  # and came back
+    shelf.read(index)
+    assert all(index.shows(peer) for peer in gone)
+
+
+def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
+    shelf = Shelf()
+    shelf.fill(EPOCH, 3, 60)
+    index = shelf.index("me", bucket=32)
+    shelf.read(index)
+    old, new = bits_in(SWARM, EPOCH, "me")[:3], bits_in(SWARM, EPOCH + 1, "me")[:3]
+    begins = (EPOCH + 1) * 60.0
+    shelf.now = begins - LEAD - 0.1
+    shelf.fill(EPOCH, 3, 60)
+    shelf.read(index)
+    assert index.places(None, {}) == (bucket_prefix(EPOCH, old),)
+    shelf.now = begins - LEAD + 0.1
+    shelf.read(index)
+    assert set(index.places(None, {})) == {bucket_prefix(EPOCH, old), bucket_prefix(EPOCH + 1, new)}
+    assert bucket_prefix(EPOCH + 1, new) not in shelf.asked
+    assert index.changes() == float("inf")
+    shelf.fill(EPOCH + 1, 3, 60)
+    shelf.now = begins - LOOK + 0.1
+    shelf.read(index)
+    assert bucket_prefix(EPOCH + 1, new) in shelf.asked
+    assert index.changes() == begins
+    shelf.now = begins - 0.01
+    assert index.shows("peer1") == bits_in(SWARM, EPOCH, "peer1").startswith(old)
+    shelf.now = begins
+    assert {peer for peer in map("peer{}".format, range(60)) if index.shows(peer)} == {
+        peer for peer in map("peer{}".format, range(60)) if bits_in(SWARM, EPOCH + 1, peer).startswith(new)
+    }
+    assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
+
+
+def test_who_could_not_read_the_next_bucket_stays_in_its_own():
+    shelf = Shelf()
+    shelf.fill(EPOCH, 3, 60)
+    index = shelf.index("me", bucket=32)
+    shelf.read(index)
+    old, new = (bits_in(SWARM, epoch, "me")[:3] for epoch in (EPOCH, EPOCH + 1))
+    shelf.now = (EPOCH + 1) * 60.0 + 5.0
+    shelf.broken.add(bucket_prefix(EPOCH + 1, new))
+    shelf.read(index)
+    assert index.shows("peer1") == bits_in(SWARM, EPOCH, "peer1").startswith(old)
+    assert set(index.places(None, {})) == {bucket_prefix(EPOCH, old), bucket_prefix(EPOCH + 1, new)}
+    shelf.broken.clear()
+    shelf.fill(EPOCH + 1, 3, 60)
+    shelf.read(index)
+    assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
+
+
+def test_a_key_of_ones_own_that_cannot_be_read_is_an_error():
+    shelf = Shelf()
+    shelf.fill(EPOCH, 3, 60)
+    index = shelf.index("me")
+    shelf.read(index)
+    shelf.broken.add(bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:3]))
+    with pytest.raises(NetworkError):
+        shelf.read(index)
+
+
+def test_the_estimate_is_smoothed_but_for_a_great_change():
+    shelf = Shelf()
+    shelf.fill(EPOCH, 3, 60)
+    index = shelf.index("me", bucket=64)
+    index.begin(90)
+    shelf.read(index)
+    draw = index._draws[0]
+    draw.read, draw.depth = True, 3
+    for count, expected in ((10, 80.0), (14, 88.0), (2, 16.0)):  # of 8 buckets: the first counts half, then a quarter of the change
+        draw.count = count
+        index._estimate = 80.0
+        index._learn(draw)
+        assert index._estimate == pytest.approx(expected)
