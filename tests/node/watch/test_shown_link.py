@@ -41,6 +41,16 @@ def test_it_has_members_that_are_heard_and_no_invitation(authors):
     assert shown(view, given).bootstrap == (GONE, SEED)
 
 
+def test_a_member_of_the_given_link_is_no_bootstrap_node(authors):
+    anna, bert, _ = authors
+    view = SwarmView()
+    view.take(Connected(time=NOW, peer=anna.peer))
+    view.take(anna.heard(addresses=(at(anna.peer, 1),)))
+    view.take(bert.heard(addresses=(at(bert.peer, 2),), at=NOW + 1))
+    given = Link(SWARM, (at(anna.peer, 9),))
+    assert shown(view, given).bootstrap == (at(anna.peer, 1), at(bert.peer, 2), at(anna.peer, 9))
+
+
 def test_it_stays_the_same_for_a_while_once_somebody_was_heard(authors):
     now = [0.0]
     made = ShownLink(Link(SWARM, (GONE,)), lambda: now[0])
