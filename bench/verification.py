@@ -4,6 +4,7 @@
     python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --images 2500 --votes 1000000 --jobs 2 \
         --keep FOLDER --figure docs/verification.svg --into docs/benchmarks.md
     SHOAL_SLOW=1 python bench/verification.py --policy MODEL.gguf --claims 16 --honest 16 --calibrate 48
+    python bench/verification.py --sequential --json                    (all claims of a peer; see _verification_sequential.py)
 
 A claim is a text, drawn with a KV cache beside others, and its two proofs: of activations and of sampling. Each pair of dtypes is
 calibrated with honest claims; then fresh ones are tested, and cheats. A claim is refused if either proof is. The vote is the
@@ -38,6 +39,7 @@ if not __package__:  # run as a file: its folder comes first on the path, where 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import _verification_images as images
+from bench import _verification_sequential as sequential
 from bench import votes
 from bench._interval import rate_interval
 from bench._verification_claims import ACTIVATIONS, SAMPLING, Plan, Scores, measure
@@ -161,16 +163,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="keep the scores of each dtype in this folder, and go on from there")
     parser.add_argument("--figure", type=Path, help="draw detection against false alarms into this file (needs matplotlib)")
     parser.add_argument("--into", type=Path, metavar="PAGE", help=f"write the tables between {BEGIN} and {END} of a page")
+    parser.add_argument(
+        "--sequential", action="store_true", help="claims of the policy tiny until the odds against a peer are an alarm"
+    )
+    parser.add_argument("--peers", type=int, default=300, help="sequential: honest peers of each pair of dtypes")
+    parser.add_argument("--cheats", type=int, default=30, help="sequential: peers of each cheat and pair")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     options.honest = options.claims if options.honest is None else options.honest
     bounds = (("claims", 1, 50_000), ("honest", 1, 50_000), ("calibrate", 20, 50_000), ("tokens", 1, 240), ("rate", 1e-9, 0.5))
-    for name, low, high in (*bounds, ("images", 0, 10**6), ("votes", 1, 10**8), ("jobs", 1, 64)):
+    simulated = (("peers", 1, 10**6), ("cheats", 1, 10**6))
+    for name, low, high in (*bounds, *simulated, ("images", 0, 10**6), ("votes", 1, 10**8), ("jobs", 1, 64)):
         if not low <= getattr(options, name) <= high:
             parser.error(f"--{name} must be from {low} to {high}, not {getattr(options, name)}")
     options.dtypes = options.dtypes.split(",")
     if not options.dtypes or not set(options.dtypes) <= set(DTYPES):
         parser.error(f"--dtypes must be some of {','.join(DTYPES)}, separated by commas")
+    if options.sequential and options.policy != "tiny":
+        parser.error("--sequential: only distances of the policy tiny are kept")
     if options.policy != "tiny" and os.environ.get("SHOAL_SLOW") != "1":
         parser.error("--policy: a real model takes minutes; set SHOAL_SLOW=1 to say that you want it")
     return options
@@ -179,6 +189,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
+    if options.sequential:
+        shown = sequential.result(sequential.measured(), options.peers, options.cheats)
+        print(json.dumps(shown) if options.json else sequential.markdown(shown))
+        return
     plan = Plan(options.claims, options.honest, options.calibrate, options.tokens, options.rate)
     greedy = Plan(options.claims, max(1, options.honest // 10), max(20, options.calibrate // 10), options.tokens, options.rate)
     spent = costs(world_of(options.policy), options.tokens)

@@ -1,4 +1,4 @@
-"""The commands ``shoal verify``: check a stored claim, calibrate, odds of a vote. Heavy imports happen inside them."""
+"""The commands ``shoal verify``: check a claim, calibrate, odds of a vote. Heavy imports happen inside them."""
 
 from __future__ import annotations
 

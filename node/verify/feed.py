@@ -39,6 +39,10 @@ class Feed:
         if not audit.accepted:
             self.notify(f"claim {audit.claim.id.hex()[:12]} of {self._name(audit.claim.peer)} is invalid: {audit.reason}")
 
+    def alarmed(self, peer: str) -> None:
+        """Report a peer whose claims, taken together, are not honest ones."""
+        self.notify(f"the claims of {self._name(peer)}, taken together, are not honest ones")
+
     def settled(self, table: Table, check_s: float) -> None:
         """Report new bans by ``table``. ``check_s``: seconds that checking took so far."""
         banned = {peer: until for peer in table.standings if (until := table.banned_until(peer)) is not None}

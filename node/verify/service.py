@@ -23,6 +23,8 @@ from shoal.node.verify.audit.claim_kind import ClaimKind, Made
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import AuditNetwork
 from shoal.node.verify.feed import Feed, standings
+from shoal.node.verify.history.file import NAME
+from shoal.node.verify.history.history import History
 from shoal.node.verify.peers import rules_of
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.log import decode_log
@@ -55,8 +57,10 @@ class Verification:
         self._round_s = settings.verify.round_s
         self._budget = Budget(settings.node.verify_seconds, timer)
         self._feed = Feed(network.me, network.name, self._round_s)
+        operator = settings.node.operator or network.me
+        self._history = History(settings.node.run_folder / NAME, operator)
         self._participant = Participant(
-            network.me, network.swarm, operator=settings.node.operator or network.me, sign=network.sign, verify=network.verify,
+            network.me, network.swarm, operator=operator, sign=network.sign, verify=network.verify,
             publish=lambda signed: network.publish(signed.record.encoded, signed.signature), check=self._check, clock=clock,
             salt=salt, rules=rules_of(settings.verify), prices=ScoreRules(), round_s=self._round_s,
         )  # fmt: skip
@@ -142,7 +146,14 @@ class Verification:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
         checking = self._kind.prepare(self._feed.notify)
         self._auditor = Auditor(
-            checking, self._network, self._budget, self._network.others, self._audited, self._round_s / 20, self._timer
+            checking,
+            self._network,
+            self._budget,
+            self._network.others,
+            self._audited,
+            self._round_s / 20,
+            self._timer,
+            self._history.weigh,
         )
 
     def step(self) -> None:
@@ -175,6 +186,9 @@ class Verification:
         if self._participant.table is not self._reported:
             self._reported = self._participant.table
             self._feed.settled(self._reported, self._budget.spent)
+            consensus = self._participant.consensus
+            for peer in self._history.settle(self._reported, consensus.ledger, consensus.electorates):
+                self._feed.alarmed(peer)
 
     def _claim(self, made: Made) -> None:
         self._network.put(made.material)

@@ -5,17 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from bench import _verification_images as images
+from bench import _verification_sequential as sequential
 from bench import _verification_tiny as tiny
 from bench._verification_claims import ACTIVATIONS, SAMPLING, examined
 from bench._verification_figure import curve
 from bench._verification_table import BEGIN, END
 from bench._verification_world import CHEATS, honest, seed_of
 from bench.verification import main, voted
-from shoal.verification.fingerprints import Drawn, prefill_states
+from shoal.verification.calibration.calibration import Honest, Pair
+from shoal.verification.fingerprints import Drawn, Evidence, prefill_states
+from shoal.verification.sequential.series import Reference, Series
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,3 +123,44 @@ def test_a_real_model_is_opt_in(refused, monkeypatch):
 )
 def test_a_wrong_option_is_named(options, refused):
     assert options[0] in refused(main, *options)
+
+
+class TestSequential:
+    """The simulation of many peers at once is the product's test, and its summary is that of its rows."""
+
+    def test_odds_are_those_of_the_series(self):
+        """Two fingerprints of three features each, 40 calibrated claims and 30 of a peer, the numbers tied here and there."""
+        source = np.random.default_rng(5)
+        rows = np.round(np.abs(source.normal(0.3, 0.2, (70, 6))) / 0.03) * 0.03
+        known, own = rows[:40], rows[40:]
+        for across in (False, True):
+            found = sequential.log_odds([(known, own)], across)[:, 0]
+            series = []
+            for number, (proof, part) in enumerate(zip((ACTIVATIONS, SAMPLING), sequential.PARTS, strict=True), start=1):
+                evidence = [Evidence(proof.features, (tuple(row),), (1.0,)) for row in rows[:, part].tolist()]
+                pair = Pair(proof.name, "tiny", "bfloat16", "float32" if across else "bfloat16")
+                reference = Reference(pair, Honest.of(evidence[:40]))
+                series.append((reference, Series(reference, number), evidence[40:]))
+            for at in range(30):
+                for reference, one, evidence in series:
+                    one.add(reference.scores(evidence[at]), reference.tolerances(evidence[at]))
+                assert found[at] == pytest.approx(max(one.log_odds for _, one, _ in series), abs=1e-9)
+
+    def test_the_kept_distances_give_the_promised_figures(self, called):
+        shown = json.loads(called(main, "--sequential", "--peers", "3", "--cheats", "5", "--json"))
+        assert shown["honest_ban_rate"] == shown["other_machine_ban_rate"] == 0
+        assert (shown["honest_peers"], shown["claims_of_a_peer"], len(shown["pairs"])) == (27, 1000, 9)
+        assert shown["claims_to_ban"]["int8 weights"] <= 60
+        assert shown["claims_to_ban"]["int8 weights, across dtypes"] <= 60
+        assert shown["claims_to_ban"]["weights + 0.1 % noise"] <= 400
+
+    def test_medians_and_alarms(self):
+        alarm = sequential.ALARM
+        assert sequential.first_alarms(np.array([[0.0, alarm], [alarm, 0.0], [0.0, 0.0]])) == [2.0, 1.0]
+        assert sequential.first_alarms(np.array([[0.0], [alarm - 1e-6]])) == [float("inf")]
+        assert sequential._median([3.0, 1.0, float("inf")]) == 3.0
+        assert sequential._median([3.0, float("inf"), float("inf")]) is None
+        assert sequential._worst([3.0, None]) is None
+
+    def test_only_tiny_is_kept(self, refused):
+        assert "--sequential" in refused(main, "--sequential", "--policy", "somewhere")

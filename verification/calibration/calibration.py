@@ -85,12 +85,14 @@ class Honest:
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
         """Return z of each feature."""
-        size = evidence.size
+        rows = zip(evidence.means(), self.mean, self.spreads(evidence.size), strict=True)
+        return tuple((found - mean) / spread for found, mean, spread in rows)
+
+    def spreads(self, size: float) -> tuple[float, ...]:
+        """Return the standard deviation of each feature's mean over an honest claim of ``size`` windows, at least its grain."""
         return tuple(
-            (found - mean) / math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
-            for found, mean, between, within, feature in zip(
-                evidence.means(), self.mean, self.between, self.within, self.features, strict=True
-            )
+            math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
+            for between, within, feature in zip(self.between, self.within, self.features, strict=True)
         )
 
     def statistic(self, evidence: Evidence) -> tuple[float, int]:

@@ -47,7 +47,8 @@ class Audit:
 
 class Auditor:
     """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each audit. ``fetch_s``:
-    seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim.
+    seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim. ``weigh``: what
+    the author's earlier claims make of a finding.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class Auditor:
         on_audit: Callable[[Audit], None],
         fetch_s: float,
         timer: Callable[[], float] = time.monotonic,
+        weigh: Callable[[Claim, Finding], Finding] = lambda claim, finding: finding,
     ) -> None:
         self._checker, self._bodies, self._budget, self._others, self._on_audit = checker, bodies, budget, others, on_audit
         self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
+        self._weigh = weigh
         self.counts: Counter[str] = Counter()
 
     def check(self, claim: Claim) -> Checked | None:
@@ -78,6 +81,7 @@ class Auditor:
             return None
         finally:
             self._budget.spend(time.thread_time() - began)
+        found = self._weigh(claim, found)
         vote: Vote = "valid" if found.accepted else "invalid"
         self.counts["checked"] += 1
         self.counts[vote] += 1

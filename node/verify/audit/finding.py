@@ -5,18 +5,33 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from shoal.verification.calibration.calibration import Honest, Pair
+from shoal.verification.fingerprints.fingerprint import Evidence
+
 MOST_EVIDENCE = 512  # bytes, as a reveal has room for
 _REASON = 200  # characters of the reason that travel
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Evidence of a claim, with the honest claims of ``pair`` that it is compared with."""
+
+    pair: Pair
+    honest: Honest
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
 class Finding:
-    """Result of a check. ``reason``: one sentence, also if accepted. ``statistics``: finite, by name. ``seconds`` it took."""
+    """Result of a check. ``reason``: one sentence, also if accepted. ``statistics``: finite, by name. ``seconds`` it took.
+    ``measured``: for the odds over all claims of the author; empty where these are not computed.
+    """
 
     accepted: bool
     reason: str
     statistics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    measured: tuple[Measured, ...] = ()
 
     @property
     def evidence(self) -> bytes:

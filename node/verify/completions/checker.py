@@ -17,7 +17,7 @@ import torch
 from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Policy
 from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
-from shoal.node.verify.audit.finding import Finding
+from shoal.node.verify.audit.finding import Finding, Measured
 from shoal.node.verify.audit.snapshot import digest, load_snapshot, most_bytes
 from shoal.node.verify.completions.examination import ACTIVATIONS, dtype_of, examine, width_of
 from shoal.node.verify.completions.material import DTYPES, Agreed, Material, decode, output_hash, seed_of
@@ -53,6 +53,7 @@ class Checker:
         self._make_policy, self._env, self._agreed = make_policy, env, agreed
         self.calibration, self._name, self._dtype, self._rate, self._allowed = calibration, policy_name, dtype, rate, allowed
         self._policy: Policy | None = None
+        self._measured: list[Measured] = []  # of the claim that is being checked
         self._snapshots: OrderedDict[bytes, bytes] = OrderedDict()
         self._loaded = b""  # the digest of the snapshot that the policy holds
 
@@ -81,12 +82,13 @@ class Checker:
         """
         begin = time.perf_counter()
         statistics: dict[str, float] = {"tokens": float(claim.tokens)}
+        self._measured.clear()
         try:
             reason = self._check(claim, material, snapshot, statistics)
             accepted = True
         except _Wrong as wrong:
             accepted, reason = False, str(wrong)
-        return Finding(accepted, reason, statistics, time.perf_counter() - begin)
+        return Finding(accepted, reason, statistics, time.perf_counter() - begin, tuple(self._measured))
 
     def _check(self, claim: Claim, data: bytes, snapshot: bytes | None, statistics: dict[str, float]) -> str:
         material = self._opened(claim, data)
@@ -188,6 +190,9 @@ class Checker:
                 judged = self.calibration.judge(pair, evidence, self._rate)
             except CalibrationError as error:
                 raise NotCalibrated(f"The claim cannot be judged: {error}.") from error
+            honest = self.calibration.pairs.get(pair)
+            if honest is not None and honest.features == evidence.features and not evidence.fault:
+                self._measured.append(Measured(pair, honest, evidence))
             if math.isfinite(judged.statistic):
                 statistics[f"{name}_statistic"], statistics[f"{name}_threshold"] = judged.statistic, judged.threshold
                 means = zip(evidence.features, evidence.means(), strict=True)

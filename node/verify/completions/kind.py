@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 CLAIMS = "claims"  # their folder, within the node's
 PROVERS = ("float32",)  # the dtype of nodes; a coarser one would be judged more leniently
-SELF_CLAIMS = 64  # honest claims of its own that a node without a calibration measures
+SELF_CLAIMS = 128  # honest claims of its own that a node without a calibration measures
 KEPT = 256  # claims in the node's folder
 PENDING = 20  # rounds in which a claim can still be checked, disputes included
 

@@ -164,7 +164,7 @@ def test_records_that_are_none_or_of_somebody_else_are_refused(node):
 def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
     ann = Node(Board(), "ann", tmp_path, None)
     ann.step()
-    assert ann.said == ["measured 64 honest claims of its own, to check others by"]
+    assert ann.said == ["measured 128 honest claims of its own, to check others by"]
 
 
 def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration):

@@ -1,0 +1,48 @@
+"""A swarm whose single claims all pass: only the history can ban the peer that cheats, and it bans nobody else."""
+
+import pytest
+
+from shoal.node.verify.completions import claiming
+from shoal.node.verify.completions.calibrate import calibrate
+from shoal.node.verify.completions.material import Agreed
+from shoal.node.verify.history.file import NAME, EvidenceFile
+from shoal.verification.calibration.calibration import Calibration, Judgement
+from shoal.verification.sequential.series import ALARM
+from tests.e2e.cheat import quantised
+from tests.node.verify.board import Board, Node, run, task_of
+
+NAMES = ("ann", "bob", "cat", "dan", "quantised")
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    out, task = tmp_path_factory.mktemp("calibration") / "tiny.calibration", task_of()
+    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), out, policy_name="tiny", claims=150)
+    return out
+
+
+@pytest.mark.slow(reason="trains and checks for some twenty rounds of five nodes")
+def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_path, calibration, monkeypatch):
+    monkeypatch.setattr(Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones"))
+    board, prove = Board(), claiming.prove
+    nodes = [Node(board, name, tmp_path, calibration, seed=seed, claims=2) for seed, name in enumerate(NAMES)]
+    cheat = nodes[-1].task.policy
+    monkeypatch.setattr(claiming, "prove", lambda policy, *a, **k: prove(quantised(policy) if policy is cheat else policy, *a, **k))
+    for _ in range(40):
+        run(board, nodes, 1)
+        if all(node.banned for node in nodes):
+            break
+    assert {node.me: node.banned for node in nodes} == {name: {"quantised"} for name in NAMES}
+    standings = nodes[0].verification.report()["standings"]
+    # Honest verifiers agree with each other, but for those whose own odds are not there yet: two claims are refused in all.
+    assert all(standings[name]["seats"]["against"] <= 2 for name in NAMES[:4])
+    assert all(standings[name]["score"] > -5 for name in NAMES[:4])
+    assert all(standings[name]["claims"]["invalid"] == 0 for name in NAMES[:4])
+    said = "\n".join(line for node in nodes[:4] for line in node.said)
+    assert "the claims of quantised's node, taken together, are not honest ones" in said
+    assert "is invalid: Taken together, this peer's claims are not those of an honest one: " in said
+    assert sum("taken together, are not honest" in line for line in nodes[0].said) <= 1
+    files = [EvidenceFile(tmp_path / name / NAME) for name in NAMES]
+    highest = {name: [max((row.log_odds for row in file.series(name)), default=0.0) for file in files] for name in NAMES}
+    assert sum(odds >= ALARM for odds in highest.pop("quantised")) >= 3
+    assert max(max(odds) for odds in highest.values()) < ALARM
