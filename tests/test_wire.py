@@ -22,6 +22,10 @@ from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership.dht_index import CAP
 from shoal.swarm.membership.directory import MAX_ADDRESSES
+from shoal.swarm.membership.peer_exchange import AGE, LOOK, SHUFFLE
+from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
+from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
+from shoal.swarm.membership.peer_views import ACTIVE, PASSIVE, SHARE
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.p2p.reachability import ALL as DIALS
@@ -47,6 +51,7 @@ from shoal.swarm.wire.group import GroupDecision, GroupReady
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Offer
 from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL
+from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL
 from shoal.swarm.wire.swarms import MAX_CONTACTS, MAX_LISTED, SWARMS_PROTOCOL, Announcement
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -72,7 +77,7 @@ def test_every_message_is_in_the_table_with_its_limit():
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL]
+    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL, SHUFFLE_PROTOCOL]
     served += [STATE_PROTOCOL, CHUNKS_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL, SWARMS_PROTOCOL]
     assert sorted(rows) == sorted(served)
 
@@ -103,6 +108,11 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"records of others, at most {MAX_NAMED} " in PAGE
     assert f"at most {MAX_LISTED} packed `listed-swarm`" in PAGE
     assert f"records of at most {MAX_CONTACTS} members" in PAGE
+    assert f"at most {MAX_OFFERED} sealed records of others" in PAGE
+    assert f"view of {ACTIVE} peers and a passive one of {PASSIVE} places" in PAGE
+    assert f"older than an hour is not offered, and at most {SHARE} of the peers" in PAGE
+    assert (AGE, SHUFFLE, LOOK) == (3600.0, 60.0, 10.0)
+    assert f"{SHUFFLES_EACH} shuffles a minute of one peer and {SHUFFLES} of all" in PAGE
     assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
     assert "at most two snapshots, none two minutes after the last request" in PAGE
     assert "four chunks of both" in PAGE

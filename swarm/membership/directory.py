@@ -164,9 +164,7 @@ class Directory:
         return {p: member for p, member in self.everyone().items() if not self.is_barred(p) and self._index.shows(p)}
 
     def everyone(self) -> dict[str, Member]:
-        """Return `members`, the barred peers, which can still be reached, as by verifiers of their claims, and those of the
-        buckets that this node was in just now.
-        """
+        """Return `members`, the barred ones, which verifiers can still reach, and those of the buckets that this node was just in."""
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
     def addresses(self, peer: str) -> tuple[str, ...]:
@@ -202,6 +200,14 @@ class Directory:
         """Read soon, at most once a second, because an unknown peer appeared. Returns at once; thread-safe."""
         self._look_soon = True
         self._wake_up()
+
+    def hear(self, member: Member) -> bool:
+        """Take a record from its author's own hand, as if it had been read; return whether it is credible. Thread-safe."""
+        credible = self._credible(member.peer, "", VerifiedRecord("", member))
+        with self._changed:
+            if credible and (member.peer not in self._seen or member.issued > self._seen[member.peer].issued):
+                self._seen[member.peer] = member
+        return credible
 
     def refresh(self, timeout: float) -> None:
         """Read the directory now. Raises NetworkError if that fails or takes more than ``timeout`` seconds."""

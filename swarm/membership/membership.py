@@ -23,6 +23,7 @@ from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
+from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
@@ -81,12 +82,14 @@ class Membership:
     sealed: bytes
     manifest: Manifest
     announcer: SeedAnnouncer
+    peers: PeerExchange
     network: NetworkOptions
     clock: ClockCheck
 
     def refused(self) -> dict[str, int]:
-        """Return how many streams, calls and gossiped records of others were refused since the start, by reason. Thread-safe."""
+        """Return how many streams, calls and records of others were refused since the start, by reason. Thread-safe."""
         found = Counter(self.host.resource_manager.refused())
+        found.update(self.peers.counters.rejected())
         if "gossip" in self.__dict__:  # not started only for this
             found.update(self.gossip.refused())
         return dict(sorted(found.items()))
@@ -127,6 +130,7 @@ class Membership:
         """Leave the network."""
         self.announcer.report(1.0)  # after `Directory.leave` this takes the node off the seeds' lists
         self.announcer.close()
+        self.peers.close()
         self.clock.close()
         self.directory.close()
         self.host.close()
@@ -240,4 +244,5 @@ def _membership(
     )
     host.resource_manager.known = directory.knows
     announcer = SeedAnnouncer(host, directory, identity, swarm)
-    return Membership(identity, host, directory, swarm, sealed, manifest, announcer, network, ClockCheck(host, directory))
+    peers = PeerExchange(host, directory, identity, swarm)
+    return Membership(identity, host, directory, swarm, sealed, manifest, announcer, peers, network, ClockCheck(host, directory))

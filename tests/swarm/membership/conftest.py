@@ -2,10 +2,39 @@
 
 from concurrent.futures import Future
 
+from shoal.swarm.sim.network import SimHost
+
 ABOUT = {
     "name": "tester", "round": 1, "step": 25, "loss": 2.5, "steps_per_s": 4.0, "shard": 0, "shards": 4, "model": "0" * 64,
     "state": "training", "version": "0.1.0",
 }  # fmt: skip
+
+
+class Meeting(SimHost):
+    """A simulated host that knows where it met others; ``at``: the IP address at which they meet it."""
+
+    at = "127.0.0.1"
+
+    def __init__(self, network, name, identity):
+        super().__init__(network, name, identity)
+        network.hosts[self.peer_id] = self
+        network.every.append(self)
+        self.met, self.kept = {}, {}
+
+    def remember(self, addresses):
+        self.kept.update(dict.fromkeys(addresses))
+
+    def known(self):
+        return list(self.kept)
+
+    async def meet(self, addresses):
+        """There is no DHT that could know them."""
+
+    async def open(self, peer_id, protocol, **options):
+        stream = await super().open(peer_id, protocol, **options)
+        other = self.network.hosts[peer_id]
+        self.met[peer_id], other.met[self.peer_id] = other.at, self.at
+        return stream
 
 
 class Quiet:

@@ -1,0 +1,229 @@
+"""Peer exchange: a node keeps in touch with a few members directly, and learns of others from them, whatever the DHT says.
+
+Two members give each other their own signed records and those of some that have answered them. A record from its author's own hand
+goes into the directory, as if it had been read; one of anybody else is a hint to dial its peer. So a swarm outlives its
+bootstrap peers, and a node whose readings of the DHT are captured, or that hostile peers surround, still meets honest ones.
+
+A peer of the active view whose record the DHT brings costs nothing; any other is asked for its record every `LOOK` seconds. Beyond
+that a node begins one shuffle a minute (about 5 kB each way), and dials those named that would get a place in its views.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING
+
+from shoal.swarm.access.link import address_problem
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.membership.directory import CLOCK, HERE, TTL
+from shoal.swarm.membership.peer_views import ACTIVE, PASSIVE, Contact, PeerViews
+from shoal.swarm.p2p.multiaddr import host_of, range_of
+from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL, Shuffle, ShuffleReply
+
+if TYPE_CHECKING:
+    from shoal.swarm.identity import Identity
+    from shoal.swarm.membership.directory import Directory
+    from shoal.swarm.p2p.host import Host
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+SECRET = SystemRandom()
+
+LOOK = 10.0  # seconds between two looks at the views
+SHUFFLE = 60.0  # seconds between two shuffles that this node begins
+STALE = TTL / 2  # seconds after which a record of the active view is asked of its peer: before it expires
+AGE = 3600.0  # seconds after which a record is no longer offered, nor taken as a hint
+AGAIN = 120.0  # seconds until a peer that did not answer is tried again
+DRAWN = 16  # members of the directory that are looked at for one that was not met yet
+OPEN_S, SMALL_S = 10.0, 5.0  # seconds to open a stream, and for one small message
+EACH, ALL = 12, 120  # shuffles answered in a minute: of one peer, and of all
+
+
+class PeerExchange:
+    """Peer exchange of one node, until `close`. ``clock``: Unix seconds. ``chance``: source of random numbers."""
+
+    def __init__(
+        self, host: Host, directory: Directory, identity: Identity, swarm: str, clock: Clock = time.time, chance: Random = SECRET
+    ) -> None:
+        self._host, self._directory, self._identity, self._swarm, self._clock = host, directory, identity, swarm, clock
+        self._chance, self.views = chance, PeerViews(identity.peer_id, chance)
+        self._each, self._all = TokenBuckets(RateLimit(EACH), clock), TokenBuckets(RateLimit(ALL, senders=1), clock)
+        self.counters = Counters()
+        """Shuffles and offered records of others that were refused, by reason."""
+        self._tried: dict[str, float] = {}
+        """When each peer that did not answer was tried last."""
+        self._left: Mapping[str, Member] = {}
+        host.serve(SHUFFLE_PROTOCOL, self._answer)
+        self._running = host.submit(self._run())
+
+    def close(self) -> None:
+        """Stop asking others."""
+        self._running.cancel()
+
+    # -- on the host's loop ------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        due = 0.0
+        while True:
+            await asyncio.sleep(LOOK * self._chance.uniform(0.8, 1.2))  # not in step with nodes that began at the same moment
+            try:
+                own, now = self._directory.own(), self._clock()
+                if own is not None and own.state in HERE:
+                    if shuffles := now >= due:
+                        due = now + SHUFFLE * self._chance.uniform(0.8, 1.2)
+                    await self.look(shuffles)
+            except Exception:  # a bug must not take this node's other ways into the swarm
+                log.warning("exchanging peers failed; trying again", exc_info=True)
+
+    async def look(self, shuffles: bool) -> None:
+        """Keep in touch with the active view, fill it, and follow one hint. ``shuffles``: a partner becomes active in a shuffle."""
+        self._left = self._directory.departed()
+        for peer in [*self.views.active, *self.views.passive, *self.views.hints]:
+            if peer in self._left or self._directory.is_barred(peer):
+                self.views.drop(peer)
+        old, seen = self._clock() - STALE, self._directory.everyone()
+        silent = [known for peer, known in self.views.active.items() if peer not in seen or seen[peer].issued < old]
+        await asyncio.gather(*(self._swap(known) for known in silent))
+        if shuffles and (partner := self.views.partner()) is not None and await self._swap(partner, MAX_OFFERED):
+            self.views.promote(partner.peer)
+        for _ in range(ACTIVE - len(self.views.active)):
+            chosen = self.views.heir() or self._stranger()
+            if chosen is not None and await self._swap(chosen, MAX_OFFERED if len(self.views.passive) < PASSIVE // 2 else 0):
+                self.views.promote(chosen.peer)
+        for way in () if self.views.hints else (self._of_directory(), self._of_disk()):
+            if way is not None:
+                self.views.hint(way)
+        if (hint := self._named()) is not None:
+            await self._swap(hint)
+
+    def _stranger(self) -> Contact | None:
+        """Return a peer that was not met yet: named by others, in the directory, or remembered from an earlier run."""
+        ways = [way for way in (self._named(), self._of_directory(), self._of_disk()) if way is not None]
+        return self._chance.choice(ways) if ways else None  # none of the three can hide the others
+
+    def _named(self) -> Contact | None:
+        hints = [hint for hint in self.views.hints.values() if self._due(hint.peer)]
+        return self._chance.choice(hints) if hints else None
+
+    def _of_directory(self) -> Contact | None:
+        members = list(self._directory.everyone().values())
+        some = [member for member in self._chance.sample(members, min(DRAWN, len(members))) if self._fresh(member.peer)]
+        contacts = (self._contact(member.peer, member.addresses, "directory") for member in some)
+        return next((contact for contact in contacts if contact.addresses), None)
+
+    def _of_disk(self) -> Contact | None:
+        addresses = self._host.known()
+        peers = sorted(peer for peer in {address.rpartition("/p2p/")[2] for address in addresses} if self._fresh(peer))
+        return self._contact(self._chance.choice(peers), addresses, "disk") if peers else None
+
+    def _contact(self, peer: str, addresses: Sequence[str], source: str) -> Contact:
+        usable = tuple(each for each in addresses if each.endswith(f"/p2p/{peer}") and address_problem(each) is None)
+        return Contact(peer, usable, source, range_of(self._host.met.get(peer) or host_of(usable[0] if usable else "")))
+
+    def _fresh(self, peer: str) -> bool:
+        apart = self.views.knows(peer) or peer in self._left or self._directory.is_barred(peer)
+        return not apart and self._due(peer)
+
+    def _due(self, peer: str) -> bool:
+        return self._clock() - self._tried.get(peer, float("-inf")) >= AGAIN
+
+    # -- the protocol ------------------------------------------------------------------------------------------------------
+
+    async def _swap(self, known: Contact, want: int = 0) -> bool:
+        """Exchange records with a peer; return whether it is there and a member. If not it is out of the views."""
+        peer, new = known.peer, not self.views.knows(known.peer)
+        try:
+            stream = await self._host.open(peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S)
+            try:
+                # Not before: in a swarm by invitation only, opening a stream has made sure that the peer was invited.
+                await stream.send(pack(self._shuffle(peer, want)), SMALL_S)
+                reply = unpack(await stream.receive(ShuffleReply.LIMIT, SMALL_S), ShuffleReply)
+            finally:
+                stream.close()
+            if reply.record is None:
+                raise MessageError(f"peer {short(peer)} does not exchange peers: {reply.reason or 'no reason'}.", "refused")
+            met = self._hear(peer, reply.record, known.source)
+        except (NetworkError, MessageError) as error:
+            log.debug("no peers were exchanged with peer %s: %s", short(peer), error)
+            self.views.drop(peer)
+            self._tried = {other: when for other, when in self._tried.items() if not self._due(other)} | {peer: self._clock()}
+            return False
+        self.views.met(met)
+        self._take(peer, reply.offered[:want])
+        if new and met.addresses:
+            self._host.remember(met.addresses)
+            with contextlib.suppress(NetworkError):
+                await self._host.meet(met.addresses)
+        return True
+
+    def _shuffle(self, peer: str, want: int) -> Shuffle:
+        if (own := self._directory.own()) is None:
+            raise NetworkError("this node is no member yet.")
+        offered = self.views.sample(want, peer, self._clock() - AGE)
+        return Shuffle(swarm=self._swarm, record=seal(own, self._identity), offered=offered, want=want)
+
+    async def _answer(self, stream: Stream) -> None:
+        peer = stream.peer_id
+        if not self._each.take(peer, 1, 0) or not (peer in self.views.active or self._all.take("", 1, 0)):
+            self.counters.reject("rate")
+            return
+        shuffle = unpack(await stream.receive(Shuffle.LIMIT, SMALL_S), Shuffle)
+        own = self._directory.own()
+        try:
+            if shuffle.swarm != self._swarm:
+                raise MessageError(f"this peer belongs to swarm {self._swarm}.", "foreign-swarm")
+            met = self._hear(peer, shuffle.record, peer)
+            if own is None or own.state not in HERE:
+                raise MessageError("this peer has not joined yet, or is leaving.", "early")
+        except MessageError as error:
+            self.counters.reject(error.reason)
+            await stream.send(pack(ShuffleReply(reason=str(error))), SMALL_S)
+            return
+        offered = self.views.sample(shuffle.want, peer, self._clock() - AGE)
+        self.views.met(met)
+        if self.views.knows(peer):
+            self._host.remember(met.addresses)
+        self._take(peer, shuffle.offered)
+        await stream.send(pack(ShuffleReply(record=seal(own, self._identity), offered=offered)), SMALL_S)
+
+    def _hear(self, peer: str, record: bytes, source: str) -> Contact:
+        """Check the record that ``peer`` hands over of itself, and give it to the directory. Raises MessageError."""
+        _, member = unseal(record, Member)
+        if member.peer != peer:
+            raise MessageError("A member record was refused as another's: a peer shows its own.", "another's")
+        if member.swarm != self._swarm:
+            raise MessageError(f"A member record was refused: it is of swarm {member.swarm}.", "foreign-swarm")
+        if member.state not in HERE or member.issued < self._clock() - TTL - CLOCK:
+            raise MessageError("A member record was refused as old: its peer has left, or its clock is wrong.", "old")
+        directory = self._directory
+        if directory.is_barred(peer) or not directory.hear(member) or not directory.access_policy.admits(peer):
+            raise MessageError("A member record was refused: this node does not admit its peer, or its date is wrong.", "denied")
+        return replace(self._contact(peer, member.addresses, source), record=record, issued=member.issued)
+
+    def _take(self, source: str, offered: Sequence[bytes]) -> None:
+        """Note the peers of offered records that may be worth a dial. Of a wrong one nothing is kept."""
+        self._left = self._directory.departed()
+        for record in offered:
+            try:
+                _, member = unseal(record, Member)
+            except MessageError as error:
+                self.counters.reject(error.reason)
+                continue
+            now, peer = self._clock(), member.peer
+            contact = self._contact(peer, member.addresses, source)
+            here = member.swarm == self._swarm and member.state in HERE and now - AGE <= member.issued <= now + CLOCK
+            if not here or not contact.addresses or peer in self._left or self._directory.is_barred(peer):
+                self.counters.reject("unusable")
+            elif self._due(peer) and self._directory.access_policy.record(peer, member.admission, member.issued, True):
+                self.views.hint(contact)
