@@ -49,7 +49,8 @@ PACKAGES = {
         "p2p": {"access", "pacing", "wire"},
         "seed": {"manifest", "p2p", "pacing", "wire"},
         "gossip": {"access", "p2p", "wire"},
-        "membership": {"access", "gossip", "manifest", "p2p", "pacing", "wire"},
+        "views": set(),
+        "membership": {"access", "gossip", "manifest", "p2p", "pacing", "views", "wire"},
         "exchange": {"p2p", "pacing", "wire"},
         "exchange.pair": {"exchange", "p2p", "wire"},
         "exchange.group": {"exchange", "p2p", "pacing", "wire"},
@@ -97,7 +98,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 54_550
+MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 55_200
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

@@ -25,7 +25,6 @@ from shoal.swarm.membership.directory import MAX_ADDRESSES
 from shoal.swarm.membership.peer_exchange import AGE, LOOK, SHUFFLE
 from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
 from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
-from shoal.swarm.membership.peer_views import ACTIVE, PASSIVE, SHARE
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.p2p.reachability import ALL as DIALS
@@ -46,6 +45,7 @@ from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG
 from shoal.swarm.topics.log_sync import QUOTA as LOGS
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
+from shoal.swarm.views.peer_views import ACTIVE, PASSIVE, SHARE
 from shoal.swarm.wire.envelope import ENVELOPE, Message
 from shoal.swarm.wire.group import GroupDecision, GroupReady
 from shoal.swarm.wire.member import Member

@@ -164,7 +164,7 @@ class Directory:
         return {p: member for p, member in self.everyone().items() if not self.is_barred(p) and self._index.shows(p)}
 
     def everyone(self) -> dict[str, Member]:
-        """Return `members`, the barred ones, which verifiers can still reach, and those of the buckets that this node was just in."""
+        """Return `members`, the barred ones, which verifiers still reach, and those of the buckets that this node was just in."""
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
     def addresses(self, peer: str) -> tuple[str, ...]:

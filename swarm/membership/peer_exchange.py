@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.directory import CLOCK, HERE, TTL
-from shoal.swarm.membership.peer_views import ACTIVE, PASSIVE, Contact, PeerViews
 from shoal.swarm.p2p.multiaddr import host_of, range_of
 from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.views.peer_views import ACTIVE, PASSIVE, Contact, PeerViews
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL, Shuffle, ShuffleReply

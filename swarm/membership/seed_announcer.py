@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.membership.reconnector import Reconnector
 from shoal.swarm.p2p.seed_client import addresses_of, announce, ask
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.views.reconnector import Reconnector
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 from shoal.swarm.wire.swarms import MAX_MANIFEST, SWARMS_PROTOCOL, Announcement

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from typing import ClassVar
 
 import msgpack
 from hivemind.dht.protocol import DHTProtocol
@@ -32,7 +31,6 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest.manifest import open_manifest, swarm_id
 from shoal.swarm.membership.dht_record import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.registry import SeedRegistry
@@ -44,7 +42,6 @@ from shoal.swarm.wire.nonce import nonces_from
 from shoal.swarm.wire.pair import Answer, Offer
 from shoal.swarm.wire.seed import SeedRequest
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
-from tests.swarm.membership.conftest import Quiet
 from tests.swarm.security.forgeries import (
     ELSEWHERE,
     GUEST,
@@ -153,44 +150,6 @@ class Seeds(Court):
 
     def judge(self, sealed, sender):
         return self.book.answer(sender.peer_id, SeedRequest(swarm=SWARM, record=sealed)).reason
-
-
-class Unheard(Quiet):
-    """A host that meets nobody."""
-
-    met: ClassVar = {}
-
-    def serve(self, protocol, handler):
-        pass
-
-
-class Shuffles(Court):
-    """A member to which the sender shows a record of its own in a shuffle."""
-
-    make, old = staticmethod(member), {"issued": time.time() - 200}
-
-    def __init__(self, network):
-        self.exchange = PeerExchange(Unheard(), Directory(Unheard(), VICTIM, SWARM), VICTIM, SWARM)
-
-    def judge(self, sealed, sender):
-        return reason_of(self.exchange._hear, sender.peer_id, sealed, sender.peer_id)
-
-
-class Offers(Shuffles):
-    """The same member, to which the sender offers the record of another."""
-
-    old, author = {"issued": time.time() - 4000}, False
-
-    @staticmethod
-    def make(**changes):
-        return member(addresses=(f"/ip4/192.0.2.1/tcp/1/p2p/{HONEST.peer_id}",), **changes)
-
-    def judge(self, sealed, sender):
-        before = self.exchange.counters.rejected()
-        self.exchange._take(sender.peer_id, [sealed])
-        now = self.exchange.counters.rejected()
-        assert bool(self.exchange.views.hints) == (now == before)
-        return "".join(reason for reason in now if now[reason] != before.get(reason))
 
 
 class Manifests(Court):
@@ -416,8 +375,7 @@ class Gates(Court):
 
 
 COURTS = {
-    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds, "`member`, in a shuffle": Shuffles,
-    "`member`, offered in a shuffle": Offers, "`manifest`": Manifests, "`invitation`": Policies,
+    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds,  "`manifest`": Manifests, "`invitation`": Policies,
     "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
     "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
     "`attestation`": Records, "`status`": Gates,

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.reconnector import FIRST, LONGEST, PERIOD, TRIED, Reconnector
+from shoal.swarm.views.reconnector import FIRST, LONGEST, PERIOD, TRIED, Reconnector
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
 
