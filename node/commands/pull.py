@@ -101,7 +101,7 @@ def pull(
     except OSError as error:
         raise PullError(f"Cannot write to {str(out)!r} ({error.strerror}): choose another folder.") from error
     began = time.monotonic()
-    with visited(link) as (host, manifest, members):
+    with visited(link) as (host, manifest, members, _):
         if manifest.outer.method == "none":
             raise PullError("The peers of this swarm do not average (method none), so it has no weights to pull.")
         built, why = build_model(manifest, hooks, data)

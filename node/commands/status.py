@@ -13,7 +13,7 @@ from shoal.node.runtime.display import clean
 from shoal.swarm.access.link import Link
 from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
 from shoal.swarm.membership.link_addresses import lasting_link
-from shoal.swarm.membership.overview import overview
+from shoal.swarm.membership.overview import overview, totals_said
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label
@@ -22,16 +22,17 @@ COLUMNS = (
     "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",
     "seen",
 )  # fmt: skip
+MOST = 64  # members that the table shows
 NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag")
 
 
 def read_status(link: Link) -> dict[str, Any]:
     """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
-    with visited(link) as (host, manifest, members):
+    with visited(link) as (host, manifest, members, size):
         lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=link.bootstrap)
         # With a wrong clock no member is listed: the peers that answered first are asked too.
         seen = host.call(compare_clocks(host, [*members, *host.entry()]), 2 * ASK_S)
-    found = overview(link.swarm, manifest, members, time.time())
+    found = overview(link.swarm, manifest, members, time.time(), size)
     problem = clock_problem(seen)
     found |= {"link": str(lasting), "invite_only": manifest.invite_only}
     return {**found, "findings": [*([f"{problem[:1].upper()}{problem[1:]}"] if problem else []), *found["findings"]]}
@@ -39,10 +40,11 @@ def read_status(link: Link) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """Return the report in words: a table, and below it the health report in sentences."""
-    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {_peers(report['peers'])}"))
+    about = "about " if report["totals"]["sampled"] else ""
+    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {about}{_peers(report['peers'])}"))
     for column in COLUMNS:
         grid.add_column(column, justify="right" if column in NUMBERS else "left")
-    for member in report["members"]:
+    for member in report["members"][:MOST]:
         loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
         cells = [
             member["name"],
@@ -67,9 +69,11 @@ def table(report: dict[str, Any]) -> str:
         console.print(grid)
     # One line each, whatever the terminal's width, so that sentences can be copied.
     muon = ["Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."]
+    left = len(report["members"]) - MOST
+    more = [f"{left} more members are in view; --json lists all of them."] if left > 0 else []
     inner = muon if report["optimizer"] == "muon" else []
-    findings = [clean(sentence) for sentence in report["findings"]]
-    return "\n".join([capture.get().rstrip(), *inner, *findings, link_line(report["link"], invite_only=report["invite_only"])])
+    said = [*more, totals_said(report["totals"]), *inner, *(clean(sentence) for sentence in report["findings"])]
+    return "\n".join([capture.get().rstrip(), *said, link_line(report["link"], invite_only=report["invite_only"])])
 
 
 def link_line(link: str, *, invite_only: bool) -> str:
@@ -78,7 +82,7 @@ def link_line(link: str, *, invite_only: bool) -> str:
 
 
 def _peers(count: int) -> str:
-    return f"{count} peer{'' if count == 1 else 's'}"
+    return f"{count:,} peer{'' if count == 1 else 's'}"
 
 
 def _seconds(value: float | None) -> str:

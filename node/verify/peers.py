@@ -55,7 +55,7 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
 
 def read_peers(link: Link) -> dict[str, Any]:
     """Return the standing of each member. Raises StartupError, NetworkError or MessageError."""
-    with visited(link) as (host, manifest, members):
+    with visited(link) as (host, manifest, members, _):
         tables = _tables(host, link.swarm, manifest, members) if manifest.terms is not None else {}
     now, round_s = time.time(), manifest.verify.round_s
     digests = Counter(table.digest for table in tables.values())

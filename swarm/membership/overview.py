@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import fmean, median
 from typing import Any
 
 from shoal.swarm.manifest.manifest import Manifest
@@ -30,8 +32,42 @@ def reach(member: Member) -> str:
     return "relayed" if any("/p2p-circuit" in address for address in member.addresses) else "direct"
 
 
-def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now: float) -> dict[str, Any]:
-    """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON."""
+def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
+    """Return what the whole swarm of about ``size`` peers does, by its ``members`` in view, ready for JSON.
+
+    Where these are a sample, sums are theirs times the share that they are, and ``error`` is the standard error of the size as a
+    part of it, as far as chance makes it: peers are dealt into buckets like balls into boxes. ``loss`` is the median.
+    """
+    sampled, training = size > len(members), [member for member in members.values() if member.state == "training"]
+    losses = [member.loss for member in members.values() if member.loss is not None]
+    scale = size / max(len(members), 1)
+    return {
+        "peers": size,
+        "listed": len(members),
+        "sampled": sampled,
+        "error": round(math.sqrt(1 / max(len(members), 1)), 3) if sampled else 0.0,
+        "training": round(len(training) * scale),
+        "tokens_per_s": sum(member.tokens_per_s for member in training) * scale,
+        "steps_per_s": fmean(member.steps_per_s for member in training) if training else None,
+        "loss": median(losses) if losses else None,
+    }
+
+
+def totals_said(found: Mapping[str, Any]) -> str:
+    """Return `totals` in one sentence, which says so where they are estimates."""
+    number = f"{found['peers']:,} peer{'' if found['peers'] == 1 else 's'}"
+    if found["sampled"]:
+        number = f"About {number} (± {100 * found['error']:.0f} %), estimated from the {found['listed']} of one bucket"
+    said = [f"{found['tokens_per_s']:,.0f} tokens a second in all"] if found["tokens_per_s"] else []
+    said += [f"median loss {found['loss']:.4f}"] if found["loss"] is not None else []
+    return f"{number}{': ' if said else ''}{', '.join(said)}."
+
+
+def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now: float, size: int | None = None) -> dict[str, Any]:
+    """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON.
+
+    ``size``: of the whole swarm, if ``members`` are a part of it.
+    """
     fragments = int(manifest.outer.overlap().get("fragments", 1))
     return {
         "swarm": swarm,
@@ -40,7 +76,8 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
         "method": manifest.outer.method,
         "every": manifest.outer.resolved().every,
         "optimizer": manifest.train.optimizer,
-        "peers": len(members),
+        "peers": len(members) if size is None else size,
+        "totals": totals(members, len(members) if size is None else size),
         "members": [
             {
                 **facts(peer, member, fragments),

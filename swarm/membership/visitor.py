@@ -64,8 +64,10 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
 
 
 @contextlib.contextmanager
-def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
-    """Look into the swarm of ``link``: a host that is no member, the manifest, and the members.
+def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member], int]]:
+    """Look into the swarm of ``link``: a host that is no member, the manifest, the members, and how many there are.
+
+    In a swarm of buckets those of one bucket are returned, and the number is estimated from them.
 
     In an invitation-only swarm an invitation in the link also lets the host fetch from peers that do not know it.
 
@@ -75,6 +77,6 @@ def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member]]]:
     with connected(link) as (identity, host, manifest):
         directory = open_directory(identity, host, link, manifest)
         try:
-            yield host, manifest, directory.members()
+            yield host, manifest, directory.members(), directory.size()
         finally:
             directory.close()

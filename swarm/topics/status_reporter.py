@@ -34,7 +34,7 @@ class StatusReporter:
         self._faults: Counter[str] = Counter()
         self._more: dict[str, Any] = {}
         directory = membership.directory
-        self._publisher = StatusPublisher(membership.gossip, self.status, lambda: len(directory.members()))
+        self._publisher = StatusPublisher(membership.gossip, self.status, directory.size)
 
     def progress(
         self,

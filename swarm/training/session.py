@@ -213,8 +213,8 @@ class Session:
         That is the object of `shoal status --json`, with this node's ``peer`` and the numbers that it has ``refused`` so far, by
         reason (`Membership.refused`).
         """
-        membership = self._membership
-        found = overview(membership.swarm, membership.manifest, membership.directory.members(), time.time())
+        membership, directory = self._membership, self._membership.directory
+        found = overview(membership.swarm, membership.manifest, directory.members(), time.time(), directory.size())
         return {**found, "peer": membership.identity.peer_id, "refused": membership.refused()}
 
     def finish(self) -> None:

@@ -161,12 +161,12 @@ def test_a_visitor_sees_the_members_and_may_fetch_by_an_invitation_only(club):
     creator = club.first
     StateServer(creator.host, creator.swarm, MODEL, SHAPES)
     wanted = StateRequest(swarm=creator.swarm, model=MODEL)
-    with visited(club.link()) as (host, manifest, members):
+    with visited(club.link()) as (host, manifest, members, _):
         assert manifest.invite_only
         assert set(members) == {creator.host.peer_id}
         with pytest.raises(NetworkError, match="has no invitation"):
             asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses())
-    with visited(club.invited()) as (host, _, _):
+    with visited(club.invited()) as (host, _, _, _):
         assert asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
 
 

@@ -5,6 +5,7 @@ import pytest
 from shoal.node.commands.status import table
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.health_report import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, health_report
+from shoal.swarm.membership.overview import totals
 from shoal.swarm.wire.fields import FAILURES
 from shoal.swarm.wire.member import Member
 
@@ -111,7 +112,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
     }  # fmt: skip
     said = ["anna\x1b[31m is slow."]
     report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "findings": said}
-    report["optimizer"] = "task"
+    report |= {"optimizer": "task", "totals": totals({}, 1)}
     assert "Inner optimizer" not in table(report)
     report["optimizer"] = "muon"
     shown = table(report)

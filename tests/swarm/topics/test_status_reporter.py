@@ -6,7 +6,7 @@ import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.topics.status import BANNED, PARTNERS, ROUNDS, Status
+from shoal.swarm.topics.status import BANNED, PARTNERS, PER_SECOND, ROUNDS, Status
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.wire.envelope import pack
 
@@ -27,7 +27,7 @@ def membership(method="noloco"):
         host=host,
         swarm=swarm_id(b""),
         gossip=gossip,
-        directory=SimpleNamespace(members=lambda: {}),
+        directory=SimpleNamespace(size=lambda: 400),
         manifest=SimpleNamespace(outer=SimpleNamespace(method=method)),
     )
 
@@ -40,6 +40,10 @@ def over(status_reporter, number, members, **changes):
 @pytest.fixture
 def status_reporter():
     return StatusReporter(membership(), "anna")
+
+
+def test_in_a_swarm_of_which_it_sees_a_part_it_sends_as_rarely_as_the_whole_demands(status_reporter):
+    assert status_reporter._publisher.gaps() == (400 / PER_SECOND, 400 / PER_SECOND)
 
 
 def test_before_anything_happened_it_waits(status_reporter):
