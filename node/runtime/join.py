@@ -9,7 +9,7 @@ from pathlib import PurePath
 import torch
 
 from shoal.node.config.rl import RLSettings, env_label
-from shoal.node.config.settings import Settings
+from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data import manifest_options as agreement
 from shoal.node.runtime.fixed_settings import check_not_fixed
 from shoal.node.runtime.link_file import LinkFile
@@ -69,7 +69,12 @@ def new_manifest(
     """Return the sealed manifest of a new swarm.
 
     ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``; ``fragments``: those that the model is cut into.
+
+    Raises:
+        ConfigError: settings that do not go together.
     """
+    if settings.swarm.bucket and settings.verify.kind != "none":
+        raise ConfigError("The settings swarm.bucket and verify.kind do not go together: verifiers are drawn among all members.")
     outer = settings.outer.resolved()
     manifest = Manifest(
         name=settings.swarm.name,

@@ -85,9 +85,11 @@ class Manifest(Message):
     epoch_s: EpochSeconds = Field(default=60.0, description="Seconds of an epoch, after which buckets are drawn anew.")
 
     @model_validator(mode="after")
-    def _open_to_all(self) -> Manifest:
+    def _goes_together(self) -> Manifest:
         if self.public and self.invite_only:
             raise ValueError("a swarm is public or invite_only, not both")
+        if self.bucket and self.verify.kind != "none":
+            raise ValueError("verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out")
         return self
 
     @model_serializer(mode="wrap")

@@ -243,3 +243,9 @@ def test_the_flag_of_an_own_lag(text, value):
         context = cli.commands[command].make_context(command, [*first, "--lag", text])
         assert node_overrides(context.params)["node.lag"] == value
         assert node_overrides(cli.commands[command].make_context(command, first).params)["node.lag"] is None
+
+
+def test_a_swarm_that_verifies_has_no_buckets():
+    settings = load(None, {"swarm.bucket": 64, "verify.kind": "activations"})
+    with pytest.raises(ConfigError, match=r"swarm\.bucket and verify\.kind do not go together"):
+        new_manifest(settings, ME, "0" * 64)

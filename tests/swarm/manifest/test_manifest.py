@@ -114,6 +114,8 @@ def test_another_protocol_is_named():
         {"bucket": -1},
         {"bucket": 64, "epoch_s": 29.9},
         {"bucket": 64, "epoch_s": 1e6},
+        {"bucket": 64, "verify": {"kind": "activations"}},
+        {"public": True, "invite_only": True},
         {"shards": 0},
         {"name": "a\nb"},
     ],

@@ -46,12 +46,13 @@ def test_of_a_sample_sums_are_scaled_and_it_is_said_how_sure_they_are():
 def test_the_table_says_so_and_stays_short():
     creator = Identity.ephemeral().peer_id
     manifest = Manifest(name="m", created=0.0, creator=creator, task="text", model="0" * 64)
-    shown = table(overview("a" * 52, manifest, members(MOST + 2), 1e9, 16 * (MOST + 2)))
+    link = {"link": "shoal://x", "invite_only": False}
+    shown = table({**overview("a" * 52, manifest, members(MOST + 2), 1e9, 16 * (MOST + 2)), **link})
     assert "about 1,056 peers" in shown
     assert "About 1,056 peers (± 12 %), estimated from the 66 of one bucket" in shown
     assert shown.count("training") == MOST
     assert "2 more members are in view; --json lists all of them." in shown
-    few = table(overview("a" * 52, manifest, members(2), 1e9))
+    few = table({**overview("a" * 52, manifest, members(2), 1e9), **link})
     assert "noloco, 2 peers" in few
     assert "more members" not in few
     assert "bout" not in few
